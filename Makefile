@@ -1,0 +1,52 @@
+# Everything a fresh machine needs: `make demo` shows what batchfit does, `make test` proves it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+# A private pip cache or index is the machine's business; the versions are ours.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+export BATCHFIT_REQUIRE ?= transformers,gloo
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-pure test-torch check bench gpu clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing batchfit and its test dependencies into $(VENV) (about a minute, once)"
+	@# torch first and on its own: an unconstrained resolve would pull gigabytes of CUDA packages
+	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | grep -v '^WARNING: Location' || true
+	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | grep -v '^WARNING: Location' || true
+	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
+	@touch $@
+
+demo: $(STAMP)  ## find the largest batch of a small GPT, on a GPU if there is one
+	@$(BIN)/batchfit demo
+
+check: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+
+test-pure: $(STAMP)
+	BATCHFIT_BLOCK_TORCH=1 $(BIN)/python -m pytest -q tests/unit
+
+test-torch: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'not slow' --ignore=tests/unit tests
+
+test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
+
+test-all: check test-pure $(STAMP)  ## the long checks too
+	$(BIN)/python -m pytest -q --ignore=tests/unit tests
+
+bench: $(STAMP)  ## benchmarks that a CPU can run
+	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | grep -v '^WARNING: Location' || true
+	$(BIN)/python benchmarks/search_simulated.py
+	$(BIN)/python benchmarks/virtual_overhead.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

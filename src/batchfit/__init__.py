@@ -1,0 +1,63 @@
+"""batchfit finds the right batch size for a PyTorch program and keeps it from running out of memory.
+
+    import batchfit
+    fit = batchfit.find_batch_size(batchfit.training(model, optimizer, loss_fn, make_batch))
+    print(fit.batch_size)
+
+Names are loaded when they are first used: `import batchfit` imports neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
+_EXPORTS = {
+    "FitResult": "batchfit.results",
+    "Trial": "batchfit.results",
+    "Workload": "batchfit.workload",
+    "errors": "batchfit.errors",
+    "find_batch_size": "batchfit._find",
+    "generation": "batchfit.workload",
+    "inference": "batchfit.workload",
+    "testing": "batchfit.testing",
+    "training": "batchfit.workload",
+    "virtual_memory": "batchfit._torch.virtual",
+}
+
+__all__ = [
+    "FitResult",
+    "Trial",
+    "Workload",
+    "errors",
+    "find_batch_size",
+    "generation",
+    "inference",
+    "testing",
+    "training",
+    "virtual_memory",
+]
+
+if TYPE_CHECKING:
+    from batchfit import errors, testing
+    from batchfit._find import find_batch_size
+    from batchfit._torch.virtual import virtual_memory
+    from batchfit.results import FitResult, Trial
+    from batchfit.workload import Workload, generation, inference, training
+
+
+def __getattr__(name: str) -> object:
+    home = _EXPORTS.get(name)
+    if home is None:
+        raise AttributeError(f"module 'batchfit' has no attribute {name!r}")
+    module = importlib.import_module(home)
+    value = module if home == f"batchfit.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""Measuring: the only place below the verbs that touches torch and a device."""

@@ -1,0 +1,201 @@
+"""What batchfit answers: frozen values that print as a table and travel as JSON.
+
+Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
+and is readable by later versions; a file that cannot be read says which field and why.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from batchfit._decide.units import format_bytes
+from batchfit.errors import ResultFileError
+
+Outcome = Literal["fits", "oom", "too_large", "killed", "timeout"]
+
+SCHEMA_VERSION = 1
+
+REASONS = {
+    "within_tolerance": "the memory left is too little for a size worth trying",
+    "bracketed": "the next larger size was tried and does not fit",
+    "max_size": "max_size was reached",
+    "attempts": "the strategy's attempts are used up",
+    "strategy": "the strategy tries no larger size",
+    "max_trials": "max_trials was reached",
+    "time_limit": "time_limit_s was reached",
+    "interrupted": "the search was interrupted",
+}
+
+
+class Result(BaseModel):
+    """Base of all results: JSON both ways."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """This result as JSON text, its schema version included."""
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The result that `to_json` wrote, by this version of batchfit or an earlier one."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ResultFileError(f"not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ResultFileError(f"a {cls.__name__} must be a JSON object, not {type(data).__name__}")
+        version = data.get("schema_version", SCHEMA_VERSION)
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise ResultFileError(
+                f"schema_version is {version!r}, and this batchfit reads up to {SCHEMA_VERSION}. "
+                "Upgrade batchfit to read this file."
+            )
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or cls.__name__
+            raise ResultFileError(
+                f"field {field!r} of {cls.__name__}: {first['msg']} (found {first['input']!r:.80})"
+            ) from None
+
+
+class Trial(Result):
+    """One measured attempt at one size.
+
+    `peak_bytes` and `reserved_bytes` are None where the trial ended without a reading (a killed
+    process). `step_s` is the median of the steps after the first, synchronised. `phase` is the phase
+    that failed ("batch", "forward", "backward", "optimizer"), where the workload names its phases.
+    """
+
+    size: int = Field(ge=1)
+    outcome: Outcome
+    steps_run: int = Field(ge=0)
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    held_bytes: int | None = None
+    alloc_retries: int = 0
+    settled_retries: int = 0
+    step_s: float | None = None
+    elapsed_s: float = 0.0
+    soak: bool = False
+    ambiguous: bool = False
+    phase: str | None = None
+    message: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """The trial ended without running out of memory."""
+        return self.outcome == "fits"
+
+    @property
+    def sustained(self) -> bool:
+        """It was a soak, it fits, and no allocation was retried once it had settled."""
+        return self.fits and self.soak and self.settled_retries == 0
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in two words at most, as tables show it."""
+        if self.fits and self.soak:
+            return "sustained" if self.sustained else "retries"
+        if self.soak and self.outcome == "oom":
+            return f"oom, step {self.steps_run + 1}"
+        return self.outcome
+
+    def __str__(self) -> str:
+        return text_table(TRIAL_COLUMNS, [trial_row(self, None)])
+
+
+class FitResult(Result):
+    """What `find_batch_size` answers: the largest size of one forward/backward in one process."""
+
+    kind: Literal["fit"] = "fit"
+    schema_version: int = SCHEMA_VERSION
+    batch_size: int = Field(ge=1)
+    trials: tuple[Trial, ...]
+    survived_steps: int
+    stopped_because: str
+    budget_bytes: int
+    peak_bytes: int | None
+    device: str
+    strategy: str
+    elapsed_s: float
+    batchfit_version: str = ""
+    torch_version: str = ""
+
+    @property
+    def sustained(self) -> bool:
+        """The size also survived the soak, with no allocation retry once settled."""
+        return any(trial.sustained for trial in self.trials if trial.size == self.batch_size)
+
+    @property
+    def reason(self) -> str:
+        """Why the search stopped, as a sentence."""
+        return REASONS.get(self.stopped_because, self.stopped_because)
+
+    @property
+    def summary(self) -> str:
+        """The answer in one sentence."""
+        peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
+        return (
+            f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
+            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s; "
+            f"stopped because {self.reason}"
+        )
+
+    def __str__(self) -> str:
+        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
+        return f"{text_table(TRIAL_COLUMNS, rows)}\n{self.summary}"
+
+    def _repr_html_(self) -> str:
+        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
+        return html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+
+
+TRIAL_COLUMNS = ("size", "outcome", "steps", "peak", "reserved", "of budget", "s/step")
+
+
+def trial_row(trial: Trial, budget_bytes: int | None) -> tuple[str, ...]:
+    """A trial as the cells of one table row (shared by text, HTML and the live progress)."""
+
+    def amount(count: int | None) -> str:
+        return "-" if count is None else format_bytes(count)
+
+    used = trial.reserved_bytes if trial.reserved_bytes is not None else trial.peak_bytes
+    share = "-" if used is None or not budget_bytes else f"{used / budget_bytes:.1%}"
+    return (
+        str(trial.size),
+        trial.verdict,
+        str(trial.steps_run),
+        amount(trial.peak_bytes),
+        amount(trial.reserved_bytes),
+        share,
+        "-" if trial.step_s is None else f"{trial.step_s:.3g}",
+    )
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns under their names."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
+    """The same table for a notebook."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table>"
+    )
+

@@ -1,0 +1,65 @@
+"""Rules for every test: torch can be blocked, what must not be skipped is named, nothing leaks.
+
+`BATCHFIT_BLOCK_TORCH=1` makes `import torch` fail: `tests/unit` must pass like that.
+`BATCHFIT_REQUIRE=transformers,gloo` turns the skip of a test that needs one of these into a failure.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+BLOCKED = os.environ.get("BATCHFIT_BLOCK_TORCH") == "1"
+REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") if name}
+
+
+class _NoTorch(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "torch" or fullname.startswith("torch."):
+            raise ImportError("torch is blocked (BATCHFIT_BLOCK_TORCH=1): this test must not need it")
+
+
+if BLOCKED:
+    if "torch" in sys.modules:
+        raise RuntimeError("torch was imported before it could be blocked")
+    sys.meta_path.insert(0, _NoTorch())
+
+
+def need(name: str, *, present: bool) -> None:
+    """Skip the calling test or module unless `present`; fail instead where `name` is required."""
+    if present:
+        return
+    if name in REQUIRED:
+        pytest.fail(f"{name} is named in BATCHFIT_REQUIRE, and it is not here", pytrace=False)
+    pytest.skip(f"needs {name}", allow_module_level=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A test skipped for a required reason is a failure: its skip message names what it needs."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = str(report.longrepr)
+        for name in REQUIRED:
+            if f"needs {name}" in reason:
+                report.outcome = "failed"
+                report.longrepr = f"{name} is named in BATCHFIT_REQUIRE, and this test was skipped: {reason}"
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests are skipped where there is no GPU (and required where BATCHFIT_REQUIRE names gpu)."""
+    if BLOCKED or not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs gpu"))
