@@ -8,6 +8,7 @@
     ├── TargetError           a command-line target could not be loaded
     ├── RanksDisagreeError    ranks hold different values where all must agree
     ├── RankMissingError      a rank did not answer in time
+    ├── RankFailedError       another rank's step raised an error that is not memory
     └── ResultFileError       a result file cannot be read
 
 Wrong arguments are `ValueError` or `TypeError`, raised before any device work. An error of the
@@ -84,6 +85,14 @@ class RankMissingError(BatchfitError):
             f"{named} did not answer within {timeout_s:g} s while all ranks had to agree on {doing}. "
             "Look at that rank's own output: it has most likely failed or is stuck."
         )
+
+
+class RankFailedError(BatchfitError):
+    """Another rank raised an error that is not memory, so this rank cannot go on either."""
+
+    def __init__(self, rank: int, text: str, *, doing: str) -> None:
+        self.rank = rank
+        super().__init__(f"rank {rank} failed during {doing}: {text}. See that rank's own traceback.")
 
 
 class ResultFileError(BatchfitError):

@@ -69,9 +69,12 @@ class Result(BaseModel):
 class Trial(Result):
     """One measured attempt at one size.
 
-    `peak_bytes` and `reserved_bytes` are None where the trial ended without a reading (a killed
-    process). `step_s` is the median of the steps after the first, synchronised. `phase` is the phase
-    that failed ("batch", "forward", "backward", "optimizer"), where the workload names its phases.
+    `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
+    took from the device, `split_bytes` that of cached remainders it could not have given back, and
+    `held_bytes` what was live between steps; None where there is no reading. `settled_retries` counts
+    allocation retries in the second half of a soak. `step_s` is the median of the steps after the
+    first, synchronised. `phase` is the phase that failed ("batch", "forward", "backward",
+    "optimizer"), where the workload names its phases.
     """
 
     size: int = Field(ge=1)
@@ -79,6 +82,7 @@ class Trial(Result):
     steps_run: int = Field(ge=0)
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    split_bytes: int | None = None
     held_bytes: int | None = None
     alloc_retries: int = 0
     settled_retries: int = 0

@@ -1,0 +1,27 @@
+"""The command `batchfit`.
+
+Rules: this package is the only place that prints; results go to stdout, everything else to stderr;
+typer, rich, torch and pydantic are imported when a command needs them, so that `--help` needs only typer.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line of this process and exit with one of `batchfit._cli.exits.Code`."""
+    from batchfit._cli.exits import Code, silence_broken_pipes
+
+    try:
+        from batchfit._cli.app import app
+
+        app(prog_name="batchfit")
+    except KeyboardInterrupt:
+        # Commands handle an interrupt where there is something to save; this is one that came earlier.
+        sys.exit(Code.INTERRUPTED)
+    except BrokenPipeError:
+        silence_broken_pipes()
+        sys.exit(Code.BROKEN)

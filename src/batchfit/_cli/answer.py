@@ -1,0 +1,81 @@
+"""The end of a search as people read it: the answer first, then what it rests on.
+
+Rules: one list of lines serves the terminal, a log and a pipe; a line that scripts may want to parse is
+not here (that is `--json`); nothing is claimed that was not run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from batchfit._cli.progress import is_terminal, used_bytes
+from batchfit._decide.units import format_bytes
+
+if TYPE_CHECKING:
+    from batchfit.results import FitResult
+
+
+def memory_label(device: str, budget_bytes: int) -> str:
+    """`cuda:0, 23.8 GiB` or `cpu, virtual memory of 512 MiB`."""
+    if device.partition(":")[0] == "cpu":
+        return f"{device}, virtual memory of {format_bytes(budget_bytes)}"
+    return f"{device}, {format_bytes(budget_bytes)}"
+
+
+def headline(fit: FitResult) -> str:
+    """The answer in one line."""
+    if fit.stopped_because == "interrupted":
+        return f"interrupted: {fit.batch_size} is the largest batch size that ran so far"
+    how = "survived" if fit.sustained else "ran"
+    return f"batch size {fit.batch_size} {how} {_count(fit.survived_steps, 'step')}"
+
+
+def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list[tuple[str, str]]:
+    """What the answer rests on, and how to use it: (label, text) pairs."""
+    runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
+    used = max((count for count in runs if count is not None), default=None)
+    failed = sum(not trial.fits for trial in fit.trials)
+    lines = [("device", memory_label(fit.device, fit.budget_bytes))]
+    if used is not None:
+        lines.append(("memory", f"{format_bytes(used)} used, {used / fit.budget_bytes:.1%} of the budget"))
+    lines += [
+        ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s, {failed or 'none'} ran out of memory"),
+        ("stopped", f"because {fit.reason}"),
+        ("use it", f"DataLoader(dataset, batch_size={fit.batch_size})"),
+    ]
+    if saved is not None:
+        lines.append(("saved", str(saved)))
+    if next_command:
+        lines.append(("next", next_command))
+    return lines
+
+
+def show_answer(
+    fit: FitResult, stream: TextIO, *, with_table: bool, saved: Path | None, next_command: str = ""
+) -> None:
+    """Write the end of a search to a stream, in colour where it is a terminal."""
+    table = ""
+    if with_table:
+        table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, told below at length
+    rows = facts(fit, saved=saved, next_command=next_command)
+    if not is_terminal(stream):
+        body = "".join(f"{label:<8} {text}\n" for label, text in rows)
+        stream.write(f"{table}\n{headline(fit)}\n{body}")
+        stream.flush()
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if table:
+        console.print(Text(table))
+    colour = "bold green" if fit.stopped_because != "interrupted" else "bold yellow"
+    console.print(Text("\n" + headline(fit), style=colour))
+    for label, text in rows:
+        strong = "bold" if label in ("use it", "next") else ""
+        console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,103 @@
+"""`batchfit demo`: the main job on a small GPT, in well under a minute.
+
+Rules: it is a real search, with real steps and the defaults of `find`; it says what it is about to do
+before it does it, and claims nothing that it did not run; without a GPU the CPU runs out of memory like
+one. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.find import Job, default_settings, run_job
+from batchfit._cli.output import check_writable
+from batchfit._decide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from batchfit.workload import Workload
+
+WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 6, 4, 128, 1024
+CPU_BUDGET = "256MiB"  # a step at the answer takes a third of a second on two cores
+GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
+NEXT = "batchfit find your_file.py:your_function"
+
+
+def run_demo(*, output: Path) -> Code:
+    """Find the largest batch of the small GPT and save the result."""
+    check_writable(output, make_folder=True)
+    import torch
+
+    if torch.cuda.is_available():
+        device, budget = "cuda", GPU_BUDGET
+        if torch.cuda.mem_get_info()[0] < 2 * parse_bytes(GPU_BUDGET):
+            budget = SMALL_GPU_BUDGET
+        where = f"on the {torch.cuda.get_device_name()}, in {budget} of its memory"
+    else:
+        device, budget = "cpu", CPU_BUDGET
+        where = f"on the CPU, in virtual memory of {budget} that runs out like a GPU's"
+    job = Job(
+        what="the small GPT",
+        make=lambda: small_gpt_training(device),
+        explain=_bug,
+        settings={**default_settings(), "budget": budget, "device": device},
+        intro=(
+            f"Finding the largest batch with which a small GPT (1.3 million parameters, {TOKENS} tokens) "
+            f"trains {where}."
+        ),
+        next_command=NEXT,
+    )
+    return run_job(job, as_json=False, output=output)
+
+
+def small_gpt_training(device: str) -> Workload:
+    """A GPT of 1.3 million parameters, AdamW, random tokens."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    import batchfit
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            qkv = self.to_qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS))
+            query, key, value = qkv.permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + self.to_out(mixed.transpose(1, 2).flatten(2))
+            out: Tensor = x + self.narrow(functional.gelu(self.widen(self.norm_2(x))))
+            return out
+
+    class SmallGPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+            self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens) + self.places.weight
+            logits: Tensor = self.head(self.norm(self.blocks(x)))
+            return logits
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        logits = model(batch[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    model = SmallGPT().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    return batchfit.training(
+        model, optimizer, loss_fn, lambda size: torch.randint(VOCABULARY, (size, TOKENS + 1))
+    )
+
+
+def _bug(error: BaseException) -> CommandFailed:
+    """The demo's own code does not fail by itself: whatever comes is shown whole."""
+    raise error

@@ -1,0 +1,98 @@
+"""How a command ends: the one list of exit codes, and the error that carries one.
+
+Rules: a script can tell the outcomes apart by the code alone; `--help` prints this list and a test
+compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so both save what is known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from types import FrameType
+
+
+class Code(IntEnum):
+    """Exit codes of every command."""
+
+    FOUND = 0
+    BROKEN = 1
+    USAGE = 2
+    NOTHING_FITS = 3
+    RAISED = 4
+    STOPPED = 5
+    INTERRUPTED = 130
+    TERMINATED = 143
+
+
+MEANINGS = {
+    Code.FOUND: "a batch size was found (doctor: all is well)",
+    Code.BROKEN: "doctor found something broken, or batchfit itself failed",
+    Code.USAGE: "bad usage: a flag or the target is wrong",
+    Code.NOTHING_FITS: "not even the smallest allowed size fits",
+    Code.RAISED: "the target, or a step, raised an error",
+    Code.STOPPED: "a limit ended the search before any size ran",
+    Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
+    Code.TERMINATED: "terminated (SIGTERM), otherwise as 130",
+}
+
+
+class CommandFailed(Exception):
+    """A command cannot go on: the code to exit with, what to say, and details to show above it.
+
+    `every_rank`: under torchrun each rank says it, because it may be true of that rank alone.
+    """
+
+    def __init__(self, code: Code, text: str, *, details: str = "", every_rank: bool = False) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+        self.details = details
+        self.every_rank = every_rank
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread where Ctrl-C would be."""
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Inside, a SIGTERM raises `Terminated`; in a forked child it kills as it always did."""
+    owner = os.getpid()
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM are ignored: for the moment in which a result is being saved."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action if action is not None else signal.SIG_DFL)
+
+
+def silence_broken_pipes() -> None:
+    """Nobody reads our output any more: keep the interpreter from complaining about it at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())

@@ -1,0 +1,223 @@
+"""`batchfit find`: from a target and flags to an answer.
+
+Rules: what is wrong with the flags is said before the target is loaded, and what is wrong with the
+target before a device is touched; every way a search can end has its exit code; an interrupted search
+leaves what it found. An error is the user's if a step of theirs raised it, and batchfit's otherwise:
+then it comes out with its whole traceback.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypedDict, cast
+
+from batchfit import errors
+from batchfit._cli import failure
+from batchfit._cli.answer import memory_label, show_answer
+from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.output import check_writable, stdout_for_results, write_whole
+from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.target import home_of, load_target, make_workload, parse_target, source_line
+from batchfit._cli.watch import Watch
+from batchfit._decide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from batchfit._decide.search import Search
+    from batchfit.results import FitResult
+    from batchfit.workload import Workload
+
+
+class FindSettings(TypedDict):
+    """The keywords of `find_batch_size` that are flags."""
+
+    budget: str | None
+    max_size: int | None
+    min_size: int
+    strategy: str
+    multiple_of: int
+    power_of_two: bool
+    tolerance: float
+    start: int | None
+    attempts: int
+    steps: int
+    soak_steps: int
+    max_trials: int | None
+    time_limit_s: float | None
+    device: str | None
+
+
+def default_settings() -> FindSettings:
+    """What `find_batch_size` does when it is told nothing."""
+    from batchfit._find import find_batch_size
+
+    parameters = inspect.signature(find_batch_size).parameters
+    return cast(FindSettings, {name: parameters[name].default for name in FindSettings.__annotations__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A search to run: how its workload is made, and what to call it.
+
+    `explain` turns an error of a step into what to say about it.
+    """
+
+    what: str
+    make: Callable[[], Workload]
+    explain: Callable[[BaseException], CommandFailed]
+    settings: FindSettings
+    intro: str = ""
+    next_command: str = ""
+
+
+def find_target(
+    text: str, settings: FindSettings, *, as_json: bool, output: Path | None, full_traceback: bool
+) -> Code:
+    """Load a target and find its largest batch."""
+    checked_flags(settings)
+    if output is not None:
+        check_writable(output)
+    try:
+        target = parse_target(text)
+    except errors.TargetError as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+    made_at = ""
+
+    def make() -> Workload:
+        nonlocal made_at
+        try:
+            factory = load_target(target)
+            made_at = source_line(factory)
+            return make_workload(target, factory)
+        except errors.TargetError as error:
+            raise CommandFailed(Code.USAGE, str(error)) from None
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            raise explain(error, what=text) from None
+
+    def explain(error: BaseException, what: str = f"a step of {text}") -> CommandFailed:
+        home = home_of(target)
+        return CommandFailed(
+            Code.RAISED,
+            failure.headline(error, what=what, home=home, made_at=made_at),
+            details=failure.details(error, home=home, full=full_traceback),
+            every_rank=True,
+        )
+
+    job = Job(what=text, make=make, explain=explain, settings=settings)
+    return run_job(job, as_json=as_json, output=output)
+
+
+def checked_flags(settings: FindSettings) -> Search:
+    """The search that the flags ask for. Wrong ones are refused without torch, the target or a device."""
+    from batchfit._decide.search import Search
+
+    try:
+        budget = settings["budget"]
+        return Search(
+            strategy=settings["strategy"],
+            budget_bytes=None if budget is None else parse_bytes(budget),
+            min_size=settings["min_size"],
+            max_size=settings["max_size"],
+            multiple_of=settings["multiple_of"],
+            power_of_two=settings["power_of_two"],
+            tolerance=settings["tolerance"],
+            start=settings["start"],
+            attempts=settings["attempts"],
+            max_trials=settings["max_trials"],
+            soak=settings["soak_steps"] != 0,
+        )
+    except (ValueError, TypeError) as error:
+        raise _wrong_flag(error) from None
+
+
+def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
+    """Make the workload, search, show and save the answer; how it ended."""
+    search = checked_flags(job.settings)
+    progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
+    watch = Watch(progress)
+    code = Code.FOUND
+    fit: FitResult | None
+    with stdout_for_results(alone=as_json) as stdout:
+        try:
+            with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+                fit = _search(job, watch, progress)
+        except KeyboardInterrupt as stop:
+            code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+            fit = watch.partial(search)
+        if fit is None:
+            raise CommandFailed(code, f"interrupted after {len(watch.trials)} trials, before any size ran")
+        if speaks():
+            with uninterrupted():
+                _deliver(job, fit, stdout, as_json=as_json, output=output, rows_stand=progress.draws_rows)
+    return code
+
+
+def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
+    settings = job.settings
+    if job.intro:
+        progress.note(job.intro)
+    progress.doing("loading torch")
+    from batchfit import _find
+    from batchfit._torch.device import resolve_device
+
+    try:
+        _find._check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
+        if settings["device"] is not None:
+            resolve_device(settings["device"])
+        progress.doing(f"loading {job.what}")
+        workload = job.make()
+        device = resolve_device(settings["device"], near=workload.state)
+    except (ValueError, TypeError) as error:
+        raise _wrong_flag(error) from None
+    watch.device, watch.budget_bytes = device.name, device.budget_bytes()
+    if settings["budget"] is not None:
+        watch.budget_bytes = min(watch.budget_bytes, parse_bytes(settings["budget"]))
+    memory = memory_label(watch.device, watch.budget_bytes)
+    progress.note(f"{job.what} on {memory}, strategy {settings['strategy']}")
+    progress.doing("choosing the first size")
+    try:
+        return _find.find_batch_size(watch.over(workload), on_trial=watch.on_trial, **settings)
+    except errors.NothingFitsError as error:
+        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
+    except errors.SearchStoppedError as error:
+        raise CommandFailed(Code.STOPPED, str(error)) from None
+    except errors.BatchfitError as error:
+        raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
+    except (Exception, SystemExit) as error:
+        if watch.step_raised:
+            raise job.explain(error) from None
+        if isinstance(error, ValueError | TypeError) and not watch.started:
+            raise _wrong_flag(error) from None
+        raise
+
+
+def _deliver(
+    job: Job, fit: FitResult, stdout: TextIO, *, as_json: bool, output: Path | None, rows_stand: bool
+) -> None:
+    """Save, then show; where saving fails the result is shown all the same, and then the failure."""
+    text = fit.to_json() + "\n"
+    lost: OSError | None = None
+    if output is not None:
+        try:
+            write_whole(output, text)
+        except OSError as error:
+            lost = error
+    saved = None if lost else output
+    if as_json:
+        stdout.write(text)
+        stdout.flush()
+        show_answer(fit, sys.stderr, with_table=False, saved=saved)
+    else:
+        with_table = not (rows_stand and is_terminal(stdout))
+        show_answer(fit, stdout, with_table=with_table, saved=saved, next_command=job.next_command)
+    if lost:
+        raise CommandFailed(
+            Code.BROKEN, f"the result could not be saved to {output}: {lost.strerror or lost}"
+        )
+
+
+def _wrong_flag(error: Exception) -> CommandFailed:
+    return CommandFailed(Code.USAGE, f"{error} (batchfit find --help lists the flags)")

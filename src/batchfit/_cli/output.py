@@ -1,0 +1,94 @@
+"""Where results go: stdout, and a file.
+
+Rules: with `--json` nothing but the JSON reaches stdout, whatever the user's code or a child process
+prints; a file is there whole or not at all; a path that cannot be written is refused before any work.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.progress import is_terminal, speaks
+
+
+@contextmanager
+def stdout_for_results(*, alone: bool) -> Iterator[TextIO]:
+    """A stream to stdout. `alone`: whatever else writes to stdout in the meantime goes to stderr."""
+    if not alone:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def check_writable(path: Path, *, make_folder: bool = False) -> None:
+    """Refuse a path that cannot be written, while nothing is lost yet."""
+
+    def refuse(why: str) -> CommandFailed:
+        return CommandFailed(
+            Code.USAGE, f"output must be a file that can be written, not {str(path)!r}: {why}"
+        )
+
+    if str(path) == "-":
+        raise refuse("use --json to have the result on stdout")
+    if path.is_dir():
+        raise refuse("it is a folder")
+    folder = path.resolve().parent
+    if make_folder:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refuse(str(error)) from None
+    if not folder.is_dir():
+        raise refuse(f"the folder {str(folder)!r} does not exist")
+    if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
+        raise refuse("permission denied")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe or a device: nothing to put in its place
+        return
+    real = path.resolve()
+    draft = real.with_name(f".{real.name}.{os.getpid()}.part")
+    try:
+        with draft.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(real)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def complain(failed: CommandFailed) -> None:
+    """Say on stderr why a command failed. Under torchrun rank 0 speaks, and any rank of its own error."""
+    rank = "" if speaks() else f"rank {os.environ['RANK']}: "
+    if rank and not failed.every_rank:
+        return
+    text = f"{failed.details}\n\n" if failed.details else ""
+    message = f"{rank}error: {failed.text}"
+    if is_terminal(sys.stderr):
+        width = shutil.get_terminal_size().columns - 1
+        message = textwrap.fill(message, width, break_long_words=False, break_on_hyphens=False)
+        if not os.environ.get("NO_COLOR"):
+            message = message.replace("error:", "\x1b[1;31merror:\x1b[0m", 1)
+    sys.stderr.write(f"{text}{message}\n")
+    sys.stderr.flush()

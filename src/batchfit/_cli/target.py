@@ -1,0 +1,273 @@
+"""A target of the command line: `file.py:function` or `package.module:function`.
+
+Rules: the function takes no required argument and returns a `Workload` or a `step(batch_size)`
+callable; whatever is wrong with a target is a `TargetError` that names file and line where there is
+one; an error of the user's own code comes out unchanged. A file is loaded as a real module, under its
+own name, with its folder on `sys.path` (so pickling, dataclasses and `inspect` work), and its
+`if __name__ == "__main__"` part does not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import operator
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from batchfit._cli.failure import last_users_line, shown_path
+from batchfit.errors import TargetError
+
+if TYPE_CHECKING:
+    from batchfit.workload import Workload
+
+FORM = "file.py:function or package.module:function"
+CONTRACT = (
+    "a target is a function without required arguments that returns a Workload or a step(batch_size) callable"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A target as the user typed it, taken apart but not loaded."""
+
+    text: str
+    place: str
+    function: str
+
+    @property
+    def path(self) -> Path | None:
+        """The file, or None where the target names a module."""
+        is_file = self.place.endswith(".py") or os.sep in self.place or "/" in self.place
+        return Path(self.place) if is_file else None
+
+
+def parse_target(text: str) -> Target:
+    """Take a target apart; whatever can be told wrong without running the user's code is told here."""
+    place, colon, function = text.rpartition(":")
+    if not colon or not place or not function or "\\" in function or "/" in function:
+        raise TargetError(f"target must be {FORM}, not {text!r}{_functions_hint(text)}")
+    target = Target(text=text, place=place, function=function)
+    path = target.path
+    if path is None:
+        if not all(part.isidentifier() for part in place.split(".")):
+            raise TargetError(f"target must be {FORM}, not {text!r}: {place!r} is no module name")
+    elif not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        hint = _did_you_mean(path.name, siblings, prefix=_folder_prefix(path), suffix=f":{function}")
+        raise TargetError(f"the file {place} of the target {text} {what}{hint}")
+    return target
+
+
+def load_target(target: Target) -> Callable[[], object]:
+    """The target's function. Runs the user's module, and lets its errors through unchanged."""
+    importlib.invalidate_caches()
+    with _as_a_script(target):
+        module = _module_from_file(target.path) if target.path else _module_by_name(target)
+    try:
+        function = operator.attrgetter(target.function)(module)
+    except AttributeError:
+        raise TargetError(_no_such_function(target, module)) from None
+    if inspect.isclass(function) or not callable(function):
+        kind = "class" if inspect.isclass(function) else type(function).__name__
+        raise TargetError(
+            f"{target.text} is a {kind}, not a function ({shown_path(module.__file__)}): {CONTRACT}"
+        )
+    needed = _required_arguments(function)
+    if needed:
+        hint = ""
+        if len(needed) == 1:
+            name = target.function.rpartition(".")[2]
+            hint = f". If it is the step itself, add a function that returns it: def make(): return {name}"
+        raise TargetError(
+            f"{target.text} at {source_line(function)} needs arguments ({', '.join(needed)}): "
+            f"{CONTRACT}{hint}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def make_workload(target: Target, factory: Callable[[], object]) -> Workload:
+    """Call the target's function and check what it returned; the user's errors come out unchanged."""
+    with _as_a_script(target):
+        made = factory()
+    from batchfit.workload import as_workload  # imports torch, as the user's code has done by now
+
+    where = source_line(factory)
+    if made is None:
+        raise TargetError(f"{target.text} at {where} returned None: is its return missing? {CONTRACT}")
+    try:
+        return as_workload(made)
+    except TypeError as error:
+        at = f" (the step is at {source_line(made)})" if inspect.isfunction(made) else ""
+        raise TargetError(f"{target.text} at {where} returned no workload: {error}{at}. {CONTRACT}") from None
+
+
+def source_line(function: object) -> str:
+    """`train.py:12`, the line on which a function begins, or its repr where it has none."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    inner = getattr(inner, "func", inner)  # functools.partial
+    inner = getattr(inner, "__func__", inner)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return f"{shown_path(code.co_filename)}:{code.co_firstlineno}" if code else f"{function!r:.60}"
+
+
+def home_of(target: Target) -> str | None:
+    """The folder of the target's own code, for telling the user's frames from a library's."""
+    if target.path is not None:
+        return str(target.path.resolve().parent)
+    module = sys.modules.get(target.place.partition(".")[0])
+    file = getattr(module, "__file__", None)
+    return str(Path(file).resolve().parent) if file and Path(file).name == "__init__.py" else None
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    resolved = path.resolve()
+    name, roots = _module_name(resolved)
+    for root in roots:
+        _put_first(str(root))
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if Path(getattr(loaded, "__file__", None) or "").resolve() == resolved:
+            return loaded
+        # A file such as random.py must not take the place of a module that others already use.
+        name = f"batchfit_target_{name}"
+    elif "." in name:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{shown_path(str(resolved))} cannot be loaded: a target's file must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _module_name(path: Path) -> tuple[str, list[Path]]:
+    """The name to load a file under, and the folders that `sys.path` needs (the last one goes first)."""
+    stem = path.stem.replace(".", "_")
+    if not _has_relative_import(path):
+        return stem, [path.parent]
+    parts, folder = [stem], path.parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), [path.parent, folder]
+
+
+def _has_relative_import(path: Path) -> bool:
+    tree = _parsed(path)
+    return tree is not None and any(isinstance(n, ast.ImportFrom) and n.level > 0 for n in ast.walk(tree))
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None  # loading it will say what is wrong, with file and line
+
+
+def _module_by_name(target: Target) -> ModuleType:
+    _put_first(str(Path.cwd()))
+    name = target.place
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Only a module of the target's own name is a wrong target; any other is missing to the user's code.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        missing = error.name
+    parent, _, leaf = missing.rpartition(".")
+    folders = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [str(Path.cwd())]
+    if parent and not folders:
+        raise TargetError(f"there is no module {missing!r} (target {target.text}): {parent!r} is no package")
+    names = (module.name for module in pkgutil.iter_modules(folders))
+    rest = name[len(missing) :] + f":{target.function}"
+    hint = _did_you_mean(leaf, names, prefix=f"{parent}." if parent else "", suffix=rest)
+    raise TargetError(
+        f"there is no module {missing!r} (target {target.text}); modules are looked for in the current "
+        f"folder and on sys.path{hint}"
+    )
+
+
+def _no_such_function(target: Target, module: ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    hint = _did_you_mean(target.function, names, prefix=f"{target.place}:")
+    if not hint:
+        hint = f"; it defines {', '.join(names[:8])}" if names else "; it defines no function"
+    return f"there is no {target.function!r} in {shown_path(module.__file__)} (target {target.text}){hint}"
+
+
+def _functions_hint(text: str) -> str:
+    """`; did you mean train.py:make?` for a target that names a file and forgot the function."""
+    path = Path(text)
+    tree = _parsed(path) if text.endswith(".py") and path.is_file() else None
+    if tree is None:
+        return ""
+    names = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and len(node.args.posonlyargs) + len(node.args.args) == len(node.args.defaults)
+        and None not in node.args.kw_defaults
+        and not node.name.startswith("_")
+    ]
+    return "; did you mean " + " or ".join(f"{text}:{name}" for name in names[:3]) + "?" if names else ""
+
+
+def _did_you_mean(wrong: str, known: Iterable[str], *, prefix: str = "", suffix: str = "") -> str:
+    close = difflib.get_close_matches(wrong, list(known), n=3, cutoff=0.6)
+    return "; did you mean " + " or ".join(f"{prefix}{name}{suffix}" for name in close) + "?" if close else ""
+
+
+def _folder_prefix(path: Path) -> str:
+    return "" if path.parent == Path() else f"{path.parent}{os.sep}"
+
+
+def _required_arguments(function: Callable[..., object]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []  # a builtin without a signature: calling it will tell
+    skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in skipped]
+
+
+def _put_first(folder: str) -> None:
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+
+
+@contextmanager
+def _as_a_script(target: Target) -> Iterator[None]:
+    """The user's code sees the command line of a script without arguments, and may not end the process."""
+    before = sys.argv
+    sys.argv = [str(target.path or target.place)]
+    try:
+        yield
+    except SystemExit as error:
+        where = last_users_line(error) or target.place
+        raise TargetError(
+            f"{target.text} ended the program while it was loaded (SystemExit {error.code!r} at {where}). "
+            'Move what a script does under if __name__ == "__main__", and take no command-line arguments.'
+        ) from None
+    finally:
+        sys.argv = before

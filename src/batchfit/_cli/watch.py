@@ -1,0 +1,83 @@
+"""Looks on while a search runs: which step is running, what has ended, whose error it was.
+
+Rules: a watched workload behaves as the one it wraps, state and all; a trial is kept before anything is
+drawn, so an interrupt loses none; no exception and no result of a step is held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from batchfit._cli.progress import Progress
+
+if TYPE_CHECKING:
+    from batchfit._decide.search import Search
+    from batchfit.results import FitResult, Trial
+    from batchfit.workload import Workload
+
+Step = Callable[[int], object]
+
+
+class Watch:
+    """What is known of a search while it runs."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.trials: list[Trial] = []
+        self.budget_bytes = 0
+        self.device = ""
+        self.started = False  # a step of the user's has begun
+        self.step_raised = False  # the last step ended with an error
+        self._progress = progress
+        self._begun_s = time.monotonic()
+        self._number = 0
+
+    def over(self, workload: Workload) -> Workload:
+        """The same workload, watched."""
+        from batchfit.workload import Workload
+
+        twin = Workload(self._watched(workload.step), state=workload.state if workload.declared else None)
+        twin._set(kind=workload.kind, model=workload.model, optimizer=workload.optimizer)
+        return twin
+
+    def on_trial(self, trial: Trial, budget_bytes: int) -> None:
+        """For `find_batch_size(on_trial=...)`."""
+        self.trials.append(trial)
+        self.budget_bytes = budget_bytes
+        self._number = 0
+        self._progress.trial(trial, budget_bytes)
+
+    def partial(self, search: Search) -> FitResult | None:
+        """The result of `search`, interrupted after the trials so far; None where no size had run."""
+        from batchfit._find import fit_result, told
+        from batchfit.errors import SearchStoppedError
+
+        if not self.trials:
+            return None
+        search = search.with_budget(self.budget_bytes)
+        for trial in self.trials:
+            search = search.tell(told(trial))
+        try:
+            return fit_result(
+                search,
+                self.trials,
+                stopped_because="interrupted",
+                budget_bytes=self.budget_bytes,
+                device=self.device,
+                elapsed_s=time.monotonic() - self._begun_s,
+            )
+        except SearchStoppedError:
+            return None
+
+    def _watched(self, step: Step) -> Step:
+        def watched(batch_size: int) -> object:
+            self.started = True
+            self._number += 1
+            self._progress.step(batch_size, self._number)
+            self.step_raised = True
+            result = step(batch_size)
+            self.step_raised = False
+            return result
+
+        return watched

@@ -1,0 +1,263 @@
+"""`find_batch_size`: the largest size of one forward/backward in one process that really runs.
+
+Rules:
+- Arguments are checked before any device work.
+- The search decides (`_decide.search`), the trial measures (`_torch.trial`); this file only drives.
+- The answer has been run; the last trial is the soak, and a soak that fails counts as too big.
+- Under `torch.distributed` all ranks try the same size, and one rank's failure is everyone's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import batchfit
+from batchfit._decide.search import Search, Told
+from batchfit._decide.units import format_bytes, parse_bytes
+from batchfit._torch import oom
+from batchfit._torch.device import Device, resolve_device
+from batchfit._torch.ranks import Ranks
+from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.trial import run_trial
+from batchfit.errors import NothingFitsError, RankFailedError, RankMissingError, SearchStoppedError
+from batchfit.results import FitResult, Trial
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+
+OnTrial = Callable[[Trial, int], object]
+
+
+def find_batch_size(
+    workload: Workload | Callable[[int], object],
+    *,
+    budget: int | str | None = None,
+    max_size: int | None = None,
+    min_size: int = 1,
+    strategy: str = "guided",
+    multiple_of: int = 1,
+    power_of_two: bool = False,
+    tolerance: float = 0.02,
+    start: int | None = None,
+    attempts: int = 5,
+    steps: int = 3,
+    soak_steps: int = 25,
+    max_trials: int | None = None,
+    time_limit_s: float | None = None,
+    device: str | torch.device | Device | None = None,
+    on_trial: OnTrial | None = None,
+) -> FitResult:
+    """Find the largest batch size that runs, and keeps running.
+
+    ```python
+    fit = batchfit.find_batch_size(batchfit.training(model, optimizer, loss_fn, make_batch))
+    loader = DataLoader(dataset, batch_size=fit.batch_size)
+    ```
+
+    Args:
+        workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
+        budget: bytes the program may use ("24GiB"); default: all that is free. On a CPU this is
+            virtual memory.
+        max_size, min_size, multiple_of, power_of_two: the sizes allowed.
+        strategy: "guided" (default), "bisect", "halve", "grow" or "powers".
+        tolerance: "guided" stops when at most this share could still be gained; 0 is exact.
+        start: the first size to try, an estimate; needed by "halve" and "grow" unless `max_size` is given.
+        attempts: how many sizes "grow" may try.
+        steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
+        soak_steps: steps in the soak that the answer has to survive; 0 for none.
+        max_trials, time_limit_s: end the search early with what it has.
+        device: where the workload runs; default: where its state is.
+        on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
+
+    Raises:
+        NothingFitsError: not even the smallest size allowed fits.
+        SearchStoppedError: a limit ended the search before any size ran.
+    """
+    work = as_workload(workload)
+    search = Search(
+        strategy=strategy,
+        min_size=min_size,
+        max_size=max_size,
+        multiple_of=multiple_of,
+        power_of_two=power_of_two,
+        tolerance=tolerance,
+        start=start,
+        attempts=attempts,
+        max_trials=max_trials,
+        soak=soak_steps != 0,
+    )
+    _check_steps(steps, soak_steps, time_limit_s)
+    asked_bytes = None if budget is None else parse_bytes(budget)
+    place = device if isinstance(device, Device) else resolve_device(device, near=work.state)
+    ranks = Ranks.current()
+    budget_bytes = ranks.minimum(_budget(place, asked_bytes), doing="the budget")
+    ranks.same(search.to_json(), doing="the settings of the search")
+    search = search.with_budget(budget_bytes)
+    if not work.declared:
+        warnings.warn(
+            "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
+            "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back after each trial.",
+            stacklevel=2,
+        )
+
+    begun = time.perf_counter()
+    trials: list[Trial] = []
+    snapshot = Snapshot.take(work.state)
+    stopped_because = ""
+    with place.limit(budget_bytes):
+        while (ask := search.ask()) is not None:
+            late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
+            if ranks.any(late, doing="the time limit"):
+                stopped_because = "time_limit"
+                break
+            trial = _agreed_trial(
+                ranks,
+                lambda ask=ask: run_trial(  # type: ignore[misc]
+                    work.step,
+                    ask.size,
+                    device=place,
+                    snapshot=snapshot,
+                    steps=soak_steps if ask.soak else steps,
+                    soak=ask.soak,
+                    raise_ambiguous=ask.size == search.smallest,
+                ),
+                doing=f"the trial of batch size {ask.size}",
+            )
+            trials.append(trial)
+            log.info("trial %s: %s", trial.size, trial.verdict)
+            search = search.tell(told(trial))
+            if on_trial is not None and ranks.is_main:
+                on_trial(trial, budget_bytes)
+
+    stopped_because = stopped_because or search.stopped_because or ""
+    elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
+    return fit_result(
+        search,
+        trials,
+        stopped_because=stopped_because,
+        budget_bytes=budget_bytes,
+        device=place.name,
+        elapsed_s=elapsed_s,
+    )
+
+
+def fit_result(
+    search: Search,
+    trials: list[Trial],
+    *,
+    stopped_because: str,
+    budget_bytes: int,
+    device: str,
+    elapsed_s: float,
+) -> FitResult:
+    """The result of a search that has ended, for whatever reason; raises where no size ran."""
+    if search.best is None:
+        if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
+            tried = ", ".join(str(trial.size) for trial in trials) or "none"
+            raise SearchStoppedError(
+                f"no size had run when the search stopped ({stopped_because}; sizes tried: {tried}). "
+                "Allow more trials or time, or start lower."
+            )
+        last = trials[-1]
+        raise NothingFitsError(
+            last.size,
+            device=device,
+            budget_bytes=budget_bytes,
+            peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
+            detail=last.message,
+        )
+    at_best = [trial for trial in trials if trial.size == search.best and trial.fits]
+    peaks = [trial.peak_bytes for trial in at_best if trial.peak_bytes is not None]
+    return FitResult(
+        batch_size=search.best,
+        trials=tuple(trials),
+        survived_steps=max(trial.steps_run for trial in at_best),
+        stopped_because=stopped_because,
+        budget_bytes=budget_bytes,
+        peak_bytes=max(peaks) if peaks else None,
+        device=device,
+        strategy=search.strategy,
+        elapsed_s=elapsed_s,
+        batchfit_version=batchfit.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+def told(trial: Trial) -> Told:
+    """What a trial teaches the search. A soak that still retries allocations is not sustained."""
+    return Told(
+        size=trial.size,
+        fits=trial.fits and trial.settled_retries == 0,
+        soak=trial.soak,
+        allocated_bytes=trial.peak_bytes,
+        reserved_bytes=trial.reserved_bytes,
+        split_bytes=trial.split_bytes,
+        held_bytes=trial.held_bytes,
+        retries=trial.alloc_retries,
+    )
+
+
+def _check_steps(steps: int, soak_steps: int, time_limit_s: float | None) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
+    if isinstance(soak_steps, bool) or not isinstance(soak_steps, int) or 0 != soak_steps < steps:
+        raise ValueError(f"soak_steps must be 0 or at least steps ({steps}), not {soak_steps!r}")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise ValueError(f"time_limit_s must be positive, not {time_limit_s!r}")
+
+
+def _budget(place: Device, asked_bytes: int | None) -> int:
+    """The budget asked for, checked against the device; what is free now where none was."""
+    available = place.budget_bytes()
+    if asked_bytes is None:
+        return available
+    total = place.total_bytes()
+    if asked_bytes > total:
+        raise ValueError(
+            f"budget must not exceed the {format_bytes(total)} of {place.name}, not {format_bytes(asked_bytes)}"
+        )
+    if asked_bytes > available:
+        log.warning(
+            "only %s of the budget of %s is free on %s now; searching within that",
+            format_bytes(available),
+            format_bytes(asked_bytes),
+            place.name,
+        )
+    return min(asked_bytes, available)
+
+
+def _agreed_trial(ranks: Ranks, run: Callable[[], Trial], *, doing: str) -> Trial:
+    """Run the trial here and on every other rank; all ranks get the same, worst one."""
+    try:
+        mine = run()
+    except BaseException as error:
+        try:
+            ranks.gather({"error": oom.describe(error)}, doing=doing)
+        except RankMissingError:
+            log.warning("other ranks did not answer while this rank failed")
+        raise
+    answers: list[dict[str, Any]] = ranks.gather(mine.model_dump(), doing=doing)
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise RankFailedError(rank, answer["error"], doing=doing)
+    return worst([Trial.model_validate(answer) for answer in answers])
+
+
+def worst(trials: list[Trial]) -> Trial:
+    """One trial that stands for all ranks': failed if any failed, with the highest readings."""
+
+    def highest(name: str) -> Any:
+        values = [getattr(trial, name) for trial in trials]
+        return max((value for value in values if value is not None), default=None)
+
+    base = min(trials, key=lambda trial: (trial.fits, trial.steps_run))
+    held = [trial.held_bytes for trial in trials if trial.held_bytes is not None]
+    readings = ("peak_bytes", "reserved_bytes", "split_bytes", "alloc_retries", "settled_retries", "step_s", "elapsed_s")
+    update: dict[str, Any] = {name: highest(name) for name in readings}
+    return base.model_copy(update={**update, "held_bytes": min(held, default=None)})

@@ -1,0 +1,260 @@
+"""Where batches come from: a callable, a map-style dataset, or one example batch.
+
+Rules: a source asked for n samples gives n, or raises: a trial with the wrong size would lie. A dataset
+gives its worst case: the n longest samples, around again where there are fewer. An example batch is
+copied to size, never handed out, so a step that writes into its batch leaves the example alone.
+What the arguments can tell is checked when the source is made, before any device work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from batchfit._torch.structure import (
+    children,
+    element_count,
+    has_rows,
+    is_samples,
+    parts,
+    rebuilt,
+    sized,
+    wrong_size,
+)
+
+log = logging.getLogger("batchfit")
+
+BatchSource = Callable[[int], Any]
+CollateFn = Callable[[list[Any]], Any]
+
+SCAN_LIMIT = 4096  # samples looked at to find the longest ones
+
+_KINDS = "a callable make_batch(n), a map-style dataset or one example batch"
+
+
+def takes_arguments(function: Callable[..., object], count: int) -> bool:
+    """`function` can be called with `count` positional arguments, as far as its signature tells."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # built in C: it says nothing
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> BatchSource:
+    """The source that `make_batch` stands for.
+
+    A list is one of two things. With `collate_fn`, or with no tensor directly in it, it is a list of
+    samples, treated as a dataset (without `collate_fn`, the batch is the list itself). A list of
+    tensors alone is a collated batch, `[inputs, labels]`, as `default_collate` makes it: say
+    `collate_fn=list` where each of its tensors is a sample.
+    """
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn must be a callable or None, not {collate_fn!r}")
+    _refuse_streams(make_batch)
+    if isinstance(make_batch, list) and (collate_fn is not None or is_samples(make_batch) or not make_batch):
+        return Longest(make_batch, collate_fn or list)
+    if isinstance(make_batch, Dataset) or (_is_map_style(make_batch) and not callable(make_batch)):
+        return Longest(make_batch, collate_fn or default_collate)
+    if collate_fn is not None:
+        raise TypeError(
+            "collate_fn must be None unless make_batch is a dataset or a list of samples, "
+            f"and make_batch is {_described(make_batch)}"
+        )
+    if has_rows(make_batch) or children(make_batch) is not None:
+        return Repeated(make_batch)
+    if callable(make_batch):
+        if not takes_arguments(make_batch, 1):
+            raise TypeError(f"make_batch must take one argument, the number of samples, not {make_batch!r}")
+        return Made(make_batch)
+    raise TypeError(f"make_batch must be {_KINDS}, not {make_batch!r}")
+
+
+def _refuse_streams(make_batch: Any) -> None:
+    """Sources that cannot give the longest samples or a batch of a chosen size, each with its remedy."""
+    if isinstance(make_batch, DataLoader) or (
+        hasattr(make_batch, "dataset")
+        and hasattr(make_batch, "collate_fn")
+        and isinstance(make_batch, Iterable)
+    ):
+        raise TypeError(
+            f"make_batch must be {_KINDS}, not a {type(make_batch).__name__}, whose batch size is fixed: "
+            "pass make_batch=loader.dataset, collate_fn=loader.collate_fn"
+        )
+    if isinstance(make_batch, IterableDataset) or (
+        isinstance(make_batch, Iterable)
+        and not hasattr(make_batch, "__getitem__")
+        and not callable(make_batch)
+    ):
+        raise TypeError(
+            f"make_batch must be {_KINDS}, not a {type(make_batch).__name__}, which can only be read in "
+            "order: pass a list of its samples, make_batch=list(itertools.islice(dataset, 1024)), with "
+            "collate_fn, or a callable make_batch(n)"
+        )
+
+
+def _is_map_style(source: Any) -> bool:
+    """Has a length and items, and is none of the things that example batches are made of."""
+    if isinstance(source, torch.Tensor | Mapping | list | tuple | str | bytes | bytearray | type):
+        return False
+    return not has_rows(source) and hasattr(source, "__getitem__") and hasattr(source, "__len__")
+
+
+def _described(make_batch: Any) -> str:
+    if callable(make_batch) and not has_rows(make_batch):
+        return "a callable: collate inside it"
+    return f"a {type(make_batch).__name__}"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """Batches from the user's `make_batch(n)`."""
+
+    make: BatchSource
+
+    def __call__(self, size: int) -> Any:
+        batch = self.make(size)
+        if batch is None:
+            raise TypeError(f"make_batch must return a batch, and make_batch({size}) returned None")
+        found = wrong_size(batch, size)
+        if found is not None:
+            raise ValueError(
+                f"make_batch({size}) returned a batch of {found}. Return as many samples as it is asked "
+                "for; where samples are not rows (packed sequences), write the step as a Workload."
+            )
+        return batch
+
+
+@final
+class Longest:
+    """Batches of the longest samples of a map-style dataset, which is scanned once, at the first batch."""
+
+    def __init__(self, dataset: Any, collate_fn: CollateFn) -> None:
+        try:
+            self._length = len(dataset)
+        except TypeError:
+            raise TypeError(
+                f"make_batch must be a dataset with a length, not {type(dataset).__name__} without __len__: "
+                "give it one, or pass a callable make_batch(n)"
+            ) from None
+        if self._length == 0:
+            raise ValueError(
+                f"make_batch must hold at least one sample, not an empty {type(dataset).__name__}"
+            )
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._order: tuple[int, ...] | None = None
+
+    def __call__(self, size: int) -> Any:
+        if self._order is None:
+            self._order = self._scan()
+        indices = [self._order[i % len(self._order)] for i in range(size)]
+        # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
+        fetch = getattr(self._dataset, "__getitems__", None)
+        samples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
+        batch = self._collate(samples)
+        found = wrong_size(batch, size)
+        if found is not None:
+            raise ValueError(
+                f"collate_fn made a batch of {found} out of {size} samples. Where samples are not rows "
+                "(packed sequences), write the step as a Workload."
+            )
+        return batch
+
+    def _scan(self) -> tuple[int, ...]:
+        """Indices from the longest sample to the shortest; equals keep the dataset's order."""
+        count = min(self._length, SCAN_LIMIT)
+        indices = [i * self._length // count for i in range(count)]
+        # Only the counts are kept: samples held here would count as memory in use on a CPU.
+        counts = {index: element_count(self._dataset[index]) for index in indices}
+        longest = sorted(indices, key=lambda index: -counts[index])
+        if count < self._length and _is_first_rank():
+            log.warning(
+                "the longest samples were chosen among %d of the dataset's %d, evenly spaced; "
+                "a longer one may exist: pass a callable make_batch(n) to choose them yourself",
+                count,
+                self._length,
+            )
+        return tuple(longest)
+
+
+@final
+class Repeated:
+    """Batches that repeat one example batch, or cut it, along the first dimension."""
+
+    def __init__(self, example: Any) -> None:
+        found = sized(list(parts(example)))
+        if not found:
+            raise TypeError(
+                f"make_batch must be {_KINDS}, and this {type(example).__name__} holds no tensor with a "
+                "first dimension"
+            )
+        lengths = {part.length for part in found}
+        if len(lengths) > 1:
+            # One part for each length is enough to see the contradiction.
+            seen = {part.length: part for part in reversed(found)}
+            named = ", ".join(f"{part.path} has {part.length}" for part in found if seen[part.length] is part)
+            raise ValueError(f"make_batch must be an example batch whose parts have one length: {named}")
+        self._example = example
+        self._length = lengths.pop()
+        if self._length == 0:
+            raise ValueError("make_batch must hold at least one sample, not an example batch of length 0")
+
+    def __call__(self, size: int) -> Any:
+        return self._resized(self._example, size)
+
+    def _resized(self, node: Any, size: int) -> Any:
+        if isinstance(node, torch.Tensor):
+            return repeat_rows(node, size) if node.dim() > 0 else node
+        if has_rows(node):
+            return node[[i % self._length for i in range(size)]]
+        if is_samples(node):
+            # A plain list of another length is no list of samples ("image_size": [224, 224]).
+            return [node[i % self._length] for i in range(size)] if len(node) == self._length else node
+        items = children(node)
+        return node if items is None else rebuilt(node, [self._resized(value, size) for _, value in items])
+
+
+def repeat_rows(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """A new tensor with `size` rows: those of `rows`, around again; nothing else is allocated."""
+    length = rows.shape[0]
+    with torch.no_grad():
+        if rows.layout is not torch.strided or rows.is_nested:
+            out = rows.index_select(0, torch.arange(size, device=rows.device) % length)
+        else:
+            out = rows.new_empty_strided((size, *rows.shape[1:]), _row_strides(rows))
+            whole, rest = divmod(size, length)
+            if whole:
+                out[: whole * length].view(whole, length, *rows.shape[1:]).copy_(rows)
+            if rest:
+                out[whole * length :].copy_(rows[:rest])
+    return out.requires_grad_(rows.requires_grad)
+
+
+def _row_strides(rows: torch.Tensor) -> Sequence[int]:
+    """Strides of a dense tensor of such rows: channels-last stays so, for it chooses other kernels."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rows.dim())
+    keeps = last is not None and not rows.is_contiguous() and rows.is_contiguous(memory_format=last)
+    order = [0, *range(2, rows.dim()), 1] if keeps else list(range(rows.dim()))
+    strides = [1] * rows.dim()
+    width = 1
+    for dim in reversed(order):
+        strides[dim] = width
+        width *= max(rows.shape[dim], 1)
+    return strides
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0)

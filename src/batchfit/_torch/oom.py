@@ -1,0 +1,219 @@
+"""Which errors mean memory.
+
+Rules:
+- By type first, then by text, and text counts only in the types that torch and its libraries raise: a
+  `ValueError` that quotes "out of memory" is the user's.
+- The whole chain counts: `__cause__`, else `__context__` unless `from None` hid it (what a traceback
+  would show), and the members of exception groups. The gravest verdict in the chain wins.
+- `KeyboardInterrupt`, `SystemExit` and the like are never memory, whatever was being handled.
+- What is kept of an error is one line of text (`describe`): its traceback holds the step's tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple
+
+import torch
+
+Verdict = Literal["oom", "too_large", "ambiguous", "fatal", "error"]
+
+# Grave first. A dead context outweighs the OOM that may have led to it, and an OOM explains any
+# ambiguous error around it.
+_GRAVITY: Final[tuple[Verdict, ...]] = ("fatal", "oom", "too_large", "ambiguous", "error")
+
+# These are RuntimeErrors by inheritance only: none of them is raised by a full device.
+_NEVER: Final = (NotImplementedError, RecursionError)
+
+_DEVICE: Final = r"\b(?:CUDA|HIP|XPU|NPU|MLU|MUSA|SDAA|HPU|GCU|MPS backend)"
+_CALL: Final = (
+    r"(?:\b(?:CUDA|HIP|MUSA)(?: driver| runtime)? error: |Triton Error \[\w+\]: |Cuda failure (?:\d+ )?')"
+)
+_END: Final = r"(?=[.,:;!'\"]|\s*\(|\s*$)"  # "out of memory-efficient ..." is another sentence
+
+
+class _Rule(NamedTuple):
+    verdict: Verdict
+    types: tuple[type[BaseException], ...]
+    pattern: str  # searched in the text, "" fits any
+
+
+_RUNTIME: Final = (RuntimeError,)
+_RULES: Final = (
+    # --- by type: the caching allocators of CUDA, ROCm and XPU, cudaMallocAsync, virtual_memory
+    _Rule("oom", (torch.OutOfMemoryError,), ""),
+    # Python itself, NumPy (_ArrayMemoryError), CuPy's pool, C++ bad_alloc through pybind11
+    _Rule("oom", (MemoryError,), ""),
+    # --- the context is dead: CUDA's sticky errors (driver documentation, cudaError_t 700 and on)
+    _Rule(
+        "fatal",
+        _RUNTIME,
+        _CALL + r"(?:an illegal memory access was encountered|device-side assert triggered|misaligned address"
+        r"|unspecified launch failure|an illegal instruction was encountered|invalid program counter"
+        r"|hardware stack error|operation not supported on global/shared address space"
+        r"|the launch timed out and was terminated|uncorrectable ECC error encountered)",
+    ),
+    # --- memory
+    # allocators that raise a plain RuntimeError: torch < 2.4, MPS, torch_npu and other plug-ins
+    _Rule("oom", _RUNTIME, _DEVICE + " out of memory" + _END),
+    # cudaMallocAsync back-end, raised again by someone as a plain error (ComfyUI-Sharp #24)
+    _Rule("oom", _RUNTIME, r"would exceed allowed memory\. \(out of memory\)"),
+    # CUDA API calls before torch 2.8 (ComfyUI #13210), Triton launches, NCCL (lm-eval #2458)
+    _Rule("oom", _RUNTIME, _CALL + "out of memory" + _END),
+    # the same by its symbol: Thrust, CuPy's runtime, HIP, CUDA's driver
+    _Rule("oom", _RUNTIME, r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)\b"),
+    # CUDA's and ROCm's libraries: cuBLAS (pytorch #128601), cuDNN (9 says which side), cuFFT, cuSOLVER, ...
+    _Rule("oom", _RUNTIME, r"\b(?:CU|HIP)[A-Z]+_(?:STATUS_)?(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
+    # XPU: Unified Runtime, its predecessor PI, and Level Zero
+    _Rule("oom", _RUNTIME, r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
+    # Habana's device memory (Accelerate's detector)
+    _Rule("oom", _RUNTIME, r"MODULE:PT_DEVMEM Allocation failed"),
+    # XLA; a quota of some service is RESOURCE_EXHAUSTED too
+    _Rule("oom", _RUNTIME, r"RESOURCE_EXHAUSTED: (?:Out of memory|Attempting to (?:allocate|reserve))"),
+    # torch's CPU allocator, Linux and Windows (c10/core/impl/alloc_cpu.cpp)
+    _Rule("oom", _RUNTIME, r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
+    # torch turns a C++ exception that it does not know into a RuntimeError with its what()
+    _Rule("oom", _RUNTIME, r"\bstd::bad_alloc\b"),
+    # --- a limit on sizes, not on memory
+    # one Metal buffer (torch-max-mem's detector)
+    _Rule("too_large", _RUNTIME, r"Invalid buffer size: "),
+    # a grid dimension over 65535 (Lightning #20614, pytorch #142228)
+    _Rule("too_large", _RUNTIME, _CALL + "invalid configuration argument"),
+    # 32-bit indices in a kernel
+    _Rule(
+        "too_large", _RUNTIME, r"(?:more|larger|greater) than INT_MAX\b|INT_MAX elements|32-?bit index math"
+    ),
+    # sizes whose product overflows (c10 StorageImpl, alloc_cpu)
+    _Rule(
+        "too_large",
+        _RUNTIME,
+        r"Storage size calculation overflowed|alloc_cpu\(\) seems to have been called with negative",
+    ),
+    # --- memory or not: only a smaller size that runs can tell
+    # cuDNN reports a workspace that it could not get in all of these ways (Lightning #5897, Ultralytics)
+    _Rule("ambiguous", _RUNTIME, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)"),
+    _Rule("ambiguous", _RUNTIME, r"unable to find an engine to execute this computation"),
+    _Rule("ambiguous", _RUNTIME, r"Unable to find a valid cuDNN algorithm"),
+    # a handle that could not get its workspace
+    _Rule("ambiguous", _RUNTIME, r"\bCUBLAS_STATUS_NOT_INITIALIZED\b|\bCUFFT_INTERNAL_ERROR\b"),
+    # the allocator fell over its own bookkeeping, the driver could not answer (torch-max-mem's detector)
+    _Rule("ambiguous", _RUNTIME, r"INTERNAL ASSERT FAILED at .*CUDA(?:Caching|MallocAsync)Allocator"),
+    _Rule("ambiguous", _RUNTIME, r"CUDA driver error: device not ready"),
+    _Rule("ambiguous", _RUNTIME, r"\bUR_RESULT_ERROR_OUT_OF_RESOURCES\b"),
+    # a worker ended by the kernel: the OOM killer, or shared memory ran out (bus error)
+    _Rule(
+        "ambiguous",
+        _RUNTIME,
+        r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) is killed by signal: (?:Killed|Bus error)",
+    ),
+    _Rule("ambiguous", _RUNTIME, r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) exited unexpectedly"),
+    # host memory, as mmap, fork and shared memory report it
+    _Rule(
+        "ambiguous", _RUNTIME, r"unable to (?:mmap|allocate shared memory|resize|write).*(?:\(12\)|\(28\))"
+    ),
+    _Rule("ambiguous", (OSError,), r"^\[Errno 12\]"),
+)
+_COMPILED: Final = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in _RULES)
+
+# torch.AcceleratorError came with torch 2.8 and carries the runtime's own code (pytorch #152023).
+_ACCELERATOR: Final[type[BaseException] | None] = getattr(torch, "AcceleratorError", None)
+_CODES: Final[dict[int, Verdict]] = {
+    2: "oom",  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
+    9: "too_large",  # cudaErrorInvalidConfiguration
+    # illegal address, timeout, assert, stack, instruction, alignment, address space, pc, launch failure
+    **dict.fromkeys((700, 702, 710, 714, 715, 716, 717, 718, 719), "fatal"),
+}
+
+_LONGEST: Final = 200
+
+
+class _Found(NamedTuple):
+    verdict: Verdict
+    error: BaseException
+    line: str  # the line of the text that decided, "" where the type did
+
+
+def classify(error: BaseException) -> Verdict:
+    """What `error` says about memory.
+
+    >>> classify(MemoryError())
+    'oom'
+
+    "oom": memory ran out. "too_large": a limit on sizes that is not memory. "ambiguous": may be memory;
+    it counts as too big only if a smaller size runs. "fatal": the device context is dead, and nothing
+    can be retried in this process. "error": the user's own, to be raised unchanged.
+    """
+    return _decide(error).verdict
+
+
+def is_oom(error: BaseException) -> bool:
+    """The error says that memory ran out."""
+    return classify(error) == "oom"
+
+
+def describe(error: BaseException) -> str:
+    """The error that decided the verdict, as one line of at most 200 characters."""
+    found = _decide(error)
+    lines = [line.strip() for line in _text(found.error).splitlines() if line.strip()]
+    text = ": ".join([type(found.error).__name__, *lines[:1]])
+    if found.line and found.line != lines[0]:
+        # "Caught RuntimeError in DataLoader worker process 0." says nothing by itself.
+        text = f"{text} ... {found.line}"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _decide(error: BaseException) -> _Found:
+    found = [_judge(link) for link in _chain(error)]
+    return min(found, key=lambda one: _GRAVITY.index(one.verdict))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its group's members, and what they were raised from; each once, the outermost first."""
+    yield error
+    seen = {id(error)}
+    waiting = [error]
+    while waiting:
+        link = waiting.pop(0)
+        if not isinstance(link, Exception):
+            continue  # an interrupt was asked for by someone: it is not a consequence of what came before
+        behind: list[BaseException] = list(link.exceptions) if isinstance(link, ExceptionGroup) else []
+        if link.__cause__ is not None:
+            behind.append(link.__cause__)
+        elif link.__context__ is not None and not link.__suppress_context__:
+            behind.append(link.__context__)
+        for one in behind:
+            if id(one) not in seen:
+                seen.add(id(one))
+                waiting.append(one)
+                yield one
+
+
+def _judge(error: BaseException) -> _Found:
+    """The verdict on one error, not looking at its chain."""
+    if not isinstance(error, Exception) or isinstance(error, _NEVER):
+        return _Found("error", error, "")
+    if _ACCELERATOR is not None and isinstance(error, _ACCELERATOR):
+        verdict = _CODES.get(getattr(error, "error_code", None) or 0)
+        if verdict is not None:
+            return _Found(verdict, error, "")
+    text: str | None = None
+    for rule, pattern in _COMPILED:
+        if isinstance(error, rule.types):
+            text = _text(error) if text is None else text
+            match = pattern.search(text)
+            if match is not None:
+                return _Found(rule.verdict, error, _line_at(text, match.start()) if rule.pattern else "")
+    return _Found("error", error, "")
+
+
+def _line_at(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    return text[start:].split("\n", 1)[0].strip()
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a broken __str__ of the user's must not hide the user's error
+        return ""

@@ -1,0 +1,330 @@
+"""How many bytes an operation will take, known before it runs.
+
+Rules that this module keeps:
+- Nothing here touches the data, a buffer or a random generator: an operation is sized by running it
+  on the meta device, where tensors have a shape and no memory.
+- A size that a real run has shown replaces the computed one (`SIZES`): the same call is never sized twice.
+- Operations whose result depends on the data (a boolean index, `nonzero`, `repeat_interleave`, ...) are
+  sized by counting the data; those that cannot be counted answer None, and are counted after they ran.
+- Bytes are the blocks that the CUDA caching allocator hands out, not the bytes that were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+
+# What kind of call an operation is. From 1, so that `plans.get(op) or plan_of(op)` works.
+VIEW: Final = 1  # returns what it was given, in another shape: nothing to count
+INPLACE: Final = 2  # writes into its arguments or returns no tensor: nothing new
+NEW: Final = 3  # returns new tensors
+NEW_BY_SHAPE: Final = 4  # the same, and no number among its arguments has a say in the size
+DATA: Final = 5  # returns new tensors whose size depends on the data
+RESIZE: Final = 6  # may give an argument another or a longer storage (`out=`, `resize_`, `set_`)
+COMPOSITE: Final = 7  # made of other operations (seen whole in inference mode only)
+OPAQUE: Final = 8  # a higher-order operator: seen from outside only
+
+# The three kinds of arguments that matter; every other type is OTHER and makes a call unsizable.
+TENSOR, SEQUENCE, VALUE, SILENT, OTHER = 1, 2, 3, 4, 5
+
+_BLOCK = 512
+_SMALL = 1 << 20
+_SEGMENT = 2 << 20
+_LARGE = 10 << 20
+
+_RESIZERS = frozenset(
+    {"resize_", "resize_as_", "resize_as_sparse_", "_resize_output_", "set_", "resize_storage_bytes_"}
+)
+_CACHE_LIMIT = 1 << 16
+
+PLANS: dict[Any, int] = {}
+# (operation, argument metadata) -> bytes of new storage that a real run took; -1: cannot be known before
+SIZES: dict[tuple[Any, ...], int] = {}
+KINDS: dict[type, int] = {
+    Tensor: TENSOR,
+    torch.nn.Parameter: TENSOR,
+    list: SEQUENCE,
+    tuple: SEQUENCE,
+    torch.Size: SEQUENCE,
+    torch.Generator: SILENT,
+    **dict.fromkeys(
+        (
+            *(type(None), bool, int, float, complex, str),
+            *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+        ),
+        VALUE,
+    ),
+}
+_MODE_KEY = torch._C._TorchDispatchModeKey
+_TRACING_KEYS = (_MODE_KEY.FAKE, _MODE_KEY.PROXY, _MODE_KEY.FUNCTIONAL)
+
+
+class Unsizable(Exception):
+    """This call cannot be sized before it runs."""
+
+
+def block_bytes(requested: int) -> int:
+    """The block that the CUDA caching allocator takes from fresh memory for a request.
+
+    Multiples of 512 bytes; from 10 MiB up the segment is a multiple of 2 MiB, and a rest of up to
+    1 MiB is not split off but counted with the block (kMinBlockSize, kRoundLarge, kSmallSize in
+    CUDACachingAllocator.cpp). A block that is used again can be larger by up to 1 MiB: not modelled.
+    """
+    if requested <= 0:
+        return 0
+    size = (requested + _BLOCK - 1) // _BLOCK * _BLOCK
+    if size >= _LARGE:
+        segment = (size + _SEGMENT - 1) // _SEGMENT * _SEGMENT
+        if segment - size <= _SMALL:
+            return segment
+    return size
+
+
+def plan_of(op: Any) -> int:
+    """Which of the kinds above `op` is; remembered."""
+    plan = PLANS[op] = _plan(op) if isinstance(op, OpOverload) else OPAQUE
+    return plan
+
+
+def _plan(op: OpOverload) -> int:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return COMPOSITE
+    schema = op._schema
+    name = schema.name.rpartition("::")[2]
+    if name in _RESIZERS or any(argument.is_out for argument in schema.arguments):
+        return RESIZE
+    tensors = [result for result in schema.returns if "Tensor" in str(result.type)]
+    if any(result.alias_info is None for result in tensors):
+        if torch.Tag.dynamic_output_shape in op.tags:
+            return DATA
+        # Adam's bias corrections change with each step: sized by value they would never be found again.
+        return NEW_BY_SHAPE if torch.Tag.pointwise in op.tags or name.startswith("_foreach_") else NEW
+    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    # `lift_fresh` is how torch.tensor() hands over what it built: the first sight of a new tensor.
+    return VIEW if tensors and not writes and name not in ("lift_fresh", "lift") else INPLACE
+
+
+def kind_of(kind: type) -> int:
+    """Which kind of argument a value of this type is; remembered."""
+    found = TENSOR if issubclass(kind, Tensor) else SEQUENCE if issubclass(kind, list | tuple) else OTHER
+    KINDS[kind] = found
+    return found
+
+
+def describe(
+    key: list[Any], values: Iterable[Any], known: dict[int, Any], unknown: list[Any], by_shape: bool
+) -> None:
+    """Append to `key` what decides the size of a call, and to `unknown` each storage not in `known`."""
+    add = key.append
+    for value in values:
+        kind = type(value)
+        code = KINDS.get(kind) or kind_of(kind)
+        if code == TENSOR:
+            storage = value.untyped_storage()
+            if storage._cdata not in known:
+                if not value.is_cpu:
+                    raise Unsizable
+                unknown.append(storage)
+            add(value.shape)
+            add(value.stride())
+            add(value.dtype)
+        elif code == VALUE:
+            add(kind)
+            # 2 and 2.0 are equal and hash alike, hence the type; a number's value has no say by shape.
+            if not by_shape or kind is torch.dtype or kind is torch.memory_format:
+                add(value)
+        elif code == SEQUENCE:
+            add(len(value))
+            if value and type(value[0]) is int and not by_shape:
+                add(tuple(value))
+            else:
+                describe(key, value, known, unknown, by_shape)
+        elif code == SILENT:
+            add(kind)
+        else:
+            raise Unsizable
+
+
+def unknown_storages(values: Iterable[Any], known: dict[int, Any], unknown: list[Any]) -> None:
+    """Append to `unknown` each CPU storage among `values` that is not in `known`."""
+    for value in values:
+        kind = type(value)
+        code = KINDS.get(kind) or kind_of(kind)
+        if code == TENSOR:
+            storage = storage_of(value)
+            if storage is not None and storage._cdata not in known:
+                unknown.append(storage)
+        elif code == SEQUENCE:
+            unknown_storages(value, known, unknown)
+        elif kind is torch.UntypedStorage and value.device.type == "cpu" and value._cdata not in known:
+            unknown.append(value)
+
+
+def is_plain(kind: type) -> bool:
+    """Whether tensors of this type hold their own memory: a subclass with a dispatch of its own may not."""
+    dispatch: object = getattr(kind, "__torch_dispatch__", None)
+    return dispatch is torch._C._disabled_torch_dispatch_impl
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The tensor's own CPU memory; None for meta, sparse, wrapped and other tensors that have none."""
+    if not is_plain(type(tensor)) or not tensor.is_cpu:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, functorch wrappers
+        return None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in a result or an argument list."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def remember(key: tuple[Any, ...], size: int) -> None:
+    if len(SIZES) >= _CACHE_LIMIT:
+        SIZES.clear()
+    SIZES[key] = size
+
+
+def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Bytes that `op(*args, **kwargs)` will take, by a run on the meta device; None: cannot be known."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return 0
+    try:
+        with no_dispatch():
+            given: dict[int, torch.UntypedStorage] = {}
+            meta_args = [_to_meta(value, given) for value in args]
+            meta_kwargs = {name: _to_meta(value, given) for name, value in kwargs.items()}
+            before = {address: storage.nbytes() for address, storage in given.items()}
+            made = op(*meta_args, **meta_kwargs)
+            after = given | {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
+            # A storage that an argument lent and that is longer now was allocated anew.
+            grown = (s.nbytes() for address, s in after.items() if s.nbytes() > before.get(address, 0))
+            return sum(block_bytes(size) for size in grown)
+    except Exception:  # noqa: BLE001 - whatever a missing or failing meta kernel raises, the real run will tell
+        return None
+
+
+def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
+    if isinstance(value, Tensor):
+        storage = _to_meta(value.untyped_storage(), given)
+        empty = torch.empty(0, dtype=value.dtype, device="meta")
+        return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, torch.UntypedStorage):
+        storage = torch.UntypedStorage(value.nbytes(), device="meta")
+        given[storage._cdata] = storage
+        return storage
+    if isinstance(value, list | tuple):
+        return [_to_meta(part, given) for part in value]
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return None if isinstance(value, torch.Generator) else value
+
+
+def second_opinion(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The same through `FakeTensorMode`: ten times slower, and closer where CPU and meta kernels differ.
+
+    Asked only before an operation that has never run is refused: the meta kernels of layer_norm in bf16
+    and of batch_norm in eval mode answer for CUDA, whose statistics are larger than the CPU's.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    def to_fake(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            lent.add(fake.untyped_storage()._cdata)
+            inputs.append(fake)
+            return fake
+        if isinstance(value, list | tuple):
+            return [to_fake(part) for part in value]
+        return None if isinstance(value, torch.Generator) else value
+
+    lent: set[int] = set()
+    inputs: list[Tensor] = []  # keeps the addresses in `lent` taken
+    try:
+        with _disable_current_modes(), FakeTensorMode(allow_fallback_kernels=False):
+            fake_args = [to_fake(value) for value in args]
+            fake_kwargs = {name: to_fake(value) for name, value in kwargs.items()}
+            made = op(*fake_args, **fake_kwargs)
+            storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
+            return sum(block_bytes(s.nbytes()) for address, s in storages.items() if address not in lent)
+    except Exception:  # noqa: BLE001 - an opinion that cannot be had
+        return None
+
+
+def tracing() -> bool:
+    """Whether torch's own tracing (a `FakeTensorMode`, ...) gets the operation after us: nothing real is made."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_KEYS)
+
+
+def counted_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Bytes that a data-dependent operation will take, by counting its data; None: cannot be counted."""
+    count = _COUNTERS.get(op)
+    if count is None:
+        return None
+    try:
+        with no_dispatch():
+            return count(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - odd arguments: the operation itself will say what is wrong with them
+        return None
+
+
+def _nonzero(tensor: Tensor) -> int:
+    return block_bytes(int(torch.count_nonzero(tensor)) * tensor.dim() * 8)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> int:
+    whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+    chosen = int(torch.count_nonzero(mask)) * (whole // max(mask.numel(), 1))
+    return block_bytes(chosen * tensor.element_size())
+
+
+def _index(tensor: Tensor, indices: list[Tensor | None]) -> int | None:
+    # A boolean mask of k dimensions is worth k integer indices, each as long as the mask has ones.
+    plain: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            ones = int(torch.count_nonzero(index))
+            plain += [torch.empty(ones, dtype=torch.int64, device="meta") for _ in range(index.dim())]
+        else:
+            plain.append(index)
+    return computed_bytes(torch.ops.aten.index.Tensor, (tensor, plain), {})
+
+
+def _repeat_interleave(repeats: Tensor, output_size: int | None = None) -> int:
+    total = int(repeats.sum()) if output_size is None else output_size
+    return block_bytes(total * repeats.element_size())
+
+
+def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> int:
+    length = max(minlength, int(tensor.max()) + 1 if tensor.numel() else 0)
+    return block_bytes(length * (4 if weights is not None and weights.dtype is torch.float32 else 8))
+
+
+def depends_on_data(op: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this call of a DATA operation really depends on the data: an integer index does not."""
+    if op is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+_COUNTERS: dict[Any, Callable[..., int | None]] = {
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.masked_select.default: _masked_select,
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
+    torch.ops.aten.bincount.default: _bincount,
+}

@@ -1,0 +1,103 @@
+"""Random number states: the global ones, and generators that are part of a state.
+
+Rules: reading or writing a state never initialises a device and never imports a library that the program
+did not import itself. States are kept as plain data or host bytes, never as tensors.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Undo = Callable[[], object]
+
+
+def global_states() -> list[tuple[str, Undo]]:
+    """Every global generator by name, each with a function that puts it back as it is now."""
+    states: list[tuple[str, Undo]] = [("python's random", _undo_python(random._inst))]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        states.append(("numpy.random", _undo_numpy_legacy(numpy_random)))
+    states.append(("torch's cpu generator", _undo_torch(torch.default_generator)))
+    for kind in ("cuda", "xpu"):
+        states.extend(_device_states(kind))
+    if _mps_available():
+        states.append(("torch's mps generator", _undo_torch(torch.mps._get_default_mps_generator())))
+    return states
+
+
+def undo_generator(value: object) -> Undo | None:
+    """A function that puts the generator `value` back as it is now; None if it is no generator."""
+    if isinstance(value, torch.Generator):
+        return _undo_torch(value)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _undo_python(value)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        if isinstance(value, numpy_random.RandomState):
+            return _undo_numpy_legacy(value)
+        if isinstance(value, numpy_random.Generator):
+            return _undo_numpy(value.bit_generator)
+        if isinstance(value, numpy_random.BitGenerator):
+            return _undo_numpy(value)
+    return None
+
+
+def _device_states(kind: str) -> Iterator[tuple[str, Undo]]:
+    module = getattr(torch, kind, None)
+    if module is None or not module.is_available():
+        return
+    if module.is_initialized():
+        for index, generator in enumerate(module.default_generators):
+            yield f"torch's {kind}:{index} generator", _undo_torch(generator)
+    else:
+        yield f"torch's {kind} generators", lambda: _reseed(module)
+
+
+def _reseed(module: Any) -> None:
+    # The device was first used after the snapshot: its generators go back to how they were born, at the
+    # start of the stream of their seed.
+    if module.is_initialized():
+        for generator in module.default_generators:
+            generator.manual_seed(generator.initial_seed())
+
+
+def _undo_torch(generator: torch.Generator) -> Undo:
+    # As a storage and not as a tensor, so that whoever counts live tensors does not count this one.
+    with torch._C._DisableTorchDispatch():
+        storage = generator.get_state().untyped_storage()
+
+    def undo() -> None:
+        with torch._C._DisableTorchDispatch():
+            state = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            generator.set_state(state)
+
+    return undo
+
+
+def _undo_python(generator: random.Random) -> Undo:
+    state = generator.getstate()
+    return lambda: generator.setstate(state)
+
+
+def _undo_numpy_legacy(generator: Any) -> Undo:
+    state = generator.get_state(legacy=False)
+    return lambda: generator.set_state(state)
+
+
+def _undo_numpy(bit_generator: Any) -> Undo:
+    state = bit_generator.state
+
+    def undo() -> None:
+        bit_generator.state = state
+
+    return undo
+
+
+def _mps_available() -> bool:
+    backend = getattr(torch.backends, "mps", None)
+    return backend is not None and bool(backend.is_available())

@@ -1,0 +1,185 @@
+"""One trial: some steps at one size, measured, and the state put back.
+
+Rules:
+- Running out of memory is a value (`Trial.outcome`); any other error comes out unchanged, with the
+  size added as a note, and never counts as "too big".
+- State before = state after, on success, running out, error and Ctrl-C alike. A Ctrl-C that arrives
+  while state is being put back waits until that is done.
+- Recovery happens outside `except`: inside, the exception's traceback still holds the step's tensors.
+- Only steps that really ran are counted, and a step that ran nothing is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+
+from batchfit._torch import oom, phase
+from batchfit._torch.device import Device
+from batchfit._torch.snapshot import Snapshot
+from batchfit.errors import NothingRanError
+from batchfit.results import Outcome, Trial
+
+
+@dataclass(slots=True)
+class _Readings:
+    """What the steps have shown so far; kept apart from the step's own frame."""
+
+    step_s: list[float] = field(default_factory=list)
+    retries_at: list[int] = field(default_factory=list)
+    held_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    verdict: oom.Verdict
+    message: str
+    phase: str | None
+
+
+def run_trial(
+    step: Callable[[int], object],
+    size: int,
+    *,
+    device: Device,
+    snapshot: Snapshot,
+    steps: int = 3,
+    soak: bool = False,
+    raise_ambiguous: bool = False,
+) -> Trial:
+    """Run `steps` steps at `size` and say how it went.
+
+    `raise_ambiguous` is for the smallest size allowed: an error that may or may not mean memory
+    cannot be cured by going lower, so it is the user's and comes out unchanged.
+    """
+    started = time.perf_counter()
+    readings = _Readings()
+    fatal = False
+    gc.collect()
+    device.reset()
+    before = device.alloc_retries()
+    try:
+        failure = _run_steps(step, size, steps, device, readings, raise_ambiguous)
+        # Freeing comes first: a failed step may have left cycles that hold its tensors, and putting
+        # gradients back needs memory.
+        gc.collect()
+        peaks = device.peaks()
+        retries = device.alloc_retries() - before
+    except Exception as error:
+        fatal = oom.classify(error) == "fatal"
+        raise
+    finally:
+        phase.clear()
+        if not fatal:  # a dead context can put nothing back, and trying would hide the error
+            gc.collect()
+            with _uninterrupted():
+                snapshot.restore()
+            gc.collect()
+            device.reset()
+    settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
+    return Trial(
+        size=size,
+        outcome=_outcome(failure),
+        steps_run=len(readings.step_s),
+        peak_bytes=peaks.allocated_bytes,
+        reserved_bytes=peaks.reserved_bytes,
+        split_bytes=peaks.split_bytes,
+        held_bytes=readings.held_bytes,
+        alloc_retries=retries,
+        settled_retries=retries - (settled_from - before) if soak and settled_from is not None else 0,
+        step_s=statistics.median(readings.step_s[1:] or readings.step_s) if readings.step_s else None,
+        elapsed_s=time.perf_counter() - started,
+        soak=soak,
+        ambiguous=failure is not None and failure.verdict == "ambiguous",
+        phase=failure.phase if failure else None,
+        message=failure.message if failure else "",
+    )
+
+
+def _run_steps(
+    step: Callable[[int], object],
+    size: int,
+    steps: int,
+    device: Device,
+    readings: _Readings,
+    raise_ambiguous: bool,
+) -> _Failure | None:
+    try:
+        for _ in range(steps):
+            phase.clear()
+            begun = time.perf_counter()
+            nothing = _lazy_kind(step(size))
+            if nothing:
+                raise NothingRanError(
+                    f"the step returned {nothing} instead of running: nothing was measured. "
+                    "Give batchfit a plain function that runs one step when it is called."
+                )
+            device.synchronize()
+            readings.step_s.append(time.perf_counter() - begun)
+            readings.retries_at.append(device.alloc_retries())
+            readings.held_bytes = device.held_bytes()
+    except Exception as error:
+        verdict = oom.classify(error)
+        if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
+            error.add_note(_note(size, len(readings.step_s) + 1, phase.current(), verdict))
+            raise
+        # The text, never the exception: its traceback holds the tensors of the failed step.
+        return _Failure(verdict, oom.describe(error), phase.current())
+    return None
+
+
+def _lazy_kind(returned: object) -> str:
+    """What kind of unstarted work a step returned, or "" when it ran."""
+    if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+        return "a generator"
+    if inspect.iscoroutine(returned):
+        returned.close()  # it will never be awaited; without this Python warns about it
+        return "a coroutine"
+    return ""
+
+
+def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict) -> str:
+    where = f"step {step_number}, {at}" if at else f"step {step_number}"
+    note = f"batchfit: raised while trying batch size {size} ({where})"
+    if verdict == "fatal":
+        note += "; the device context is dead, so state could not be put back: restart the process"
+    if verdict == "ambiguous":
+        note += "; this is the smallest size allowed, so the error does not come from the size"
+    return note
+
+
+def _outcome(failure: _Failure | None) -> Outcome:
+    if failure is None:
+        return "fits"
+    return "too_large" if failure.verdict == "too_large" else "oom"
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the block is done, then deliver it as it would have been."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is None or previous == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if held:
+            if callable(previous):
+                previous(*held[0])
+            else:
+                raise KeyboardInterrupt

@@ -1,0 +1,402 @@
+"""Workloads: a step together with the state that a trial must put back.
+
+Rules: arguments are checked when the workload is made, before any device work. A step says which phase
+it is in. Nothing outlives a step: the batch and the loss live until it ends, as they do in a loop written
+by hand, logits die inside `loss_fn`, and no tensor is left for the next step to find. (A loop that keeps
+its last output while the next batch runs needs room for one more output than a step here.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from batchfit._torch import phase
+from batchfit._torch.batches import CollateFn, batch_source, takes_arguments
+from batchfit._torch.structure import is_array, to_device
+
+Kind = Literal["step", "training", "inference", "generation"]
+_STATELESS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, type(None))
+Autocast = torch.dtype | torch.autocast | Callable[[], AbstractContextManager[Any]]
+
+
+@final
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Workload:
+    """A step, and the state that a trial must put back.
+
+        workload = Workload(step, state=[generator, discriminator, opt_g, opt_d, ema])
+
+    `step(batch_size)` runs one step of that many samples. `state` holds the modules, optimizers,
+    schedulers, scalers and tensors that the step changes, or one such thing alone; an empty list says
+    that it changes none. Without `state` the workload is not `declared`: what the step changes stays
+    changed. `kind` is "step" here; `training`, `inference` and `generation` make the other kinds, which
+    know their `model` and `optimizer`.
+    """
+
+    step: Callable[[int], object]
+    state: tuple[object, ...]
+    declared: bool
+    kind: Kind
+    model: Any
+    optimizer: Any
+
+    def __init__(self, step: Callable[[int], object], *, state: object = None) -> None:
+        self._set(step=_checked_step(step), state=_checked_state(state), declared=state is not None)
+        self._set(kind="step", model=None, optimizer=None)
+
+    def _set(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        what = getattr(self.step, "__qualname__", None) if self.model is None else type(self.model).__name__
+        state = ", ".join(type(part).__name__ for part in self.state) if self.declared else "not declared"
+        return f"<Workload {self.kind} {what or type(self.step).__name__}, state: {state or 'none'}>"
+
+
+def as_workload(obj: object) -> Workload:
+    """A `Workload` as it is; a plain callable `step(batch_size)` as a workload without declared state."""
+    if isinstance(obj, Workload):
+        return obj
+    if isinstance(obj, nn.Module) or not callable(obj) or isinstance(obj, type):
+        shown = f"the model {type(obj).__name__}" if isinstance(obj, nn.Module) else repr(obj)
+        raise TypeError(f"workload must be a Workload or a callable step(batch_size), not {shown}")
+    return Workload(obj)
+
+
+def training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    make_batch: Any,
+    *,
+    collate_fn: CollateFn | None = None,
+    autocast: Autocast | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip_norm: float | None = None,
+    scheduler: Any = None,
+    state: object = (),
+) -> Workload:
+    """A training step, as a loop written by hand would do it.
+
+        workload = training(model, optimizer, lambda model, batch: model(**batch).loss, example_batch)
+
+    One step: a batch on the model's device, `zero_grad`, forward and loss (under `autocast`: a dtype or a
+    function that makes the context), backward (scaled), unscale and clip, `optimizer.step`,
+    `scaler.update`, `scheduler.step`. `loss_fn(model, batch)` returns the mean loss. `make_batch` is a
+    callable `make_batch(n)`, a map-style dataset (with its `collate_fn`; the longest samples are used),
+    or one example batch, repeated to size. With `optimizer=None` a step is forward and backward only.
+    `state` names what else the step changes. A model in eval mode is in training mode during the step;
+    one that is in training mode already is left as it is, with any part frozen in eval mode.
+    Several models or optimizers: write the step and give it to `Workload`.
+    """
+    _check_model(model)
+    _check_optimizer(optimizer, scaler=scaler, scheduler=scheduler)
+    _check_loss_fn(loss_fn)
+    if clip_norm is not None and not _is_positive_number(clip_norm):
+        raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
+    context = _autocast_context(autocast, model)
+    source = batch_source(make_batch, collate_fn=collate_fn)
+    clears = model if optimizer is None else optimizer
+
+    def step(batch_size: int) -> None:
+        with _mode(model, training=True):
+            phase.enter("batch")
+            batch = to_device(source(batch_size), _device_of(model))
+            phase.enter("forward")
+            clears.zero_grad(set_to_none=True)
+            with context():
+                loss = loss_fn(model, batch)
+            _check_loss(loss)
+            phase.enter("backward")
+            _backward(loss, scaler)
+            phase.enter("optimizer")
+            _update(model, optimizer, scaler=scaler, clip_norm=clip_norm, scheduler=scheduler)
+        phase.clear()
+
+    parts = [part for part in (model, optimizer, scaler, scheduler) if part is not None]
+    return _known(step, "training", model, optimizer, state=(*parts, *_checked_state(state)))
+
+
+def inference(
+    model: nn.Module,
+    make_batch: Any,
+    *,
+    collate_fn: CollateFn | None = None,
+    autocast: Autocast | None = None,
+    forward: Callable[[Any, Any], object] | None = None,
+) -> Workload:
+    """A forward pass in eval mode under `torch.inference_mode`.
+
+        workload = inference(model, dataset, collate_fn=collate, autocast=torch.bfloat16)
+
+    `forward(model, batch)` defaults to `model(**batch)` for mappings, `model(*batch)` for tuples and
+    `model(batch)` for anything else. `make_batch` as in `training`. The output is dropped when the step
+    ends, before the next batch is made: a loop that still holds its last output while it runs the next
+    batch needs room for that one too (`del output`, or keep it in a `Workload` of your own).
+    """
+    _check_model(model)
+    run: Any = _call_model if forward is None else forward
+    if not callable(run) or not takes_arguments(run, 2):
+        raise TypeError(f"forward must be a callable forward(model, batch) or None, not {forward!r}")
+    context = _autocast_context(autocast, model)
+    source = batch_source(make_batch, collate_fn=collate_fn)
+
+    def step(batch_size: int) -> None:
+        with _mode(model, training=False):
+            phase.enter("batch")
+            batch = to_device(source(batch_size), _device_of(model))
+            phase.enter("forward")
+            with torch.inference_mode(), context():
+                run(model, batch)
+        phase.clear()
+
+    return _known(step, "inference", model, None, state=(model,))
+
+
+def generation(
+    model: Any,
+    make_batch: Any,
+    *,
+    max_new_tokens: int,
+    collate_fn: CollateFn | None = None,
+    **generate_kwargs: Any,
+) -> Workload:
+    """`model.generate` forced to the full length: every sample gets `max_new_tokens` new tokens.
+
+        workload = generation(model, prompts, max_new_tokens=256, num_beams=4)
+
+    Any object with a `generate` that knows `max_new_tokens` and `min_new_tokens` will do. A batch that
+    is a mapping goes as keywords, any other as the first argument; the remaining keywords go to
+    `generate` as they are. `make_batch` as in `training`. In eval mode under `torch.inference_mode`.
+    """
+    if not callable(getattr(model, "generate", None)) or isinstance(model, type):
+        raise TypeError(f"model must be an object with a generate method, not {type(model).__name__}")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
+    _check_full_length(generate_kwargs, max_new_tokens)
+    options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+    source = batch_source(make_batch, collate_fn=collate_fn)
+
+    def step(batch_size: int) -> None:
+        with _mode(model, training=False):
+            phase.enter("batch")
+            batch = to_device(source(batch_size), _device_of(model))
+            phase.enter("forward")
+            with torch.inference_mode():
+                if isinstance(batch, Mapping):
+                    output = model.generate(**batch, **options)
+                else:
+                    output = model.generate(batch, **options)
+            _check_generated(output, batch, model, max_new_tokens)
+        phase.clear()
+
+    state = (model,) if isinstance(model, nn.Module) else ()
+    return _known(step, "generation", model, None, state=state)
+
+
+def _known(step: Callable[[int], None], kind: Kind, model: Any, optimizer: Any, *, state: object) -> Workload:
+    workload = Workload(step, state=state)
+    workload._set(kind=kind, model=model, optimizer=optimizer)
+    return workload
+
+
+def _backward(loss: Any, scaler: Any) -> None:
+    """In a call of its own: the scaled loss is gone when it returns, as after `scale(loss).backward()`."""
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _update(
+    model: nn.Module, optimizer: Any, *, scaler: Any, clip_norm: float | None, scheduler: Any
+) -> None:
+    """What a step does once the gradients are there."""
+    if clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    elif optimizer is not None:
+        optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def _call_model(model: Any, batch: Any) -> object:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+@contextmanager
+def _mode(model: Any, *, training: bool) -> Iterator[None]:
+    """The model in that mode. One that is in it already is left alone, frozen parts and all."""
+    if not isinstance(model, nn.Module) or model.training is training:
+        yield
+        return
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
+
+
+def _device_of(model: Any) -> torch.device | None:
+    """Where the model's batches go: to its first parameter or buffer; None where it says nothing."""
+    if isinstance(model, nn.Module):
+        for tensors in (model.parameters(), model.buffers()):
+            for tensor in tensors:
+                return tensor.device
+        return None
+    device = getattr(model, "device", None)
+    return device if isinstance(device, torch.device) else None
+
+
+def _autocast_context(autocast: Any, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    if autocast is None:
+        return nullcontext
+    if isinstance(autocast, torch.dtype):
+        if autocast not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"autocast must be torch.bfloat16 or torch.float16 as a dtype, not {autocast!r}")
+
+        # The device is asked for at each step: the model may have moved since.
+        def lowered() -> AbstractContextManager[Any]:
+            device = _device_of(model)
+            return torch.autocast("cpu" if device is None else device.type, dtype=autocast)
+
+        return lowered
+    if isinstance(autocast, torch.autocast):
+        return lambda: autocast  # may be entered again and again, unlike other contexts
+    # A context itself (`__enter__`) can as a rule be entered only once, and is callable as a decorator.
+    is_context = hasattr(autocast, "__enter__") and not isinstance(autocast, type)
+    if is_context or not callable(autocast) or not takes_arguments(autocast, 0):
+        raise TypeError(
+            "autocast must be None, a dtype or a function without arguments that makes a context, "
+            f"not {autocast!r}"
+        )
+    make: Callable[[], AbstractContextManager[Any]] = autocast
+    return make
+
+
+def _checked_step(step: Any) -> Callable[[int], object]:
+    if not callable(step):
+        raise TypeError(f"step must be a callable step(batch_size), not {step!r}")
+    if not takes_arguments(step, 1):
+        raise TypeError(
+            f"step must take the batch size as its one positional argument, not {step!r}; "
+            "a function that makes the workload has to be called first"
+        )
+    checked: Callable[[int], object] = step
+    return checked
+
+
+def _checked_state(state: Any) -> tuple[object, ...]:
+    """The parts of the state; one part alone is accepted, also one that could be iterated over.
+
+    The snapshot says exactly what can be put back; here only what never has any state is refused.
+    """
+    if state is None:
+        return ()
+    alone = isinstance(state, (nn.Module, torch.Tensor, Mapping, *_STATELESS)) or hasattr(state, "state_dict")
+    parts = (state,) if alone or is_array(state) or not isinstance(state, Iterable) else tuple(state)
+    for part in parts:
+        if isinstance(part, _STATELESS):
+            raise TypeError(
+                f"state must hold modules, optimizers, schedulers, scalers or tensors, not {part!r}"
+            )
+    return parts
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; several go into a Workload")
+
+
+def _check_optimizer(optimizer: Any, *, scaler: Any, scheduler: Any) -> None:
+    if optimizer is None:
+        for name, value in (("scaler", scaler), ("scheduler", scheduler)):
+            if value is not None:
+                raise ValueError(f"{name} must be None where optimizer is None, not {value!r}")
+        return
+    if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
+        raise TypeError(
+            f"optimizer must be one optimizer or None, not {optimizer!r:.80}; several go into a Workload"
+        )
+    if scaler is not None and not (hasattr(scaler, "unscale_") and hasattr(scaler, "update")):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError("scheduler must step without a metric, not ReduceLROnPlateau: leave it out")
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler must be a learning-rate scheduler or None, not {scheduler!r}")
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    if type(loss_fn).__module__ == "torch.nn.modules.loss":
+        raise TypeError(
+            f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}, which knows no model: "
+            "lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+    if not callable(loss_fn) or not takes_arguments(loss_fn, 2):
+        raise TypeError(f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}")
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
+        raise TypeError(f"loss_fn must return the mean loss as a tensor, not {type(loss).__name__}{hint}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn must return a loss that requires grad, not one without: is the model frozen, or the "
+            "loss detached or made under torch.no_grad?"
+        )
+
+
+def _is_positive_number(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) and value > 0
+    )
+
+
+def _check_full_length(options: Mapping[str, Any], max_new_tokens: int) -> None:
+    """Nothing among the keywords may set another length or end a sample early."""
+    shortest = options.get("min_new_tokens", max_new_tokens)
+    if shortest != max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens must be max_new_tokens ({max_new_tokens}) or left out, not {shortest!r}: "
+            "generation is forced to the full length"
+        )
+    for name in ("max_length", "min_length", "max_time", "stop_strings", "stopping_criteria"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} must be left out, not {options[name]!r}: generation is forced to max_new_tokens"
+            )
+
+
+def _check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) -> None:
+    """A model's own configuration may still end it early (`max_time`): such a trial would prove nothing."""
+    tokens = getattr(output, "sequences", output)
+    prompt = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    decoder_only = getattr(getattr(model, "config", None), "is_encoder_decoder", None) is False
+    if not (decoder_only and isinstance(tokens, torch.Tensor) and isinstance(prompt, torch.Tensor)):
+        return
+    made = tokens.shape[-1] - prompt.shape[-1]
+    if made < max_new_tokens:
+        raise ValueError(
+            f"model.generate stopped after {made} of {max_new_tokens} new tokens: take max_time, "
+            "stop_strings and other early ends out of its generation_config"
+        )

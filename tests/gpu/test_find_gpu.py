@@ -1,0 +1,124 @@
+"""find_batch_size on a real CUDA device: right, quiet, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+
+pytestmark = pytest.mark.gpu
+
+
+def small_gpt() -> batchfit.Workload:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
+    model = nn.Sequential(nn.Embedding(8192, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 8192)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_fn(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    return batchfit.training(
+        model, optimizer, loss_fn, lambda n: torch.randint(0, 8192, (n, 256)), autocast=torch.bfloat16
+    )
+
+
+def survives(workload: batchfit.Workload, size: int, steps: int, budget_bytes: int) -> bool:
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(budget_bytes / total)
+    ran = True
+    try:
+        for _ in range(steps):
+            workload.step(size)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        ran = False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return ran
+
+
+def test_the_answer_lasts_and_little_more_does_not() -> None:
+    workload = small_gpt()
+    fit = batchfit.find_batch_size(workload, budget="6GiB")
+    assert fit.device == "cuda:0"
+    assert fit.sustained
+    assert len({trial.size for trial in fit.trials}) <= 6
+    assert survives(workload, fit.batch_size, 100, fit.budget_bytes)
+    assert not survives(workload, int(fit.batch_size * 1.12), 25, fit.budget_bytes)
+
+
+def test_exact_with_tolerance_zero() -> None:
+    fit = batchfit.find_batch_size(small_gpt(), budget="4GiB", tolerance=0)
+    assert fit.stopped_because == "bracketed"
+    assert any(trial.size == fit.batch_size + 1 and not trial.sustained for trial in fit.trials)
+
+
+def test_state_is_bit_identical_after_a_find_that_ran_out() -> None:
+    def prints(workload: batchfit.Workload) -> list[Any]:
+        found: list[Any] = [parameter.detach().cpu() for parameter in workload.model.parameters()]
+        found += [parameter.grad for parameter in workload.model.parameters()]
+        for entry in workload.optimizer.state.values():
+            found += [value.cpu() for value in entry.values()]
+        return [*found, torch.get_rng_state(), torch.cuda.get_rng_state()]
+
+    def same(left: list[Any], right: list[Any]) -> bool:
+        return len(left) == len(right) and all(
+            a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
+            for a, b in zip(left, right, strict=True)
+        )
+
+    plain, searched = small_gpt(), small_gpt()
+    torch.manual_seed(1)
+    for _ in range(2):
+        plain.step(4)
+    before = prints(plain)
+    torch.manual_seed(1)
+    for _ in range(2):
+        searched.step(4)
+    assert same(prints(searched), before)
+    fit = batchfit.find_batch_size(searched, budget="3GiB", strategy="bisect")
+    assert any(trial.outcome == "oom" for trial in fit.trials)
+    assert same(prints(searched), before)
+
+
+def test_twenty_finds_leave_nothing_on_the_device() -> None:
+    workload = small_gpt()
+    batchfit.find_batch_size(workload, budget="1GiB", soak_steps=0)
+    after_first = torch.cuda.memory_reserved()
+    for _ in range(19):
+        batchfit.find_batch_size(workload, budget="1GiB", soak_steps=0)
+    assert torch.cuda.memory_reserved() == after_first
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+@pytest.mark.parametrize("cycle", [False, True])
+def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    at_start: list[int] = []
+
+    def step(n: int) -> None:
+        at_start.append(sum(ref() is not None for ref in alive))
+        big = torch.empty(n << 20, device="cuda")
+        alive.append(weakref.ref(big))
+        try:
+            torch.empty(n << 20, device="cuda")
+        except torch.OutOfMemoryError as error:
+            if cycle:
+                big.owner = error  # type: ignore[attr-defined]
+            raise
+
+    fit = batchfit.find_batch_size(
+        batchfit.Workload(step, state=[]), device="cuda", budget="1GiB", strategy="bisect", soak_steps=0
+    )
+    assert 100 <= fit.batch_size <= 128
+    assert set(at_start) == {0}

@@ -1,0 +1,151 @@
+"""The layers of ARCHITECTURE.md, kept by reading the source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import batchfit
+
+SOURCE = Path(batchfit.__file__).parent
+STDLIB = sys.stdlib_module_names
+
+# The layer of each module; the longest matching prefix counts.
+LAYERS = {
+    "batchfit": 0,
+    "batchfit.errors": 0,
+    "batchfit.results": 0,
+    "batchfit._decide": 0,
+    "batchfit._torch": 1,
+    "batchfit.workload": 1,
+    "batchfit.testing": 1,
+    "batchfit._find": 2,
+    "batchfit._cli": 3,
+    "batchfit.__main__": 3,
+}
+# Which third-party package may be imported where (and nowhere else).
+THIRD_PARTY = {
+    "torch": ("batchfit._torch", "batchfit.workload", "batchfit.testing", "batchfit._find", "batchfit._cli"),
+    "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
+    "pydantic": ("batchfit.results",),
+    "typer": ("batchfit._cli",),
+    "click": ("batchfit._cli",),
+    "rich": ("batchfit._cli",),
+}
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def imports(path: Path, module: str) -> list[tuple[str, bool]]:
+    """(module imported, whether at import time) for every import statement in a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only:
+            late.update(ast.walk(node))
+    found = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative imports hide the layer"
+            base = node.module or ""
+            children = [f"{base}.{alias.name}" for alias in node.names]
+            names = [child if _is_module(child) else base for child in children]
+        found += [(name, node not in late) for name in names]
+    return found
+
+
+def _is_module(name: str) -> bool:
+    path = SOURCE.parent.joinpath(*name.split("."))
+    return name.startswith("batchfit") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def layer(module: str) -> int:
+    matches = [known for known in LAYERS if module == known or module.startswith(known + ".")]
+    assert matches, f"{module} has no layer: add it to LAYERS and to ARCHITECTURE.md"
+    best = max(matches, key=len)
+    assert best != "batchfit" or module == "batchfit", f"{module} has no layer of its own"
+    return LAYERS[best]
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_point_down(module: str, path: Path) -> None:
+    if module == "batchfit":  # names are loaded lazily; TYPE_CHECKING lists them for readers
+        return
+    for name, _ in imports(path, module):
+        if name.split(".")[0] == "batchfit":
+            assert layer(name) <= layer(module), f"{module} (layer {layer(module)}) imports {name}"
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+def test_third_party_packages_stay_in_their_place(module: str, path: Path) -> None:
+    for name, _ in imports(path, module):
+        top = name.split(".")[0]
+        if top in STDLIB or top == "batchfit":
+            continue
+        homes = THIRD_PARTY.get(top)
+        assert homes is not None, f"{module} imports {top}, which no layer allows"
+        assert any(module == home or module.startswith(home + ".") for home in homes), f"{module} imports {top}"
+
+
+@pytest.mark.parametrize("module", [name for name, _ in modules() if name.startswith("batchfit._cli")])
+def test_the_command_line_imports_nothing_heavy_at_import_time(module: str) -> None:
+    path = dict(modules())[module]
+    heavy = {"torch", "pydantic", "batchfit.results", "batchfit._find", "batchfit.workload", "batchfit.testing"}
+    now = {name for name, at_import in imports(path, module) if at_import}
+    assert not {name for name in now if name in heavy or name.startswith("batchfit._torch")}, module
+
+
+def test_the_layer_check_sees_a_wrong_import(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from batchfit._torch import oom\n\ndef f():\n    import rich\n")
+    assert imports(wrong, "batchfit._decide.wrong") == [("batchfit._torch.oom", True), ("rich", False)]
+    assert layer("batchfit._torch.oom") > layer("batchfit._decide.wrong")
+
+
+def test_exports_are_exact() -> None:
+    assert batchfit.__all__ == sorted(batchfit._EXPORTS)
+    for name in batchfit.__all__:
+        value = getattr(batchfit, name)
+        home = importlib.import_module(batchfit._EXPORTS[name])
+        assert value is (home if home.__name__ == f"batchfit.{name}" else getattr(home, name))
+    with pytest.raises(AttributeError, match="no attribute 'bs'"):
+        _ = batchfit.bs
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = [alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(seen) == batchfit.__all__
+
+
+@pytest.mark.parametrize("code", ["import batchfit", "import batchfit; batchfit.errors.BatchfitError; dir(batchfit)"])
+def test_import_pulls_in_neither_torch_nor_pydantic(code: str) -> None:
+    check = f"{code}; import sys; print([m for m in ('torch', 'pydantic', 'typer', 'rich', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_forbidden_words_in_names() -> None:
+    """One word for one thing: never bs, mbs, bsz; no module called utils, helpers, manager, handler."""
+    for module, path in modules():
+        stem = module.rsplit(".", 1)[-1]
+        assert not any(word in stem for word in ("utils", "helper", "manager", "handler")), module
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "name", None)
+            assert name not in {"bs", "mbs", "bsz"}, f"{module}: {name}"

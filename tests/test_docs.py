@@ -1,0 +1,64 @@
+"""Every python block in the README and the docs runs as it stands, in a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+
+def pages_with_code() -> list[Path]:
+    return [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    # One process a page (torch's import is the cost), one fresh namespace a block.
+    runner = tmp_path / "blocks.py"
+    for number, block in enumerate(blocks):
+        (tmp_path / f"block{number}.py").write_text(block, encoding="utf-8")
+    runner.write_text(
+        "import runpy, sys, warnings\nwarnings.simplefilter('error')\n"
+        f"for number in range({len(blocks)}):\n"
+        "    print('block', number, flush=True)\n"
+        "    runpy.run_path(f'block{number}.py', run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run([sys.executable, runner], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{page.name}: {done.stdout[-500:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_readme_example_is_short_and_prints_what_it_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = BLOCK.search(readme)
+    assert block is not None
+    code = block.group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    shown = re.search(r"```text\n(.*?)```", readme[block.end() :], re.DOTALL)
+    assert shown is not None, "the README shows the example's output"
+    script = tmp_path / "example.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+    def timeless(text: str) -> list[str]:
+        """Sizes, outcomes and bytes must match; seconds differ from machine to machine."""
+        return [re.sub(r"\s+", " ", re.sub(r"\S+$|in [0-9.]+ s", "", line)).strip() for line in text.splitlines()]
+
+    assert timeless(shown.group(1)) == timeless(done.stdout)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,621 @@
+"""Where batches come from: each source, each structure, each error with its text."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from batchfit._torch import batches
+from batchfit._torch.batches import batch_source, repeat_rows, takes_arguments
+from batchfit._torch.structure import element_count, to_device, wrong_size
+
+KINDS = "a callable make_batch(n), a map-style dataset or one example batch"
+
+
+class Ragged(Dataset[Any]):
+    """Samples of the given lengths; remembers what was read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        return torch.full((self.lengths[index],), index)
+
+
+def padded(samples: list[torch.Tensor]) -> torch.Tensor:
+    return pad_sequence(samples, batch_first=True, padding_value=-1)
+
+
+# A callable
+
+
+def test_callable_gives_its_own_batch() -> None:
+    made: list[Any] = []
+
+    def make_batch(n: int) -> torch.Tensor:
+        made.append(torch.zeros(n, 3))
+        return made[-1]
+
+    batch = batch_source(make_batch)(5)
+    assert batch is made[0]
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(8, 3),
+        {"x": torch.zeros(8, 3), "y": torch.zeros(8), "scale": torch.tensor(1.0)},
+        [torch.zeros(8, 3), torch.zeros(8)],
+        [{"image": torch.zeros(3, 4, 4)}] * 8,
+        ["text"] * 8,
+        {"text": ["text"] * 8},
+        {"x": np.zeros((8, 2))},
+        (torch.zeros(8, 31),),
+    ],
+)
+def test_callable_with_the_wrong_size(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r"^make_batch\(32\) returned a batch of 8\. Return as many samples"):
+        batch_source(lambda n: batch)(32)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(32, 3),
+        {"x": torch.zeros(32), "sizes": torch.zeros(7)},  # one part has the samples
+        torch.zeros(7, 32, 5),  # sequence-first
+        (torch.zeros(7, 32), torch.zeros(7, 32)),
+        {"src": torch.zeros(7, 9), "target": torch.zeros(8, 9)},  # cannot be read
+        [torch.zeros(3, 5, 5)] * 32,  # a list of images
+        (tuple([torch.zeros(3, 5, 5)] * 32), ({"boxes": torch.zeros(2, 4)},) * 32),
+        {"x": torch.tensor(1.0)},
+        object(),
+        "text",
+        pack_sequence([torch.zeros(4), torch.zeros(2)]),
+    ],
+)
+def test_callable_with_what_cannot_be_called_wrong(batch: Any) -> None:
+    assert batch_source(lambda n: batch)(32) is batch
+
+
+def test_callable_errors() -> None:
+    with pytest.raises(
+        TypeError, match=r"^make_batch must take one argument, the number of samples, not <func"
+    ):
+        batch_source(lambda: torch.zeros(1))
+    with pytest.raises(TypeError, match=r"^make_batch must take one argument"):
+        batch_source(lambda n, device: torch.zeros(n))
+    with pytest.raises(
+        TypeError, match=r"^make_batch must return a batch, and make_batch\(4\) returned None$"
+    ):
+        batch_source(lambda n: None)(4)
+    with pytest.raises(
+        TypeError,
+        match=r"^collate_fn must be None unless make_batch is a dataset or a list of samples, and make_batch "
+        r"is a callable: collate inside it$",
+    ):
+        batch_source(lambda n: torch.zeros(n), collate_fn=padded)
+    with pytest.raises(TypeError, match=r"^collate_fn must be a callable or None, not 3$"):
+        batch_source(Ragged([1]), collate_fn=3)  # type: ignore[arg-type]
+
+
+def test_takes_arguments() -> None:
+    assert takes_arguments(lambda *args: None, 5)
+    assert takes_arguments(lambda n, other=1: None, 1)
+    assert not takes_arguments(lambda *, n: None, 1)
+    assert takes_arguments(dict.fromkeys, 1)
+    assert takes_arguments(print, 1)
+
+
+# A dataset
+
+
+def test_dataset_gives_the_longest_which_are_last() -> None:
+    source = batch_source(Ragged([2, 3, 4, 9, 7]), collate_fn=padded)
+    assert source(1)[:, 0].tolist() == [3]
+    two = source(2)
+    assert two[:, 0].tolist() == [3, 4]
+    assert two.shape == (2, 9)
+    assert source(5)[:, 0].tolist() == [3, 4, 2, 1, 0]
+    assert source(8)[:, 0].tolist() == [3, 4, 2, 1, 0, 3, 4, 2]
+
+
+def test_dataset_is_scanned_once_and_lazily() -> None:
+    dataset = Ragged([2, 5, 3])
+    source = batch_source(dataset, collate_fn=padded)
+    assert dataset.read == []
+    source(1)
+    assert dataset.read == [0, 1, 2, 1]
+    source(2)
+    assert dataset.read == [0, 1, 2, 1, 1, 2]
+
+
+def test_dataset_of_equal_samples_keeps_its_order() -> None:
+    x, y = torch.randn(6, 3), torch.arange(6)
+    batch = batch_source(TensorDataset(x, y))(4)
+    assert isinstance(batch, list)
+    torch.testing.assert_close(batch[0], x[:4])
+    assert batch[1].tolist() == [0, 1, 2, 3]
+
+
+class Bulk(Ragged):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [torch.full((self.lengths[index],), 100 + index) for index in indices]
+
+
+def test_dataset_that_fetches_many_at_once() -> None:
+    assert batch_source(Bulk([1, 3, 2]), collate_fn=padded)(2)[:, 0].tolist() == [101, 102]
+
+
+class Plain:
+    """Map-style without any base class."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": list(range(index + 1)), "labels": index}
+
+
+def test_dataset_without_a_base_class() -> None:
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": padded([torch.tensor(sample["input_ids"]) for sample in samples]),
+            "labels": torch.tensor([sample["labels"] for sample in samples]),
+        }
+
+    batch = batch_source(Plain(), collate_fn=collate)(2)
+    assert batch["labels"].tolist() == [2, 1]
+    assert batch["input_ids"].shape == (2, 3)
+
+
+def test_long_dataset_is_scanned_at_even_distances(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batches, "SCAN_LIMIT", 4)
+    dataset = Ragged([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    source = batch_source(dataset, collate_fn=padded)
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        assert source(6)[:, 0].tolist() == [7, 5, 2, 0, 7, 5]
+        source(1)
+    assert dataset.read[:4] == [0, 2, 5, 7]
+    assert [record.message for record in caplog.records] == [
+        "the longest samples were chosen among 4 of the dataset's 10, evenly spaced; a longer one may exist: "
+        "pass a callable make_batch(n) to choose them yourself"
+    ]
+
+
+def test_short_dataset_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="batchfit"):
+        batch_source(Ragged([1, 2]), collate_fn=padded)(2)
+    assert not caplog.records
+
+
+def test_scan_limit() -> None:
+    assert batches.SCAN_LIMIT == 4096
+
+
+def test_list_of_samples_with_collate_is_a_dataset() -> None:
+    samples = [torch.zeros(2), torch.ones(5), torch.full((3,), 2.0)]
+    assert batch_source(samples, collate_fn=padded)(2)[:, 0].tolist() == [1.0, 2.0]
+    as_list = batch_source(samples, collate_fn=list)(4)
+    assert [len(sample) for sample in as_list] == [5, 3, 2, 5]
+
+
+def test_list_of_samples_without_collate_is_the_batch() -> None:
+    images = [{"image": torch.zeros(3, size, size)} for size in (2, 8, 4)]
+    batch = batch_source(images)(4)
+    assert [sample["image"].shape[1] for sample in batch] == [8, 4, 2, 8]
+    assert batch_source(["a", "long", "abc"])(2) == ["long", "abc"]
+    assert batch_source([np.zeros(2), np.ones(3)])(1)[0].shape == (3,)
+
+
+def test_collate_that_loses_samples() -> None:
+    source = batch_source(Ragged([3, 3, 3, 3]), collate_fn=lambda samples: torch.stack(samples[:2]))
+    assert source(2).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"^collate_fn made a batch of 2 out of 4 samples\. Where samples"):
+        source(4)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+STREAMED = (
+    "which can only be read in order: pass a list of its samples, "
+    "make_batch=list(itertools.islice(dataset, 1024)), with collate_fn, or a callable make_batch(n)"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "text"),
+    [
+        (Stream(), TypeError, f"make_batch must be {KINDS}, not a Stream, {STREAMED}"),
+        (itertools.count(), TypeError, f"make_batch must be {KINDS}, not a count, {STREAMED}"),
+        (
+            DataLoader(Ragged([1])),
+            TypeError,
+            f"make_batch must be {KINDS}, not a DataLoader, whose batch size is fixed: "
+            "pass make_batch=loader.dataset, collate_fn=loader.collate_fn",
+        ),
+        (
+            NoLength(),
+            TypeError,
+            "make_batch must be a dataset with a length, not NoLength without __len__: "
+            "give it one, or pass a callable make_batch(n)",
+        ),
+        (Ragged([]), ValueError, "make_batch must hold at least one sample, not an empty Ragged"),
+        ([], ValueError, "make_batch must hold at least one sample, not an empty list"),
+        (None, TypeError, f"make_batch must be {KINDS}, not None"),
+        ("text", TypeError, f"make_batch must be {KINDS}, not 'text'"),
+        (8, TypeError, f"make_batch must be {KINDS}, not 8"),
+        (torch.tensor(1.0), TypeError, f"make_batch must be {KINDS}, not tensor(1.)"),
+        (
+            {"x": torch.tensor(1.0), "name": "a"},
+            TypeError,
+            f"make_batch must be {KINDS}, and this dict holds no tensor with a first dimension",
+        ),
+        (
+            {"input_ids": torch.zeros(8, 3), "mask": torch.zeros(8, 3), "labels": torch.zeros(4)},
+            ValueError,
+            "make_batch must be an example batch whose parts have one length: "
+            "batch['input_ids'] has 8, batch['labels'] has 4",
+        ),
+        (
+            (torch.zeros(2), {"a": [torch.zeros(2), torch.zeros(3)]}),
+            ValueError,
+            "make_batch must be an example batch whose parts have one length: "
+            "batch[0] has 2, batch[1]['a'][1] has 3",
+        ),
+        (
+            {"x": torch.zeros(2), "targets": [{"boxes": torch.zeros(5, 4)}] * 3},
+            ValueError,
+            "make_batch must be an example batch whose parts have one length: "
+            "batch['x'] has 2, batch['targets'] has 3",
+        ),
+        (
+            torch.zeros(0, 3),
+            ValueError,
+            "make_batch must hold at least one sample, not an example batch of length 0",
+        ),
+    ],
+    ids=str,
+)
+def test_sources_that_are_refused(source: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        batch_source(source)
+    assert str(caught.value) == text
+
+
+def test_collate_with_an_example_batch() -> None:
+    with pytest.raises(TypeError, match=r"^collate_fn must be None unless .*, and make_batch is a Tensor$"):
+        batch_source(torch.zeros(4, 2), collate_fn=padded)
+
+
+# One example batch
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+Loose = namedtuple("Loose", ["x", "name"])
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+    total: int = field(init=False, default=7)
+
+    def __post_init__(self) -> None:
+        if self.x.shape[0] != 2:
+            raise AssertionError("resizing must not run __post_init__ again")
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+def x_of(size: int) -> torch.Tensor:
+    return torch.tensor([[1.0, 2.0], [3.0, 4.0]])[torch.arange(size) % 2]
+
+
+EXAMPLE = x_of(2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("example", "read"),
+    [
+        (EXAMPLE, lambda batch: batch),
+        ({"x": EXAMPLE, "name": "a"}, lambda batch: batch["x"]),
+        (OrderedDict(x=EXAMPLE), lambda batch: batch["x"]),
+        (defaultdict(list, x=EXAMPLE), lambda batch: batch["x"]),
+        ((EXAMPLE, 3), lambda batch: batch[0]),
+        ([EXAMPLE, EXAMPLE[:, 0]], lambda batch: batch[0]),
+        (Pair(EXAMPLE, EXAMPLE), lambda batch: batch.x),
+        (Loose(EXAMPLE, "a"), lambda batch: batch.x),
+        (Frozen(EXAMPLE, "a"), lambda batch: batch.x),
+        (Slotted(EXAMPLE), lambda batch: batch.x),
+        ({"deep": [({"x": EXAMPLE},), EXAMPLE]}, lambda batch: batch["deep"][0][0]["x"]),
+        (EXAMPLE.numpy(), torch.from_numpy),
+    ],
+)
+def test_example_is_repeated_or_cut(example: Any, read: Any, size: int) -> None:
+    batch = batch_source(example)(size)
+    assert type(batch) is type(example)
+    assert torch.equal(read(batch), x_of(size))
+    assert torch.equal(EXAMPLE, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_example_keeps_what_is_not_a_sample() -> None:
+    scale = torch.tensor(2.0)
+    example = {
+        "x": EXAMPLE,
+        "scale": scale,
+        "size": [224, 224, 3],
+        "names": ["a", "b"],
+        "none": None,
+        "shape": EXAMPLE.shape,
+        "array": np.arange(2),
+        "targets": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}],
+        "empty": [],
+    }
+    batch = batch_source(example)(3)
+    assert batch["scale"] is scale
+    assert batch["size"] == [224, 224, 3]
+    assert batch["names"] == ["a", "b", "a"]
+    assert batch["none"] is None
+    assert batch["shape"] == EXAMPLE.shape
+    assert batch["array"].tolist() == [0, 1, 0]
+    assert [target["boxes"].shape[0] for target in batch["targets"]] == [5, 1, 5]
+    assert batch["empty"] == []
+    assert list(batch) == list(example)
+
+
+def test_example_of_lists_alone() -> None:
+    source = batch_source({"input_ids": [[1, 2], [3]], "labels": [0, 1]})
+    assert source(3) == {"input_ids": [[1, 2], [3], [1, 2]], "labels": [0, 1, 0]}
+    with pytest.raises(ValueError, match=r"batch\['input_ids'\] has 2, batch\['labels'\] has 3$"):
+        batch_source({"input_ids": [[1, 2], [3]], "labels": [0, 1, 2]})
+
+
+def test_defaultdict_keeps_its_factory() -> None:
+    assert batch_source(defaultdict(list, x=EXAMPLE))(1)["missing"] == []
+
+
+def test_read_only_mapping_becomes_a_dict() -> None:
+    assert batch_source(MappingProxyType({"x": EXAMPLE}))(1).keys() == {"x"}
+
+
+def test_frozen_dataclass_keeps_its_other_fields() -> None:
+    batch = batch_source(Frozen(EXAMPLE, "a"))(3)
+    assert (batch.name, batch.total) == ("a", 7)
+
+
+def test_batch_encoding() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    example = transformers.BatchEncoding({"input_ids": EXAMPLE, "attention_mask": EXAMPLE})
+    batch = batch_source(example)(5)
+    assert type(batch) is transformers.BatchEncoding
+    assert torch.equal(batch["input_ids"], x_of(5))
+    assert torch.equal(batch.attention_mask, x_of(5))
+    assert torch.equal(example["input_ids"], EXAMPLE)
+    moved = to_device(batch, torch.device("meta"))
+    assert type(moved) is transformers.BatchEncoding
+    assert moved["input_ids"].device.type == "meta"
+    assert batch["input_ids"].device.type == "cpu"
+
+
+def test_example_is_never_handed_out() -> None:
+    example = {"x": torch.zeros(4, 2), "inner": {"y": torch.zeros(4)}}
+    source = batch_source(example)
+    for size in (2, 4):
+        batch = source(size)
+        batch["x"].add_(1)
+        batch["inner"].pop("y").add_(1)
+        batch.pop("x")
+    assert torch.equal(example["x"], torch.zeros(4, 2))
+    assert torch.equal(example["inner"]["y"], torch.zeros(4))
+
+
+def test_example_keeps_requires_grad_but_no_graph() -> None:
+    rows = torch.randn(2, 3, requires_grad=True)
+    batch = batch_source({"x": rows, "hidden": rows * 2})(4)
+    assert batch["x"].requires_grad
+    assert batch["x"].is_leaf
+    assert batch["hidden"].is_leaf
+
+
+def test_example_made_in_inference_mode_can_be_trained_on() -> None:
+    with torch.inference_mode():
+        rows = torch.randn(2, 3)
+    batch = batch_source(rows)(3)
+    assert not batch.is_inference()
+    weight = torch.zeros(3, requires_grad=True)
+    (batch @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("dims", "memory_format"),
+    [((4, 5, 6), torch.channels_last), ((4, 5, 6, 7), torch.channels_last_3d)],
+)
+def test_example_keeps_channels_last(length: int, dims: Any, memory_format: torch.memory_format) -> None:
+    rows = torch.randn(length, *dims).to(memory_format=memory_format)
+    for size in (1, 2, 7):
+        out = repeat_rows(rows, size)
+        assert out.is_contiguous(memory_format=memory_format)
+        assert torch.equal(out, rows[torch.arange(size) % length])
+
+
+def test_strided_example_becomes_dense() -> None:
+    out = repeat_rows(torch.arange(12).reshape(3, 4).t(), 5)
+    assert out.is_contiguous()
+    assert out[:, 0].tolist() == [0, 1, 2, 3, 0]
+    assert out.untyped_storage().nbytes() == out.numel() * out.element_size()
+
+
+def test_sparse_example() -> None:
+    rows = torch.eye(3).to_sparse()
+    assert torch.equal(repeat_rows(rows, 4).to_dense(), torch.eye(3)[torch.arange(4) % 3])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    length=st.integers(1, 6),
+    size=st.integers(1, 40),
+    shape=st.lists(st.integers(0, 3), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+)
+def test_repeated_rows_are_the_rows(length: int, size: int, shape: list[int], dtype: torch.dtype) -> None:
+    rows = torch.randint(0, 9, (length, *shape)).to(dtype)
+    out = repeat_rows(rows, size)
+    assert torch.equal(out, rows[torch.arange(size) % length])
+    assert out.dtype is dtype
+    assert out.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr() or rows.numel() == 0
+
+
+leaves = st.one_of(st.integers(), st.text(max_size=3), st.none(), st.just(EXAMPLE))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        inner.map(Slotted),  # type: ignore[arg-type]
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tree=trees, size=st.integers(1, 9))
+def test_any_structure_is_resized_and_keeps_its_shape(tree: Any, size: int) -> None:
+    """Every tensor gets `size` rows, everything else is the same, and so is the structure."""
+    batch = batch_source((EXAMPLE, tree))(size)
+
+    def compare(new: Any, old: Any) -> None:
+        assert type(new) is type(old)
+        if isinstance(old, torch.Tensor):
+            assert torch.equal(new, x_of(size))
+        elif isinstance(old, Slotted):
+            compare(new.x, old.x)
+        elif isinstance(old, dict):
+            assert list(new) == list(old)
+            for key in old:
+                compare(new[key], old[key])
+        elif isinstance(old, tuple):
+            for new_item, old_item in zip(new, old, strict=True):
+                compare(new_item, old_item)
+        else:
+            assert new == old
+
+    compare(batch, (EXAMPLE, tree))
+    assert wrong_size(batch, size) is None
+
+
+# Devices (meta stands for another device)
+
+
+def test_to_device_moves_what_can_move() -> None:
+    class Own:
+        """Knows how to move itself."""
+
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def to(self, device: torch.device) -> Own:
+            return Own(device.type)
+
+    meta = torch.device("meta")
+    batch = {"x": torch.zeros(2), "pair": Pair(torch.zeros(1), torch.zeros(1)), "n": 3, "own": Own("cpu")}
+    moved = to_device(batch, meta)
+    assert moved["x"].device.type == moved["pair"].y.device.type == moved["own"].device == "meta"
+    assert isinstance(moved["pair"], Pair)
+    assert moved["n"] == 3
+    assert batch["x"].device.type == "cpu"  # type: ignore[attr-defined]
+
+
+def test_to_device_leaves_what_is_there() -> None:
+    batch = {"x": torch.zeros(2), "deep": [(torch.zeros(1),), "a"]}
+    assert to_device(batch, torch.device("cpu")) is batch
+    assert to_device(batch, None) is batch
+
+
+def test_to_device_moves_a_packed_sequence_as_one() -> None:
+    packed = pack_sequence([torch.zeros(3), torch.zeros(2)])
+    moved = to_device({"x": packed}, torch.device("meta"))["x"]
+    assert isinstance(moved, PackedSequence)
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"
+
+
+# Lengths
+
+
+class Picture:
+    """As PIL's: `size` is (width, height)."""
+
+    size = (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("sample", "count"),
+    [
+        (torch.zeros(2, 3), 6),
+        (np.zeros((2, 3)), 6),
+        ("text", 4),
+        (b"12345", 5),
+        (3, 1),
+        (None, 1),
+        ([1, 2, 3], 3),
+        (["ab", "c"], 3),
+        ([], 0),
+        ([[1, 2], [3]], 3),
+        ({"x": torch.zeros(4), "y": 1}, 5),
+        ((torch.zeros(2), "ab"), 4),
+        (Slotted(torch.zeros(7)), 7),
+        (Picture(), 20),
+        (torch.tensor(1.0), 1),
+    ],
+)
+def test_element_count(sample: Any, count: int) -> None:
+    assert element_count(sample) == count
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), size=st.integers(1, 30))
+def test_batch_is_the_worst_case(lengths: list[int], size: int) -> None:
+    batch = batch_source(Ragged(lengths), collate_fn=padded)(size)
+    chosen = sorted((lengths[index] for index in batch[:, 0].tolist()), reverse=True)
+    assert len(chosen) == size
+    whole, rest = divmod(size, len(lengths))
+    assert chosen == sorted(lengths * whole + sorted(lengths, reverse=True)[:rest], reverse=True)

@@ -1,0 +1,506 @@
+"""The command line as a person or a script meets it: real processes, real exit codes, real signals."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import batchfit
+from batchfit._cli.exits import Code
+from batchfit._cli.find import FindSettings, default_settings
+from batchfit._cli.target import load_target, make_workload, parse_target
+from batchfit.errors import TargetError
+from batchfit.results import FitResult
+
+SOURCE = str(Path(batchfit.__file__).parents[1])
+COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]")
+
+# A sample is 256 KiB and a step holds two such tensors: 16 fit into 8 MiB, less the little that is held.
+TRAIN = """
+import os, subprocess, sys, time
+import torch
+import batchfit
+
+def make():
+    weight = torch.ones(8, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    def step(batch_size):
+        batch = torch.ones(batch_size, 2**16)
+        doubled = batch * 2
+        optimizer.zero_grad()
+        (weight.sum() * doubled[0, 0]).backward()
+        optimizer.step()
+    return batchfit.Workload(step, state=[weight, optimizer])
+
+def noisy():
+    print("the factory prints")
+    work = make()
+    def step(batch_size):
+        print("a step prints")
+        os.write(1, b"and writes\\n")
+        work.step(batch_size)
+    subprocess.run(["echo", "a child prints"], check=True)
+    return batchfit.Workload(step, state=work.state)
+
+def greedy():
+    return batchfit.Workload(lambda size: torch.ones(size, 2**24), state=[])
+
+def broken_factory():
+    raise LookupError("no [data] here")
+
+def broken_step():
+    def step(batch_size):
+        return torch.ones(2, 3) @ torch.ones(2, 3)
+    return batchfit.Workload(step, state=[])
+
+def slow_after(steps):
+    work, ran = make(), []
+    def step(batch_size):
+        ran.append(batch_size)
+        if len(ran) > steps:
+            open("waiting", "w").close()
+            time.sleep(60)
+        work.step(batch_size)
+    return batchfit.Workload(step, state=work.state)
+
+def slow():
+    return slow_after(3)
+
+def stuck():
+    return slow_after(0)
+
+def plain():
+    return make().step
+
+if __name__ == "__main__":
+    raise SystemExit("the main part ran")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    known = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "NO_COLOR", "FORCE_COLOR")
+    }
+    return {**known, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", **more}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "batchfit", *arguments]
+
+
+def run(project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        cwd=project,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+QUICK = ("--budget", "8MiB", "--soak-steps", "3")
+
+
+class TestFlags:
+    def test_flags_are_the_keywords_of_find_batch_size(self) -> None:
+        from batchfit._cli.app import find
+
+        own = {"target", "json", "output", "traceback"}
+        flags = {n: p.default for n, p in inspect.signature(find).parameters.items() if n not in own}
+        keywords = {
+            name: parameter.default
+            for name, parameter in inspect.signature(batchfit.find_batch_size).parameters.items()
+            if name not in ("workload", "on_trial")
+        }
+        assert flags == keywords
+        assert default_settings() == keywords
+        assert set(FindSettings.__annotations__) == set(keywords)
+
+    def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from typer.testing import CliRunner
+
+        from batchfit._cli import find
+        from batchfit._cli.app import app
+
+        given: dict[str, object] = {
+            "budget": "24GiB", "max_size": 64, "min_size": 2, "strategy": "grow", "multiple_of": 2,
+            "power_of_two": True, "tolerance": 0.5, "start": 4, "attempts": 7, "steps": 4, "soak_steps": 9,
+            "max_trials": 11, "time_limit_s": 2.5, "device": "cpu",
+        }  # fmt: skip
+        assert set(given) == set(FindSettings.__annotations__)
+        arguments = ["find", "train.py:make"]
+        for name, value in given.items():
+            flag = f"--{name.replace('_', '-')}"
+            arguments += [flag] if value is True else [flag, str(value)]
+        seen: list[FindSettings] = []
+
+        def catch(text: str, settings: FindSettings, **rest: object) -> Code:
+            seen.append(settings)
+            return Code.FOUND
+
+        monkeypatch.setattr(find, "find_target", catch)
+        ran = CliRunner().invoke(app, arguments)
+        assert ran.exit_code == 0, ran.output
+        assert seen == [given]
+
+
+class TestFind:
+    def test_finds_and_says_so_in_plain_text(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:make", *QUICK, "--output", "fit.json")
+        assert ran.returncode == Code.FOUND, ran.stderr
+        fit = FitResult.from_json((project / "fit.json").read_text())
+        assert fit.batch_size in (15, 16)
+        assert fit.sustained
+        assert f"batch size {fit.batch_size} survived 3 steps" in ran.stdout
+        assert "device   cpu, virtual memory of 8.00 MiB" in ran.stdout
+        assert f"use it   DataLoader(dataset, batch_size={fit.batch_size})" in ran.stdout
+        assert f"because {fit.reason}" in ran.stdout
+        assert "saved    fit.json" in ran.stdout
+        assert str(fit).rpartition("\n")[0] in ran.stdout
+        lines = ran.stderr.splitlines()
+        assert lines[0] == "train.py:make on cpu, virtual memory of 8.00 MiB, strategy guided"
+        assert [line.partition(":")[0] for line in lines[1:]] == [
+            f"trial {number + 1}" for number in range(len(fit.trials))
+        ]
+        assert "\x1b" not in ran.stdout + ran.stderr
+        assert sorted(file.name for file in project.iterdir() if file.is_file()) == ["fit.json", "train.py"]
+
+    def test_json_is_alone_on_stdout_whatever_else_prints(self, project: Path) -> None:
+        ran = run(project, "find", "train:noisy", *QUICK, "--json", "--output", os.devnull)
+        assert ran.returncode == Code.FOUND, ran.stderr
+        fit = FitResult.from_json(ran.stdout)
+        assert fit.batch_size in (15, 16)
+        assert json.loads(ran.stdout)["batch_size"] == fit.batch_size
+        for words in (
+            "the factory prints",
+            "a step prints",
+            "and writes",
+            "a child prints",
+            "survived 3 steps",
+        ):
+            assert words in ran.stderr
+        assert not Path(os.devnull).is_file()
+
+    def test_nothing_fits(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:greedy", *QUICK, "--json", "--output", "fit.json")
+        assert ran.returncode == Code.NOTHING_FITS
+        assert ran.stdout == ""
+        assert "error: a batch of 1 does not fit on cpu" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        assert not (project / "fit.json").exists()
+
+    def test_stopped_before_any_size_ran(self, project: Path) -> None:
+        flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
+        ran = run(project, "find", "train.py:make", *QUICK, *flags)
+        assert ran.returncode == Code.STOPPED, ran.stderr
+        assert "max_trials" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_a_factory_that_raises(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:broken_factory", *QUICK)
+        assert ran.returncode == Code.RAISED
+        line = TRAIN.splitlines().index('    raise LookupError("no [data] here")') + 1
+        assert f"error: train.py:broken_factory raised LookupError at train.py:{line}" in ran.stderr
+        assert "LookupError: no [data] here" in ran.stderr
+        assert "_cli" not in ran.stderr
+
+    def test_a_step_that_raises_and_the_whole_traceback(self, project: Path) -> None:
+        line = TRAIN.splitlines().index("        return torch.ones(2, 3) @ torch.ones(2, 3)") + 1
+        for flags, ours in (((), False), (("--traceback",), True)):
+            ran = run(project, "find", "train.py:broken_step", *QUICK, *flags)
+            assert ran.returncode == Code.RAISED
+            assert f"raised RuntimeError at train.py:{line} (in step)" in ran.stderr
+            assert "batch size" in ran.stderr  # the note that the trial added
+            assert ("_find.py" in ran.stderr) is ours
+            assert ran.stdout == ""
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (("--device", "cuda:99"), "device must"),
+            (("--budget", "900000GiB"), "budget must not exceed"),
+            (("--steps", "1"), "steps must be"),
+            (("--time-limit-s", "-1"), "time_limit_s must be"),
+        ],
+    )
+    def test_flags_that_need_torch_to_be_judged(
+        self, flags: tuple[str, str], words: str, project: Path
+    ) -> None:
+        ran = run(project, "find", "train.py:make", *flags)
+        assert ran.returncode == Code.USAGE, ran.stderr
+        assert words in ran.stderr
+        assert flags[1] in ran.stderr.replace("900000.0 GiB", "900000GiB")
+        assert "Traceback" not in ran.stderr
+
+    def test_undeclared_state_is_a_note(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:plain", *QUICK, "--max-size", "2")
+        assert ran.returncode == Code.FOUND, ran.stderr
+        assert "warning: the step's state is not declared" in ran.stderr
+        assert "UserWarning" not in ran.stderr
+
+    def test_a_rank_that_is_not_the_first_is_silent(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:make", *QUICK, "--output", "fit.json", RANK="1")
+        assert (ran.returncode, ran.stdout, ran.stderr) == (Code.FOUND, "", "")
+        assert not (project / "fit.json").exists()
+
+
+class TestInterrupt:
+    def interrupted(
+        self, project: Path, target: str, number: signal.Signals, *flags: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a target until its step waits, then send a signal."""
+        arguments = command("find", target, *QUICK, "--json", "--output", "fit.json", *flags)
+        process = subprocess.Popen(
+            arguments,
+            cwd=project,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not (project / "waiting").exists():
+                assert time.monotonic() < deadline, "the step was never reached"
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            process.send_signal(number)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+    @pytest.mark.parametrize(
+        ("number", "code"), [(signal.SIGINT, Code.INTERRUPTED), (signal.SIGTERM, Code.TERMINATED)]
+    )
+    def test_what_was_found_is_kept(self, number: signal.Signals, code: Code, project: Path) -> None:
+        ran = self.interrupted(project, "train.py:slow", number)
+        assert ran.returncode == code, ran.stderr
+        fit = FitResult.from_json((project / "fit.json").read_text())
+        assert fit.stopped_because == "interrupted"
+        assert len(fit.trials) == 1
+        assert fit.trials[0].fits
+        assert fit.batch_size == fit.trials[0].size
+        assert fit.survived_steps == 3
+        assert fit.budget_bytes == 8 * 2**20
+        assert fit.device == "cpu"
+        assert FitResult.from_json(ran.stdout) == fit
+        assert "Traceback" not in ran.stderr
+        assert f"interrupted: {fit.batch_size} is the largest batch size that ran so far" in ran.stderr
+
+    def test_nothing_had_run(self, project: Path) -> None:
+        ran = self.interrupted(project, "train.py:stuck", signal.SIGINT)
+        assert ran.returncode == Code.INTERRUPTED
+        assert ran.stdout == ""
+        assert "before any size ran" in ran.stderr
+        assert "Traceback" not in ran.stderr
+        assert not (project / "fit.json").exists()
+
+
+class TestTerminal:
+    def shown(self, project: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+        """Exit code and output of a command whose stdout and stderr are one terminal."""
+        parent, child = pty.openpty()
+        process = subprocess.Popen(
+            command(*arguments),
+            cwd=project,
+            env=environment(TERM="xterm-256color", COLUMNS="100", **variables),
+            stdin=subprocess.DEVNULL,
+            stdout=child,
+            stderr=child,
+        )
+        os.close(child)
+        parts: list[bytes] = []
+        try:
+            while part := os.read(parent, 4096):
+                parts.append(part)
+        except OSError:
+            pass  # how a terminal says that nobody writes to it any more
+        finally:
+            os.close(parent)
+        return process.wait(timeout=60), b"".join(parts).decode()
+
+    @pytest.mark.parametrize("no_colour", [False, True])
+    def test_rows_are_live_and_colour_is_optional(self, no_colour: bool, project: Path) -> None:
+        variables = {"NO_COLOR": "1"} if no_colour else {}
+        code, text = self.shown(project, "find", "train.py:make", *QUICK, **variables)
+        assert code == Code.FOUND, text
+        assert bool(COLOUR.search(text)) is not no_colour
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+        assert re.search(r"size  outcome +steps +memory  of budget", plain)
+        assert re.search(r"1[56]  sustained +3  █+", plain)
+        assert plain.count("outcome") == 1  # the rows stand there already: no second table
+        assert "\x1b[?25h" in text  # the cursor is back
+
+    def test_a_dumb_terminal_gets_plain_lines(self, project: Path) -> None:
+        code, text = self.shown(project, "find", "train.py:make", *QUICK, TERM="dumb")
+        assert code == Code.FOUND, text
+        assert "\x1b" not in text
+        assert "trial 1: size" in text
+
+
+RETURNS: list[tuple[str, str]] = [
+    ("def make(): pass", "returned None"),
+    ("import torch\ndef make(): return torch.nn.Linear(2, 2)", "the model Linear"),
+    ("def make(): return 7", "not 7"),
+    ("def make(): return lambda: 0", "positional argument"),
+    ("def make(): return [len]", "built-in function len"),
+    ("async def make(): ...", "coroutine"),
+    ("class Step: ...\ndef make(): return Step", "Step"),
+]
+
+
+class TestReturned:
+    @pytest.fixture(autouse=True)
+    def _clean_imports(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+        monkeypatch.chdir(tmp_path)
+        path = list(sys.path)
+        yield
+        sys.path[:] = path
+        sys.modules.pop("returns", None)
+
+    @pytest.mark.parametrize(("source", "words"), RETURNS)
+    @pytest.mark.filterwarnings("ignore:coroutine")
+    def test_what_is_no_workload_is_named_with_file_and_line(self, source: str, words: str) -> None:
+        Path("returns.py").write_text(source + "\n")
+        target = parse_target("returns.py:make")
+        with pytest.raises(TargetError) as caught:
+            make_workload(target, load_target(target))
+        line = next(n for n, text in enumerate(source.splitlines(), 1) if "make" in text)
+        assert f"returns.py:{line}" in str(caught.value)
+        assert words in str(caught.value)
+
+    @pytest.mark.parametrize("source", ["def make(): return lambda size: None", "make = lambda: print"])
+    def test_a_step_is_enough(self, source: str) -> None:
+        Path("returns.py").write_text(source + "\n")
+        target = parse_target("returns.py:make")
+        assert isinstance(make_workload(target, load_target(target)), batchfit.Workload)
+
+
+class TestWatch:
+    def test_a_watched_workload_is_the_same_workload(self) -> None:
+        from batchfit._cli.progress import Silent
+        from batchfit._cli.watch import Watch
+
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        work = batchfit.training(model, optimizer, lambda m, b: m(b).mean(), torch.ones(1, 2))
+        watch = Watch(Silent())
+        twin = watch.over(work)
+        for name in ("state", "declared", "kind", "model", "optimizer"):
+            assert getattr(twin, name) is getattr(work, name) or getattr(twin, name) == getattr(work, name)
+        assert not watch.started
+        twin.step(2)
+        assert watch.started
+        assert not watch.step_raised
+        assert not Watch(Silent()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
+
+    def test_whose_error_it_is(self) -> None:
+        from batchfit._cli.progress import Silent
+        from batchfit._cli.watch import Watch
+
+        def fail_once(size: int) -> None:
+            if size == 1:
+                raise ValueError("from the user")
+
+        watch = Watch(Silent())
+        twin = watch.over(batchfit.Workload(fail_once, state=[]))
+        with pytest.raises(ValueError, match="from the user"):
+            twin.step(1)
+        assert watch.step_raised
+        twin.step(2)
+        assert not watch.step_raised
+
+
+class TestDoctor:
+    def test_tells_what_is_here_and_tests_it(self, project: Path) -> None:
+        ran = run(project, "doctor", "--json")
+        assert ran.returncode == Code.FOUND, ran.stdout + ran.stderr
+        found = json.loads(ran.stdout)
+        assert found["ok"] is True
+        assert found["broken"] == []
+        assert found["versions"]["torch"] == torch.__version__
+        assert found["versions"]["batchfit"] == batchfit.__version__
+        assert "cpu" in [device["name"] for device in found["devices"]]
+        assert found["self_test"]["passed"] is True
+
+    def test_plain_text_has_no_codes(self, project: Path) -> None:
+        ran = run(project, "doctor", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+        assert ran.returncode == Code.FOUND, ran.stdout + ran.stderr
+        assert "batchfit works here." in ran.stdout
+        assert "backend:cudaMallocAsync" in ran.stdout
+        assert "note: with cudaMallocAsync" in ran.stdout
+        assert "\x1b" not in ran.stdout
+
+    def test_what_is_broken_is_said_and_is_1(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit._cli import doctor
+
+        def search_badly() -> tuple[int, bool]:
+            return 29, True
+
+        monkeypatch.setattr(doctor, "_small_search", search_badly)
+        assert doctor.examine(as_json=False) == Code.BROKEN
+        assert "broken: the self-test failed: found 29" in capsys.readouterr().out
+
+        def leak() -> tuple[int, bool]:
+            return doctor.EXPECTED_SIZES[0], False
+
+        monkeypatch.setattr(doctor, "_small_search", leak)
+        assert doctor.examine(as_json=False) == Code.BROKEN
+        assert "was not put back" in capsys.readouterr().out
+
+        def explode() -> tuple[int, bool]:
+            raise RuntimeError("no kernel image")
+
+        monkeypatch.setattr(doctor, "_small_search", explode)
+        monkeypatch.setattr(doctor, "OPTIONAL", ("not-a-package-of-anyone",))
+        monkeypatch.setattr(doctor, "REQUIRED", ("torch", "also-not-a-package"))
+        assert doctor.examine(as_json=False) == Code.BROKEN
+        out = capsys.readouterr().out
+        assert "RuntimeError: no kernel image" in out
+        assert "also-not-a-package is not installed" in out
+
+    def test_the_driver_is_read_from_its_file(self) -> None:
+        from batchfit._cli.doctor import _driver_version
+
+        text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version:  12.2.0\n"
+        assert _driver_version(text) == "550.54.15"
+        assert _driver_version("") == "unknown"
+
+
+def test_demo_ends_with_size_table_and_file(project: Path) -> None:
+    ran = run(project, "demo")
+    assert ran.returncode == Code.FOUND, ran.stderr
+    fit = FitResult.from_json((project / "out" / "demo.json").read_text())
+    assert fit.sustained
+    assert 10 <= fit.batch_size <= 999
+    assert "small GPT" in ran.stderr.splitlines()[0]
+    assert str(fit).rpartition("\n")[0] in ran.stdout
+    assert f"batch size {fit.batch_size} survived 25 steps" in ran.stdout
+    assert "saved    out/demo.json" in ran.stdout
+    assert ran.stdout.endswith("next     batchfit find your_file.py:your_function\n")

@@ -1,0 +1,440 @@
+"""find_batch_size on real torch, under virtual memory: right, and nothing is left changed."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import random
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+from batchfit.errors import NothingFitsError, SearchStoppedError
+
+STRATEGIES = ("guided", "bisect", "halve", "grow", "powers")
+
+
+# --- a training run whose every bit is compared -------------------------------------------------
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm (running statistics, a counter) and a non-persistent buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen += len(images)
+        hidden = self.drop(torch.relu(self.norm(self.conv(images))))
+        return self.head(hidden.mean((2, 3)))
+
+
+def make_batch(n: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 3, 8, 8, dtype=dtype), torch.randint(0, 5, (n,))
+
+
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images).float(), labels)
+
+
+class Run:
+    """A small training program: model, AdamW, GradScaler, LR scheduler, all seeded."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        self.dtype = dtype
+        self.model = Net().to(dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.05, total_steps=1000)
+
+    def make_batch(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(n, self.dtype)
+
+    def workload(self, fault: Callable[[int], None] | None = None) -> batchfit.Workload:
+        def source(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if fault is not None:
+                fault(n)
+            return self.make_batch(n)
+
+        return batchfit.training(
+            self.model, self.optimizer, loss_fn, source, scaler=self.scaler, clip_norm=1.0, scheduler=self.scheduler
+        )
+
+    def train(self, steps: int) -> None:
+        self.model.train()
+        for _ in range(steps):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = loss_fn(self.model, self.make_batch(6))
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            random.random()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Every bit that training depends on, found without batchfit's own snapshot."""
+        state: dict[str, Any] = {f"param {k}": v for k, v in self.model.named_parameters()}
+        state |= {f"buffer {k}": v for k, v in self.model.named_buffers()}
+        state |= {f"grad {k}": v.grad for k, v in self.model.named_parameters()}
+        state |= {f"mode {k}": v.training for k, v in self.model.named_modules()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            state |= {f"group {number} {k}": v for k, v in group.items() if k != "params"}
+            for index, parameter in enumerate(group["params"]):
+                moments = self.optimizer.state.get(parameter, {})
+                state |= {f"moment {number} {index} {k}": v for k, v in moments.items()}
+        state["scale"] = self.scaler.get_scale()
+        state["scaler"] = sorted(self.scaler.state_dict().items())
+        state["unscaled"] = [len(entry.get("found_inf_per_device", {})) for entry in self.scaler._per_optimizer_states.values()]
+        state["scheduler"] = sorted((k, repr(v)) for k, v in self.scheduler.state_dict().items() if not callable(v))
+        state["torch rng"] = torch.get_rng_state()
+        state["python rng"] = random.getstate()
+        return {k: bits(v) for k, v in state.items()}
+
+
+def bits(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
+    return repr(value)
+
+
+def fits(run: Run) -> None:
+    fit = batchfit.find_batch_size(run.workload(), budget="4MiB", max_size=40)
+    assert fit.batch_size == 40
+    assert all(trial.fits for trial in fit.trials)
+
+
+def runs_out(run: Run) -> None:
+    fit = batchfit.find_batch_size(run.workload(), budget="4MiB", strategy="bisect")
+    assert any(trial.outcome == "oom" for trial in fit.trials)
+
+
+def raises(run: Run) -> None:
+    calls = 0
+
+    def fault(n: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise ValueError("the user's own mistake")
+
+    with pytest.raises(ValueError, match="own mistake") as caught:
+        batchfit.find_batch_size(run.workload(fault), budget="4MiB")
+    assert any("batch size" in note for note in caught.value.__notes__)
+
+
+def is_interrupted(run: Run) -> None:
+    calls = 0
+
+    def fault(n: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        batchfit.find_batch_size(run.workload(fault), budget="4MiB")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("before", [0, 1, 4], ids=lambda n: f"after{n}steps")
+@pytest.mark.parametrize("outcome", [fits, runs_out, raises, is_interrupted], ids=lambda f: f.__name__)
+def test_training_with_a_find_in_the_middle_is_bit_identical(
+    outcome: Callable[[Run], None], before: int, dtype: torch.dtype
+) -> None:
+    plain = Run(dtype)
+    plain.train(before)
+    middle = plain.fingerprint()
+    plain.train(5)
+    expected = plain.fingerprint()
+
+    run = Run(dtype)
+    run.train(before)
+    gradients = [weakref.ref(p.grad) if p.grad is not None else None for p in run.model.parameters()]
+    outcome(run)
+    assert run.fingerprint() == middle
+    del gradients
+    run.train(5)
+    assert run.fingerprint() == expected
+
+
+def test_the_fingerprint_sees_a_change() -> None:
+    """The comparison above can fail: one more random number, one changed bit, one counter."""
+    run = Run()
+    run.train(2)
+    before = run.fingerprint()
+    torch.rand(1)
+    assert run.fingerprint() != before
+    run = Run()
+    run.train(2)
+    assert run.fingerprint() == before
+    run.model.seen += 1
+    assert run.fingerprint() != before
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+class Squares:
+    """A step that needs exactly `each` bytes a sample on top of `fixed`, and counts its calls."""
+
+    def __init__(self, *, each: int = 1 << 16, fixed: int = 1 << 20) -> None:
+        self.each, self.fixed = each, fixed
+        self.sizes: list[int] = []
+
+    def __call__(self, n: int) -> None:
+        self.sizes.append(n)
+        weights = torch.empty(self.fixed, dtype=torch.uint8)
+        work = torch.empty(n * self.each, dtype=torch.uint8)
+        del weights, work
+
+
+def find(step: Callable[[int], object], **settings: Any) -> batchfit.FitResult:
+    return batchfit.find_batch_size(batchfit.Workload(step, state=[]), device="cpu", **settings)
+
+
+@pytest.mark.parametrize("true_max", [1, 2, 7, 100, 163])
+def test_the_exact_maximum_is_found(true_max: int) -> None:
+    step = Squares()
+    with batchfit.virtual_memory(1 << 34) as memory:
+        already = memory.allocated_bytes
+    budget = already + step.fixed + true_max * step.each
+    fit = find(step, budget=budget, tolerance=0)
+    assert fit.batch_size == true_max
+    assert fit.sustained
+    assert fit.survived_steps == 25
+    assert fit.stopped_because == "bracketed"
+    assert fit.batch_size in step.sizes
+    assert {trial.size for trial in fit.trials} == set(step.sizes)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_returns_a_size_that_ran(strategy: str) -> None:
+    step = Squares()
+    fit = find(step, budget="40MiB", strategy=strategy, max_size=512, start=19 if strategy == "grow" else None)
+    assert fit.batch_size in step.sizes
+    assert fit.sustained
+    assert any(t.size == fit.batch_size and t.steps_run == 25 for t in fit.trials)
+    assert fit.strategy == strategy
+    assert batchfit.FitResult.from_json(fit.to_json()) == fit
+
+
+def test_guided_needs_few_trials_and_no_oom() -> None:
+    fit = find(Squares(), budget="600MiB")
+    assert len(fit.trials) <= 5
+    assert all(trial.fits for trial in fit.trials)
+    assert fit.peak_bytes is not None
+    assert fit.peak_bytes >= 0.97 * fit.budget_bytes
+
+
+def test_constraints_are_kept() -> None:
+    step = Squares()
+    fit = find(step, budget="40MiB", multiple_of=24, min_size=24)
+    assert all(size % 24 == 0 for size in step.sizes)
+    assert fit.batch_size % 24 == 0
+    step = Squares()
+    fit = find(step, budget="40MiB", power_of_two=True)
+    assert all(size & (size - 1) == 0 for size in step.sizes)
+    assert fit.batch_size == 512
+
+
+def test_max_size_is_never_exceeded_and_reported() -> None:
+    step = Squares()
+    fit = find(step, budget="1GiB", max_size=37)
+    assert fit.batch_size == 37
+    assert max(step.sizes) == 37
+    assert fit.stopped_because == "max_size"
+
+
+def test_a_soak_that_fails_counts_as_an_oom_and_the_search_goes_on_below() -> None:
+    """A leak-like growth: sizes above 50 die after ten steps, though three steps pass."""
+    calls: dict[int, int] = {}
+
+    def step(n: int) -> None:
+        calls[n] = calls.get(n, 0) + 1
+        if n > 50 and calls[n] > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        torch.empty(n << 16, dtype=torch.uint8)
+
+    fit = find(step, budget="5MiB", tolerance=0)
+    assert fit.batch_size == 50
+    assert fit.sustained
+    failed = [trial for trial in fit.trials if trial.soak and not trial.fits]
+    assert failed
+    assert all(0 < trial.steps_run < 25 for trial in failed)
+
+
+def test_without_a_soak_no_trial_is_long() -> None:
+    fit = find(Squares(), budget="40MiB", soak_steps=0)
+    assert not fit.sustained
+    assert {trial.steps_run for trial in fit.trials if trial.fits} == {3}
+
+
+def test_nothing_fits() -> None:
+    step = Squares(fixed=1 << 24)
+    with pytest.raises(NothingFitsError, match=r"a batch of 1 does not fit on cpu .*activation checkpointing") as caught:
+        find(step, budget="8MiB")
+    assert caught.value.size == 1
+    assert caught.value.budget_bytes == 8 << 20
+    assert caught.value.peak_bytes is not None
+
+
+def test_limits_end_the_search_with_what_it_has() -> None:
+    fit = find(Squares(), budget="40MiB", strategy="bisect", max_trials=3)
+    assert len(fit.trials) == 3
+    assert fit.stopped_because == "max_trials"
+    assert fit.batch_size in {trial.size for trial in fit.trials if trial.fits}
+    with pytest.raises(SearchStoppedError, match="time_limit"):
+        find(Squares(), budget="40MiB", time_limit_s=1e-12)
+
+
+def test_on_trial_sees_each_trial_as_it_ends() -> None:
+    seen: list[tuple[int, int]] = []
+    fit = find(Squares(), budget="40MiB", on_trial=lambda trial, budget: seen.append((trial.size, budget)))
+    assert seen == [(trial.size, 40 << 20) for trial in fit.trials]
+
+
+def test_inside_virtual_memory_its_limit_is_the_budget() -> None:
+    with batchfit.virtual_memory("20MiB") as memory:
+        fit = find(Squares())
+        assert fit.budget_bytes == 20 << 20
+        assert memory.limit_bytes == 20 << 20
+    assert fit.peak_bytes is not None
+    assert fit.peak_bytes <= 20 << 20
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"min_size": 0}, "min_size"),
+        ({"min_size": 2.5}, "min_size"),
+        ({"max_size": -1}, "max_size"),
+        ({"min_size": 8, "max_size": 4}, "max_size"),
+        ({"strategy": "best"}, "strategy"),
+        ({"budget": "24 gigs"}, "budget"),
+        ({"budget": 0}, "budget"),
+        ({"budget": "900TiB"}, "budget"),
+        ({"multiple_of": 0}, "multiple_of"),
+        ({"tolerance": -0.1}, "tolerance"),
+        ({"tolerance": 1.5}, "tolerance"),
+        ({"steps": 1}, "steps"),
+        ({"soak_steps": 1}, "soak_steps"),
+        ({"time_limit_s": 0}, "time_limit_s"),
+        ({"max_trials": 0}, "max_trials"),
+        ({"attempts": 0}, "attempts"),
+        ({"start": 0}, "start"),
+        ({"device": "abacus"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_before_any_step(settings: dict[str, Any], name: str) -> None:
+    step = Squares()
+    with pytest.raises(ValueError, match=name) as caught:
+        batchfit.find_batch_size(batchfit.Workload(step, state=[]), **settings)
+    value = next(iter(settings.values())) if len(settings) == 1 else settings[name]
+    if name != "budget" or value != "900TiB":
+        assert repr(value) in str(caught.value)
+    assert step.sizes == []
+
+
+def test_the_users_error_comes_out_unchanged_with_the_size_as_a_note() -> None:
+    original = RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x4 and 8x4)")
+
+    def step(n: int) -> None:
+        raise original
+
+    with pytest.raises(RuntimeError) as caught:
+        find(step, budget="40MiB", start=8)
+    assert caught.value is original
+    assert any("batch size" in note for note in original.__notes__)
+
+
+def test_an_ambiguous_error_is_too_big_only_if_a_smaller_size_runs() -> None:
+    text = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+
+    def above_20(n: int) -> None:
+        if n > 20:
+            raise RuntimeError(text)
+        torch.empty(n << 16, dtype=torch.uint8)
+
+    fit = find(above_20, budget="1GiB", tolerance=0)
+    assert fit.batch_size == 20
+    assert any(trial.ambiguous for trial in fit.trials)
+
+    def always(n: int) -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as caught:
+        find(always, budget="1GiB", start=64)
+    assert any("batch size 1 " in note for note in caught.value.__notes__)
+
+
+def test_an_undeclared_step_is_warned_about_with_the_keyword() -> None:
+    with pytest.warns(UserWarning, match=r"state=\[model, optimizer\]") as caught:
+        batchfit.find_batch_size(Squares(), budget="4MiB", device="cpu")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        find(Squares(), budget="4MiB")
+
+
+def test_a_step_that_runs_nothing_is_an_error() -> None:
+    def generator(n: int) -> Any:
+        yield n
+
+    async def coroutine(n: int) -> None: ...
+
+    for step, kind in ((generator, "generator"), (coroutine, "coroutine")):
+        with pytest.raises(batchfit.errors.NothingRanError, match=kind):
+            find(step, budget="4MiB")
+
+
+# --- nothing of a failed attempt is alive at the next ----------------------------------------------
+
+
+@pytest.mark.parametrize("cycle", [False, True], ids=["plain frame", "frame-exception cycle"])
+def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    at_start: list[int] = []
+
+    def step(n: int) -> None:
+        at_start.append(sum(ref() is not None for ref in alive))
+        big = torch.empty(n << 10)
+        alive.append(weakref.ref(big))
+        if n > 10:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            except torch.OutOfMemoryError as error:
+                if cycle:
+                    kept = error  # error -> traceback -> this frame -> kept -> error
+                    big.owner = kept  # type: ignore[attr-defined]
+                raise
+
+    gc.disable()
+    try:
+        fit = find(step, budget="64MiB", strategy="bisect", max_size=64)
+    finally:
+        gc.enable()
+    assert fit.batch_size == 10
+    assert sum(not trial.fits for trial in fit.trials) >= 2
+    assert set(at_start) == {0}

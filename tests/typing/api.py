@@ -1,0 +1,144 @@
+"""The public API as a user would write it. Read by mypy (`make check`), never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import batchfit
+from batchfit import FitResult, Trial, Workload, errors
+
+model = nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+scaler = torch.amp.GradScaler("cuda")
+
+
+def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def make_batch(size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, 4), "y": torch.randint(0, 2, (size,))}
+
+
+# Workloads: from a callable, a dataset, an example batch; with everything that can be said.
+assert_type(batchfit.training(model, optimizer, loss_fn, make_batch), Workload)
+assert_type(batchfit.training(model, None, loss_fn, make_batch(8)), Workload)
+assert_type(
+    batchfit.training(
+        model,
+        optimizer,
+        lambda model, batch: model(batch[0]).mean(),
+        TensorDataset(torch.randn(8, 4)),
+        collate_fn=torch.utils.data.default_collate,
+        autocast=torch.bfloat16,
+        scaler=scaler,
+        clip_norm=1,
+        scheduler=scheduler,
+        state=[torch.zeros(3)],
+    ),
+    Workload,
+)
+batchfit.training(model, optimizer, loss_fn, make_batch, autocast=torch.autocast("cuda", dtype=torch.float16))
+batchfit.training(model, optimizer, loss_fn, make_batch, autocast=lambda: torch.autocast("cuda"))
+assert_type(batchfit.inference(model, make_batch, autocast=torch.bfloat16), Workload)
+assert_type(batchfit.inference(model, make_batch, forward=lambda model, batch: model(batch["x"])), Workload)
+assert_type(batchfit.generation(model, make_batch, max_new_tokens=64, num_beams=4), Workload)
+
+
+# A step of one's own.
+def step(batch_size: int) -> float:
+    return loss_fn(model, make_batch(batch_size)).item()
+
+
+workload = Workload(step, state=[model, optimizer])
+Workload(step, state=model)
+Workload(step, state=())
+Workload(step)
+Workload(lambda batch_size: batch_size)
+assert_type(workload.state, tuple[object, ...])
+assert_type(workload.declared, bool)
+
+# What must not pass: each line is an error, and mypy complains if it is not.
+Workload("step")  # type: ignore[arg-type]
+Workload(lambda: None)  # type: ignore[arg-type, misc]
+Workload(step, [model])  # type: ignore[call-arg]
+batchfit.training(model, optimizer, "loss", make_batch)  # type: ignore[arg-type]
+batchfit.training(model, optimizer, loss_fn, make_batch, clip_norm="1")  # type: ignore[arg-type]
+batchfit.training(model, optimizer, loss_fn, make_batch, autocast="bf16")  # type: ignore[arg-type]
+batchfit.inference("model", make_batch)  # type: ignore[arg-type]
+batchfit.generation(model, make_batch)  # type: ignore[call-arg]
+batchfit.find_batch_size(workload, "24GiB")  # type: ignore[call-arg]
+batchfit.find_batch_size("workload")  # type: ignore[arg-type]
+
+
+# Finding.
+def show(trial: Trial, budget_bytes: int) -> None:
+    assert_type(trial.size, int)
+    assert_type(trial.peak_bytes, int | None)
+    assert_type(trial.fits, bool)
+    assert_type(trial.step_s, float | None)
+
+
+fit = batchfit.find_batch_size(workload)
+assert_type(fit, FitResult)
+assert_type(batchfit.find_batch_size(step, budget="24GiB", max_size=512), FitResult)
+assert_type(
+    batchfit.find_batch_size(
+        workload,
+        budget=2**30,
+        max_size=1024,
+        min_size=2,
+        strategy="bisect",
+        multiple_of=8,
+        power_of_two=False,
+        tolerance=0.0,
+        start=64,
+        attempts=5,
+        steps=3,
+        soak_steps=25,
+        max_trials=20,
+        time_limit_s=60,
+        device=torch.device("cuda", 0),
+        on_trial=show,
+    ),
+    FitResult,
+)
+assert_type(fit.batch_size, int)
+assert_type(fit.trials, tuple[Trial, ...])
+assert_type(fit.survived_steps, int)
+assert_type(fit.stopped_because, str)
+assert_type(fit.budget_bytes, int)
+assert_type(fit.peak_bytes, int | None)
+assert_type(fit.device, str)
+assert_type(fit.elapsed_s, float)
+assert_type(fit.sustained, bool)
+assert_type(fit.to_json(), str)
+assert_type(FitResult.from_json(Path("fit.json").read_text()), FitResult)
+
+# A CPU that runs out of memory.
+with batchfit.virtual_memory("2GiB") as memory:
+    step(8)
+    assert_type(memory.limit_bytes, int)
+    assert_type(memory.allocated_bytes, int)
+    assert_type(memory.peak_bytes, int)
+    memory.reset_peak()
+with batchfit.virtual_memory(2**30):
+    pass
+
+# Errors.
+try:
+    batchfit.find_batch_size(workload)
+except errors.NothingFitsError as error:
+    assert_type(error.size, int)
+    assert_type(error.budget_bytes, int)
+    assert_type(error.peak_bytes, int | None)
+except errors.BatchfitError as error:
+    text: str = str(error)
+
+whole: list[Any] = [batchfit.__version__, *batchfit.__all__]
