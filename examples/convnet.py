@@ -70,7 +70,7 @@ def workload() -> batchfit.Workload:
 if __name__ == "__main__":
     work = workload()
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
-    fit = batchfit.find_batch_size(work, budget=None if torch.cuda.is_available() else "128MiB")
+    fit = batchfit.find_batch_size(work, budget=None if torch.cuda.is_available() else "64MiB")
     print(fit)
     after = work.model.state_dict()
     unchanged = all(torch.equal(after[name], value) for name, value in before.items())

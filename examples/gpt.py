@@ -3,7 +3,7 @@
     python examples/gpt.py
     batchfit find examples/gpt.py:workload
 
-On a GPU: the largest batch that fits on it. On a CPU: the largest that fits in 256 MiB of virtual
+On a GPU: the largest batch that fits on it. On a CPU: the largest that fits in 96 MiB of virtual
 memory, which runs out as a GPU's would.
 """
 
@@ -87,6 +87,6 @@ def workload() -> batchfit.Workload:
 
 
 if __name__ == "__main__":
-    budget = None if torch.cuda.is_available() else "256MiB"
+    budget = None if torch.cuda.is_available() else "96MiB"
     fit = batchfit.find_batch_size(workload(), budget=budget)
     print(fit)

@@ -51,7 +51,7 @@ def generating() -> batchfit.Workload:
 
 
 if __name__ == "__main__":
-    budget = None if torch.cuda.is_available() else "128MiB"
+    budget = None if torch.cuda.is_available() else "64MiB"
     print("training")
     print(batchfit.find_batch_size(workload(), budget=budget))
     print("generation")

@@ -7,8 +7,7 @@
     ├── SnapshotError         a part of the state could not be put back
     ├── TargetError           a command-line target could not be loaded
     ├── RanksDisagreeError    ranks hold different values where all must agree
-    ├── RankMissingError      a rank did not answer in time
-    ├── RankFailedError       another rank's step raised an error that is not memory
+    ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     └── ResultFileError       a result file cannot be read
 
 Wrong arguments are `ValueError` or `TypeError`, raised before any device work. An error of the
@@ -72,27 +71,21 @@ class RanksDisagreeError(BatchfitError):
 
 
 class RankMissingError(BatchfitError):
-    """One or more ranks did not answer within the time-out."""
+    """One or more ranks did not answer within the time-out, or said that they will not (`why`)."""
 
-    def __init__(self, missing: Iterable[int], *, doing: str, timeout_s: float) -> None:
+    def __init__(self, missing: Iterable[int], *, doing: str, timeout_s: float, why: str = "") -> None:
         self.missing = tuple(missing)
         self.doing = doing
         self.timeout_s = timeout_s
+        self.why = why
         named = "rank " + str(self.missing[0])
         if len(self.missing) > 1:
             named = "ranks " + ", ".join(map(str, self.missing))
+        happened = f"did not come ({why})" if why else f"did not answer within {timeout_s:g} s"
         super().__init__(
-            f"{named} did not answer within {timeout_s:g} s while all ranks had to agree on {doing}. "
+            f"{named} {happened} while all ranks had to agree on {doing}. "
             "Look at that rank's own output: it has most likely failed or is stuck."
         )
-
-
-class RankFailedError(BatchfitError):
-    """Another rank raised an error that is not memory, so this rank cannot go on either."""
-
-    def __init__(self, rank: int, text: str, *, doing: str) -> None:
-        self.rank = rank
-        super().__init__(f"rank {rank} failed during {doing}: {text}. See that rank's own traceback.")
 
 
 class ResultFileError(BatchfitError):

@@ -15,7 +15,7 @@ Rules: no clock and no chance, so that a failure comes again; what a block puts 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -357,9 +357,12 @@ class FakeDevice:
     def synchronize(self) -> None:
         """There is nothing to wait for."""
 
-    @contextmanager
-    def limit(self, budget_bytes: int) -> Iterator[None]:
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         check_budget(self, budget_bytes)
+        return self._limited(budget_bytes)
+
+    @contextmanager
+    def _limited(self, budget_bytes: int) -> Iterator[None]:
         self._limits.append(min(budget_bytes, self._limits[-1]))
         try:
             yield

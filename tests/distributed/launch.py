@@ -28,7 +28,7 @@ PRELOAD = ["pytest", "torch", "torch.distributed", "batchfit._torch.ranks"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: `value` is what it returned, `error` the type of what it raised, `text` its words."""
+    """How one rank ended: the `value` it returned, or the type and the words of the `error` it raised."""
 
     value: Any = None
     error: str | None = None

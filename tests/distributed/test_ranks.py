@@ -140,6 +140,62 @@ def test_a_verdict_that_came_first_wins_over_a_time_out() -> None:
 
 
 @gloo
+def test_rank_0_hears_at_once_that_another_has_given_up() -> None:
+    store = dist.HashStore()
+    gave_up = json.dumps({"missing": [2], "doing": "x", "timeout_s": 1.0, "why": ""})
+    store.set("batchfit/0/0/verdict", gave_up)
+    said: list[tuple[int, ...]] = []
+
+    def wait() -> None:
+        with pytest.raises(RankMissingError) as caught:
+            meeting(store, rank=0, world_size=3).exchange(ENTRY, "x", 15)
+        said.append(caught.value.missing)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(8)
+    heard = list(said)
+    thread.join()
+    assert heard == [(2,)]
+
+
+@gloo
+def test_rank_0_keeps_the_store_until_the_last_verdict_is_read() -> None:
+    store = dist.HashStore()
+    store.set("batchfit/0/0/1", ENTRY)
+    main = meeting(store, rank=0)
+    main.exchange(ENTRY, "x", 20)
+    closing = threading.Thread(target=main.close)
+    closing.start()
+    closing.join(0.3)
+    assert closing.is_alive(), "rank 1 has not read the verdict yet"
+    store.delete_key("batchfit/0/0/1")  # what rank 1 does once it has
+    closing.join(4)
+    assert not closing.is_alive()
+
+
+@gloo
+def test_rank_0_does_not_wait_for_ever_for_one_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_FAREWELL_S", 0.1)
+    store = dist.HashStore()
+    store.set("batchfit/0/0/1", ENTRY)
+    main = meeting(store, rank=0)
+    main.exchange(ENTRY, "x", 20)
+    main.close()
+    assert store.check(["batchfit/0/0/1"]), "it has not been read, and yet we are here"
+
+
+@gloo
+def test_rank_0_lingers_after_naming_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = meeting(dist.HashStore(), rank=0)
+    with pytest.raises(RankMissingError):
+        main.exchange(ENTRY, "x", 0.01)
+    begun = time.monotonic()
+    main.close()
+    assert time.monotonic() - begun >= 10 * ranks_module._LONGEST_PAUSE_S  # the others look that often
+
+
+@gloo
 @settings(max_examples=25, deadline=None)
 @given(delays_ms=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_any_timing_gives_the_same_answers_to_all(delays_ms: list[list[int]]) -> None:

@@ -44,13 +44,18 @@ def block(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda:0")
 
 
+def fill(kept: list[torch.Tensor]) -> None:
+    while True:
+        kept.append(block(20 * MiB))
+
+
 def test_the_limit_limits_to_the_segment(device: CudaDevice) -> None:
     budget = torch.cuda.memory_reserved(0) + 512 * MiB
     with device.limit(budget):
         assert budget - 1 <= device.budget_bytes() <= budget
         kept: list[torch.Tensor] = []
         with pytest.raises(torch.OutOfMemoryError):
-            kept.extend(iter(lambda: block(20 * MiB), None))
+            fill(kept)
         # all but less than one more block could be had, and never more than the budget
         assert budget - 22 * MiB < torch.cuda.memory_reserved(0) <= budget
         del kept

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 import batchfit
-from batchfit._cli.exits import Code
-from batchfit._cli.find import FindSettings, default_settings
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._cli.target import load_target, make_workload, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
@@ -113,7 +114,7 @@ def run(project: Path, *arguments: str, **variables: str) -> subprocess.Complete
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         stdin=subprocess.DEVNULL,
     )
 
@@ -226,44 +227,139 @@ class TestFind:
         assert "LookupError: no [data] here" in ran.stderr
         assert "_cli" not in ran.stderr
 
-    def test_a_step_that_raises_and_the_whole_traceback(self, project: Path) -> None:
+    def test_a_step_that_raises(self, project: Path) -> None:
+        ran = run(project, "find", "train.py:broken_step", *QUICK)
+        assert ran.returncode == Code.RAISED
         line = TRAIN.splitlines().index("        return torch.ones(2, 3) @ torch.ones(2, 3)") + 1
-        for flags, ours in (((), False), (("--traceback",), True)):
-            ran = run(project, "find", "train.py:broken_step", *QUICK, *flags)
-            assert ran.returncode == Code.RAISED
-            assert f"raised RuntimeError at train.py:{line} (in step)" in ran.stderr
-            assert "batch size" in ran.stderr  # the note that the trial added
-            assert ("_find.py" in ran.stderr) is ours
-            assert ran.stdout == ""
-
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (("--device", "cuda:99"), "device must"),
-            (("--budget", "900000GiB"), "budget must not exceed"),
-            (("--steps", "1"), "steps must be"),
-            (("--time-limit-s", "-1"), "time_limit_s must be"),
-        ],
-    )
-    def test_flags_that_need_torch_to_be_judged(
-        self, flags: tuple[str, str], words: str, project: Path
-    ) -> None:
-        ran = run(project, "find", "train.py:make", *flags)
-        assert ran.returncode == Code.USAGE, ran.stderr
-        assert words in ran.stderr
-        assert flags[1] in ran.stderr.replace("900000.0 GiB", "900000GiB")
-        assert "Traceback" not in ran.stderr
-
-    def test_undeclared_state_is_a_note(self, project: Path) -> None:
-        ran = run(project, "find", "train.py:plain", *QUICK, "--max-size", "2")
-        assert ran.returncode == Code.FOUND, ran.stderr
-        assert "warning: the step's state is not declared" in ran.stderr
-        assert "UserWarning" not in ran.stderr
+        assert (
+            f"error: a step of train.py:broken_step raised RuntimeError at train.py:{line} (in step)"
+            in ran.stderr
+        )
+        assert "RuntimeError: mat1 and mat2" in ran.stderr
+        assert "batchfit: raised while trying batch size" in ran.stderr  # the note that the trial added
+        assert "_find.py" not in ran.stderr
+        assert ran.stdout == ""
 
     def test_a_rank_that_is_not_the_first_is_silent(self, project: Path) -> None:
         ran = run(project, "find", "train.py:make", *QUICK, "--output", "fit.json", RANK="1")
         assert (ran.returncode, ran.stdout, ran.stderr) == (Code.FOUND, "", "")
         assert not (project / "fit.json").exists()
+
+
+class TestFindHere:
+    """The same without a process of its own, where the exit code is a value."""
+
+    @pytest.fixture(autouse=True)
+    def _in_the_project(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.chdir(project)
+        path = list(sys.path)
+        yield
+        sys.path[:] = path
+        sys.modules.pop("train", None)
+
+    def find(self, target: str, *, full_traceback: bool = False, **changes: object) -> Code:
+        quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
+        settings = cast(FindSettings, {**default_settings(), **quick, **changes})
+        return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"device": "cuda:99"}, "device must be .* not 'cuda:99'"),
+            ({"device": "toaster"}, "device must be .* not 'toaster'"),
+            ({"budget": "900000GiB"}, r"budget must not exceed .* not .*900000.0 GiB"),
+            ({"steps": 1}, "steps must be .* not 1"),
+            ({"soak_steps": 2}, "soak_steps must be .* not 2"),
+            ({"time_limit_s": -1.0}, r"time_limit_s must be .* not -1.0"),
+        ],
+    )
+    def test_wrong_flags_are_usage_and_run_no_step(self, changes: dict[str, object], words: str) -> None:
+        with pytest.raises(CommandFailed, match=words) as caught:
+            self.find("train.py:stuck", **changes)
+        assert caught.value.code == Code.USAGE
+        assert caught.value.details == ""
+        assert not Path("waiting").exists()
+
+    @pytest.mark.parametrize("changes", [{"device": "cuda:99"}, {"steps": 1}, {"time_limit_s": -1.0}])
+    def test_wrong_flags_are_told_before_the_target_is_loaded(self, changes: dict[str, object]) -> None:
+        Path("loaded.py").write_text("open('loaded', 'w').close()\ndef make(): ...\n")
+        with pytest.raises(CommandFailed):
+            self.find("loaded.py:make", **changes)
+        assert not Path("loaded").exists()
+
+    def test_a_value_error_of_the_users_step_is_no_usage_error(self) -> None:
+        Path("mine.py").write_text(
+            "import batchfit\ndef step(n):\n    raise ValueError('mine')\n"
+            "def make():\n    return batchfit.Workload(step, state=[])\n"
+        )
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make")
+        assert caught.value.code == Code.RAISED
+        assert "ValueError at mine.py:3 (in step)" in caught.value.text
+        assert "ValueError: mine" in caught.value.details
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make", full_traceback=True)
+        assert "_find.py" in caught.value.details
+
+    def test_a_step_that_ends_the_program_is_an_error_of_the_step(self) -> None:
+        Path("mine.py").write_text(
+            "import batchfit, sys\ndef make():\n"
+            "    return batchfit.Workload(lambda n: sys.exit(0), state=[])\n"
+        )
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make")
+        assert caught.value.code == Code.RAISED
+        assert "raised SystemExit at mine.py:3" in caught.value.text
+
+    def test_an_error_of_ours_in_the_users_step_names_where_it_was_made(self) -> None:
+        Path("mine.py").write_text(
+            "import batchfit, torch\n\ndef make():\n    model = torch.nn.Linear(2, 2)\n"
+            "    return batchfit.training(model, None, lambda m, b: None, torch.ones(1, 2))\n"
+        )
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make")
+        assert caught.value.code == Code.RAISED
+        assert "raised TypeError" in caught.value.text
+        assert "mine.py:" in caught.value.text
+        assert "loss_fn must return" in caught.value.details
+
+    def test_a_bug_of_ours_is_not_blamed_on_the_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from batchfit import _find
+
+        def fail(*_: object, **__: object) -> None:
+            raise ZeroDivisionError("ours")
+
+        monkeypatch.setattr(_find, "fit_result", fail)
+        with pytest.raises(ZeroDivisionError, match="ours"):
+            self.find("train.py:make", max_size=1)
+
+    @pytest.mark.filterwarnings("default:the step's state")
+    def test_undeclared_state_is_a_note(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.find("train.py:plain", max_size=2) == Code.FOUND
+        err = capsys.readouterr().err
+        assert "warning: the step's state is not declared" in err
+        assert "UserWarning" not in err
+
+    def test_a_result_that_cannot_be_saved_is_shown(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from batchfit._cli import find
+
+        def full(path: Path, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(find, "write_whole", full)
+        settings = cast(
+            FindSettings, {**default_settings(), "budget": "8MiB", "soak_steps": 3, "max_size": 2}
+        )
+        with pytest.raises(CommandFailed, match=r"could not be saved to fit.json: No space left") as caught:
+            find_target(
+                "train.py:make", settings, as_json=False, output=Path("fit.json"), full_traceback=False
+            )
+        assert caught.value.code == Code.BROKEN
+        out = capsys.readouterr().out
+        assert "batch size 2 survived 3 steps" in out
+        assert "saved" not in out
 
 
 class TestInterrupt:
@@ -327,7 +423,7 @@ class TestTerminal:
         process = subprocess.Popen(
             command(*arguments),
             cwd=project,
-            env=environment(TERM="xterm-256color", COLUMNS="100", **variables),
+            env=environment(**{"TERM": "xterm-256color", "COLUMNS": "100", **variables}),
             stdin=subprocess.DEVNULL,
             stdout=child,
             stderr=child,
@@ -355,12 +451,6 @@ class TestTerminal:
         assert plain.count("outcome") == 1  # the rows stand there already: no second table
         assert "\x1b[?25h" in text  # the cursor is back
 
-    def test_a_dumb_terminal_gets_plain_lines(self, project: Path) -> None:
-        code, text = self.shown(project, "find", "train.py:make", *QUICK, TERM="dumb")
-        assert code == Code.FOUND, text
-        assert "\x1b" not in text
-        assert "trial 1: size" in text
-
 
 RETURNS: list[tuple[str, str]] = [
     ("def make(): pass", "returned None"),
@@ -383,7 +473,6 @@ class TestReturned:
         sys.modules.pop("returns", None)
 
     @pytest.mark.parametrize(("source", "words"), RETURNS)
-    @pytest.mark.filterwarnings("ignore:coroutine")
     def test_what_is_no_workload_is_named_with_file_and_line(self, source: str, words: str) -> None:
         Path("returns.py").write_text(source + "\n")
         target = parse_target("returns.py:make")
@@ -447,13 +536,19 @@ class TestDoctor:
         assert "cpu" in [device["name"] for device in found["devices"]]
         assert found["self_test"]["passed"] is True
 
-    def test_plain_text_has_no_codes(self, project: Path) -> None:
-        ran = run(project, "doctor", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
-        assert ran.returncode == Code.FOUND, ran.stdout + ran.stderr
-        assert "batchfit works here." in ran.stdout
-        assert "backend:cudaMallocAsync" in ran.stdout
-        assert "note: with cudaMallocAsync" in ran.stdout
-        assert "\x1b" not in ran.stdout
+    def test_plain_text_has_no_codes(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit._cli import doctor
+
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+        monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
+        assert doctor.examine(as_json=False) == Code.FOUND
+        out = capsys.readouterr().out
+        assert "batchfit works here." in out
+        assert "backend:cudaMallocAsync" in out
+        assert "note: with cudaMallocAsync" in out
+        assert "\x1b" not in out
 
     def test_what_is_broken_is_said_and_is_1(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -465,7 +560,7 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "_small_search", search_badly)
         assert doctor.examine(as_json=False) == Code.BROKEN
-        assert "broken: the self-test failed: found 29" in capsys.readouterr().out
+        assert "broken: the self-test failed: found a batch size of 29" in capsys.readouterr().out
 
         def leak() -> tuple[int, bool]:
             return doctor.EXPECTED_SIZES[0], False

@@ -166,10 +166,8 @@ def test_training_with_a_find_in_the_middle_is_bit_identical(
 
     run = Run(dtype)
     run.train(before)
-    gradients = [weakref.ref(p.grad) if p.grad is not None else None for p in run.model.parameters()]
     outcome(run)
     assert run.fingerprint() == middle
-    del gradients
     run.train(5)
     assert run.fingerprint() == expected
 
@@ -276,8 +274,7 @@ def test_a_soak_that_fails_counts_as_an_oom_and_the_search_goes_on_below() -> No
     assert fit.batch_size == 50
     assert fit.sustained
     failed = [trial for trial in fit.trials if trial.soak and not trial.fits]
-    assert failed
-    assert all(0 < trial.steps_run < 25 for trial in failed)
+    assert any(trial.steps_run == 10 for trial in failed)
 
 
 def test_without_a_soak_no_trial_is_long() -> None:

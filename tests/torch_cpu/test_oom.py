@@ -306,6 +306,14 @@ def test_describe_shows_the_error_that_decided() -> None:
     assert describe(ValueError("\n\n  indented\n")) == "ValueError: indented"
 
 
+def test_describe_cuts_a_long_line() -> None:
+    line = describe(RuntimeError("x" * 500))
+    assert len(line) == 200
+    assert line.startswith("RuntimeError: xxx")
+    assert line.endswith("xxx...")
+    assert describe(RuntimeError("x" * 186)) == "RuntimeError: " + "x" * 186
+
+
 def test_describe_shows_the_line_that_decided() -> None:
     nccl = next(kind["text"] for kind in KINDS["memory"] if kind["name"] == "NCCL")
     text = describe(RuntimeError("NCCL error\n" + nccl.splitlines()[-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import gc
+import types
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batchfit._torch.trial
 import batchfit.testing
 from batchfit._torch import oom
 from batchfit._torch.device import Device, Peaks, resolve_device
@@ -182,6 +184,22 @@ def test_faults_inside_virtual_memory() -> None:
         assert memory.allocated_bytes == before
 
 
+def test_faults_around_virtual_memory() -> None:
+    with virtual_memory("64MiB"), count_operations() as inside:
+        train(1)
+    for _ in range(2):  # the second time virtual memory knows the sizes: that must not change the count
+        with count_operations() as around, virtual_memory("64MiB"):
+            train(1)
+        assert around.operations == inside.operations
+    with (
+        fail_at(7) as seen,
+        virtual_memory("64MiB"),
+        pytest.raises(torch.OutOfMemoryError, match="simulated"),
+    ):
+        train(1)
+    assert seen.operations == 7
+
+
 # faulty and FaultSchedule
 
 
@@ -345,9 +363,8 @@ def test_limits_nest_and_go_back() -> None:
             assert device.budget_bytes() == 600
         device.use(600)
     device.use(1000)
-    too_much = device.limit(1001)
-    with pytest.raises(ValueError, match="budget must not exceed the 1000 B of fake:0, not 1001"), too_much:
-        pass
+    with pytest.raises(ValueError, match="budget must not exceed the 1000 B of fake:0, not 1001"):
+        device.limit(1001)
 
 
 def test_wrong_use_is_told() -> None:
@@ -361,6 +378,31 @@ def test_wrong_use_is_told() -> None:
     device.hold(10)
     with pytest.raises(ValueError, match="count_bytes must be at most the 10 held, not 11"):
         device.release(11)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({}, 274),  # (1024 - 200) / 3
+        ({"cached": 0.2}, 274),  # retries, but they settle
+        ({"creep_bytes": MiB}, 266),  # 25 steps creep by 25 MiB: what passes 3 steps dies in the soak
+    ],
+)
+def test_a_search_runs_on_a_fake_device_without_tensors(
+    monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], expected: int
+) -> None:
+    # no tensors, no garbage: collecting it 4 times a trial is all the time that this would take
+    monkeypatch.setattr(batchfit._torch.trial, "gc", types.SimpleNamespace(collect=lambda: 0))
+    device = FakeDevice("1GiB", peak=lambda size: 200 * MiB + size * 3 * MiB, **knobs)
+    workload = batchfit.Workload(device.step, state=())
+    with count_operations() as seen:
+        fit = batchfit.find_batch_size(workload, device=device, tolerance=0.0)
+    assert fit.batch_size == expected
+    assert fit.sustained
+    assert fit.peak_bytes == (200 + 3 * expected) * MiB
+    assert fit.device == "fake:0"
+    assert fit.budget_bytes == 2**30
+    assert seen.operations == 0
 
 
 def test_a_step_reads_exactly_what_peak_says() -> None:

@@ -943,7 +943,7 @@ def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | No
         return memory.peak_bytes
 
 
-@pytest.mark.parametrize("size", [1, 256, 2048])
+@pytest.mark.parametrize("size", [1, 512])
 @pytest.mark.parametrize(
     ("autocast", "scaled", "clip_norm"),
     [(None, False, None), (torch.bfloat16, False, None), (None, True, 1.0), (None, False, 0.5)],
@@ -951,7 +951,7 @@ def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | No
 def test_peak_is_the_hand_written_loops(
     size: int, autocast: Any, scaled: bool, clip_norm: float | None
 ) -> None:
-    """At 1 the optimizer holds the peak, at 256 and above the activations do."""
+    """At 1 the optimizer holds the peak, at 512 the activations do."""
     settings: dict[str, Any] = {"autocast": autocast, "clip_norm": clip_norm}
 
     def scaler() -> torch.amp.GradScaler | None:

@@ -18,7 +18,17 @@ from batchfit._cli import failure
 from batchfit._cli.answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
 from batchfit._cli.output import check_writable, complain, write_whole
-from batchfit._cli.progress import COLUMNS, Lines, Live, Silent, _layout, progress_here, speaks, trial_line
+from batchfit._cli.progress import (
+    COLUMNS,
+    Lines,
+    Live,
+    Silent,
+    _layout,
+    is_terminal,
+    progress_here,
+    speaks,
+    trial_line,
+)
 from batchfit._cli.target import home_of, load_target, parse_target, source_line
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
@@ -405,6 +415,17 @@ class TestProgress:
         assert capsys.readouterr().err == ""
         complain(CommandFailed(Code.RAISED, "true of this rank alone", every_rank=True))
         assert capsys.readouterr().err == "rank 3: error: true of this rank alone\n"
+
+    def test_a_dumb_terminal_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        monkeypatch.setenv("TERM", "xterm")
+        assert is_terminal(Terminal())
+        assert not is_terminal(io.StringIO())
+        monkeypatch.setenv("TERM", "dumb")
+        assert not is_terminal(Terminal())
 
     @pytest.mark.parametrize("width", [20, 60, 70, 80, 90, 100, 200])
     def test_rows_fit_the_terminal(self, width: int) -> None:

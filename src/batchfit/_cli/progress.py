@@ -193,6 +193,7 @@ class Live:
 
     def trial(self, trial: Trial, budget_bytes: int) -> None:
         if not self._heading:
+            self._console.print()
             self._console.print(self._heads())
             self._heading = True
         self._console.print(self._row(trial, budget_bytes))

@@ -104,6 +104,8 @@ def make_workload(target: Target, factory: Callable[[], object]) -> Workload:
     from batchfit.workload import as_workload  # imports torch, as the user's code has done by now
 
     where = source_line(factory)
+    if inspect.iscoroutine(made):
+        made.close()  # it will never be awaited; without this Python warns about it
     if made is None:
         raise TargetError(f"{target.text} at {where} returned None: is its return missing? {CONTRACT}")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchfit._cli.progress import Progress
@@ -55,7 +56,7 @@ class Watch:
 
         if not self.trials:
             return None
-        search = search.with_budget(self.budget_bytes)
+        search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
             search = search.tell(told(trial))
         try:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from batchfit._decide.memory import NOISE, Curve, Outlook, Reading, need_bytes
+from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
 
 # Without max_size a search ends here: no tensor library indexes more samples, and a step that ignores its
 # size would be tried for ever.
@@ -24,10 +24,35 @@ LARGEST = 2**30
 # How many trials may fail to halve the bracket before the memory model is no longer asked.
 PATIENCE = 4
 
+# The numbers below were chosen on simulated curves (benchmarks/search_simulated.py); changing one by a fifth
+# changes the mean number of trials by less than 0.1.
+# Held bytes unknown: part of any peak is fixed, so the first step may go beyond the ray from zero.
+_BOLD = 1.5
+# How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
+_REACH = 0.55
+_REACH_FROM_FLOOR = 0.25  # with held bytes known the ray itself is close
+_REACH_EXACT = 0.7  # a failure is part of an exact search anyway
+# Up to this many times what ran the end is near: steps below half of what is left are not worth a trial.
+_NEAR = 2.0
+# The ray of the first reading ends within so many times its size: the next size may well be the last.
+_FEW = 2.5
+# Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
+_LARGEST_LEAP = 512
+# With tolerance 0: where to begin, and how close to the end every trial is a soak.
+_EXACT_START = 8
+_EXACT_END = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What one trial taught."""
+    """What one trial taught.
+
+    `fits` is False for a size that was too big for whatever reason, and for a soak that failed anywhere.
+    The byte fields are peaks over the trial (of a failed one: up to the failure), None without a reading:
+    live tensors, what a caching allocator took from the device, the rests of split segments that it cannot
+    hand back; `held_bytes` is what stays between steps, a floor under every peak. `retries` counts the
+    allocations that succeeded only after cached memory had been handed back.
+    """
 
     size: int
     fits: bool
@@ -37,6 +62,16 @@ class Told:
     split_bytes: int | None = None
     held_bytes: int | None = None
     retries: int = 0
+
+    def reading(self, *, releases: bool) -> Reading | None:
+        """What the trial needed of the budget; None where its peaks say nothing."""
+        return Reading.of(
+            self.size,
+            self.allocated_bytes,
+            reserved_bytes=self.reserved_bytes,
+            split_bytes=self.split_bytes,
+            releases=releases,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +91,10 @@ class Sizes:
     count: int
 
     @classmethod
-    def between(cls, smallest: int, largest: int, *, multiple_of: int = 1, doubling_from: int | None = None) -> Sizes:
-        """Multiples of `multiple_of`, or `doubling_from * 2**i`, in [smallest, largest]; `count` may be 0."""
-        if doubling_from is not None:
-            first = doubling_from
+    def between(cls, smallest: int, largest: int, *, multiple_of: int = 1, doubling: bool = False) -> Sizes:
+        """Multiples of `multiple_of`, or `multiple_of * 2**i`, in [smallest, largest]; `count` may be 0."""
+        if doubling:
+            first = multiple_of
             while first < smallest:
                 first *= 2
             return cls(first, 0, (largest // first).bit_length())
@@ -112,11 +147,9 @@ class State:
     @property
     def sizes(self) -> Sizes:
         """The sizes that may be asked."""
-        doubling_from = None
-        if self.power_of_two or self.strategy == "powers":
-            doubling_from = self.multiple_of
+        doubling = self.power_of_two or self.strategy == "powers"
         largest = LARGEST if self.max_size is None else self.max_size
-        return Sizes.between(self.min_size, largest, multiple_of=self.multiple_of, doubling_from=doubling_from)
+        return Sizes.between(self.min_size, largest, multiple_of=self.multiple_of, doubling=doubling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,35 +157,31 @@ class Bracket:
     """What the history proves: `good` ran, `bad` did not, and nothing at or above `bad` counts."""
 
     sizes: Sizes
-    good: int | None
+    good: int | None  # once a soak has failed, only what survived one counts: short runs proved too little
     bad: int | None
     sustained: int | None  # the largest size below `bad` that survived a soak
     setbacks: int  # failures in a row, at the end of the history
-    soak_failed: bool  # some size that ran did not survive its soak
+    soak_failed: bool  # a size that ran did not survive its soak
 
     @classmethod
     def of(cls, state: State) -> Bracket:
         """The bracket after all trials of `state`."""
         bad = min((one.size for one in state.told if not one.fits), default=None)
         ran = [one for one in state.told if one.fits and (bad is None or one.size < bad)]
+        short = {one.size for one in state.told if one.fits and not one.soak}
+        soak_failed = any(one.soak and not one.fits and one.size in short for one in state.told)
+        sustained = max((one.size for one in ran if one.soak), default=None)
         setbacks = 0
         for one in reversed(state.told):
-            if one.fits:
+            if one.fits or (soak_failed and not one.soak):
                 break
             setbacks += 1
-        short = {one.size for one in state.told if one.fits and not one.soak}
-        return cls(
-            sizes=state.sizes,
-            good=max((one.size for one in ran), default=None),
-            bad=bad,
-            sustained=max((one.size for one in ran if one.soak), default=None),
-            setbacks=setbacks,
-            soak_failed=any(one.soak and not one.fits and one.size in short for one in state.told),
-        )
+        good = sustained if soak_failed else max((one.size for one in ran), default=None)
+        return cls(state.sizes, good, bad, sustained, setbacks, soak_failed)
 
     @property
     def largest(self) -> int:
-        """The largest allowed size that has not failed."""
+        """The largest allowed size that has not failed; the smallest allowed one if all have."""
         return self.sizes.last if self.bad is None else self.sizes.at(max(0, self.sizes.index(self.bad) - 1))
 
     @property
@@ -162,14 +191,17 @@ class Bracket:
             return self.bad == self.sizes.first
         return self.good == self.largest
 
-    @property
-    def width(self) -> int:
-        """How many allowed sizes are left above `good`."""
-        return self.sizes.index(self.largest) - (-1 if self.good is None else self.sizes.index(self.good))
-
     def place(self, size: float) -> int:
         """The allowed size nearest under `size` that is still open."""
         return self.sizes.within(size, above=self.good, below=self.bad)
+
+    def middle(self, *, by_ratio: bool = True) -> int:
+        """The open size that halves the bracket: by ratio while it is wide, by count when it is not."""
+        low = self.sizes.index(self.good) if self.good is not None else -1
+        high = self.sizes.index(self.largest) + 1
+        if by_ratio and self.sizes.step and high > 4 * (low + 2):
+            return self.place(math.sqrt((self.good or self.sizes.first) * self.largest))
+        return self.sizes.at((low + high) // 2)
 
 
 def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
@@ -178,4 +210,208 @@ def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
         return "nothing_fits" if bracket.closed else reason
     if state.soak and bracket.sustained != bracket.good:
         return Ask(bracket.good, True)
-    return "max_size" if bracket.good == bracket.sizes.last and state.max_size is not None else reason
+    return "max_size" if state.max_size is not None and bracket.good == bracket.sizes.last else reason
+
+
+def descend(state: State, bracket: Bracket, *, tolerance: float) -> Ask | str:
+    """After a failed soak: down by about the tolerance, twice as far each time, until a size survives one."""
+    if bracket.closed:
+        return settle(state, bracket, "bracketed")
+    if bracket.good is not None and enough(bracket.good, bracket.largest, tolerance):
+        return settle(state, bracket, "within_tolerance")
+    bad = bracket.bad or bracket.sizes.last
+    target = bad - max(bad - bracket.largest, tolerance * bad) * 2 ** (bracket.setbacks - 1)
+    if bracket.setbacks == 0 or (bracket.good is not None and target <= bracket.good):
+        return Ask(bracket.middle(), True)
+    return Ask(bracket.place(target), True)
+
+
+def enough(good: float, best: float, tolerance: float) -> bool:
+    """`good` is within `tolerance` of `best`."""
+    return good >= (1 - tolerance) * best
+
+
+def guided(state: State) -> Ask | str:
+    """Measured memory proposes, the bracket disposes; the default.
+
+    Ends without a failure where the memory that is left is worth no further trial. With `tolerance` 0 it
+    ends when the next larger size has failed. Without readings it doubles, then bisects.
+    """
+    bracket = Bracket.of(state)
+    if bracket.soak_failed:
+        return descend(state, bracket, tolerance=state.tolerance)
+    if bracket.closed:
+        return settle(state, bracket, "bracketed")
+    if bracket.good is None:
+        return _first(state, bracket)
+    if enough(bracket.good, bracket.largest, state.tolerance):
+        return settle(state, bracket, "within_tolerance")
+    curve = curve_of(state, bracket)
+    if curve is None or _wasted(state) > PATIENCE:
+        return _without_readings(state, bracket)
+    return _by_memory(state, bracket, curve)
+
+
+def _first(state: State, bracket: Bracket) -> Ask:
+    """Nothing has run yet: the smallest size, which is never too bold, or the caller's estimate."""
+    sizes, bad = bracket.sizes, bracket.bad
+    if bad is None:
+        # An exact answer costs failures anyway: begin where a reading says more.
+        size = bracket.place(state.start or (1 if state.tolerance else _EXACT_START) * sizes.first)
+    elif state.start is not None and bracket.setbacks == 1:
+        size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
+    else:
+        size = bracket.place(math.sqrt(sizes.first * bad))
+    return Ask(size, state.soak and sizes.first == bracket.largest)
+
+
+def curve_of(state: State, bracket: Bracket) -> Curve | None:
+    """The readings of what ran below the bracket's end; None where they say nothing."""
+    ran = [one for one in state.told if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+    if state.budget_bytes is None or not ran:
+        return None
+    releases = any(one.retries > 0 for one in ran)
+    readings = [reading for one in ran if (reading := one.reading(releases=releases)) is not None]
+    # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
+    largest = max(one.size for one in ran)
+    full = (1 - NOISE) * state.budget_bytes
+    if not readings or any(one.need_bytes >= full and 2 * one.size <= largest for one in readings):
+        return None
+    held = [one.held_bytes for one in ran if one.held_bytes]
+    return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=min(held, default=0))
+
+
+def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
+    """The next size from the memory model; or the end, where what is left is not worth a trial."""
+    good, exact, single = bracket.good or 0, state.tolerance == 0, len(curve.readings) == 1
+    look = curve.outlook(failed=bracket.bad, setbacks=bracket.setbacks)
+    # The smallest size may hide all growth: nothing ends there.
+    likely = math.inf if single and good == bracket.sizes.first else look.likely
+    # Where one sample more is worth a trial by itself, or two readings are all there is, no doubt counts.
+    fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
+    end = likely * (1 - (look.error - FINEST)) if fine else likely
+    worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
+    if not exact and enough(good, worth, state.tolerance):
+        return settle(state, bracket, "within_tolerance")
+    size = bracket.place(_target(state, bracket, curve, look, worth=worth))
+    # A soak now saves a trial if the size turns out to be the answer.
+    if exact:
+        final = enough(size, min(likely, bracket.largest), _EXACT_END)
+    else:
+        few = single and look.safe < _FEW * good
+        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
+    return Ask(size, state.soak and (final or size == bracket.sizes.last))
+
+
+def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
+    """Where to try next, as a real number: between the ray, which is safe, and the chord, which is not."""
+    good, bad, exact = float(bracket.good or 0), bracket.bad, state.tolerance == 0
+    base = max(look.safe, good)
+    if len(curve.readings) == 1:
+        target = look.safe * (1 if curve.floor_bytes else _BOLD)
+    elif look.straight or (exact and look.likely < _NEAR * good):
+        low, high = max(look.low, good), min(look.high, bad or math.inf)
+        target = (low + high) / 2 if exact and low < high < math.inf else max(look.aim, good)
+    else:
+        reach = _REACH_EXACT if exact else _REACH_FROM_FLOOR if curve.floor_bytes else _REACH
+        target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
+    if not exact and worth < _NEAR * good:
+        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
+    target = min(target, 8 * base, _LARGEST_LEAP * good)
+    if bad is not None:
+        if target >= bad:
+            target = math.sqrt(base * bad) if base < bad else good
+        if bracket.setbacks and not exact:
+            target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
+        if target <= good:
+            target = bracket.middle()
+    return target
+
+
+def _without_readings(state: State, bracket: Bracket) -> Ask:
+    """Ever longer steps up, then bisection; the steps are longer where the bisection has to be exact."""
+    if bracket.bad is None:
+        ran = sorted({0, *(one.size for one in state.told if one.fits)})
+        size = bracket.place(ran[-1] + (ran[-1] - ran[-2]) * (2 if state.tolerance else 6))
+        return Ask(size, state.soak and size == bracket.sizes.last)
+    size = bracket.middle()
+    return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
+
+
+def _wasted(state: State) -> int:
+    """How many trials did not halve the bracket (or, while nothing has failed, double what ran)."""
+    wasted, good, bad = 0, 0, 0
+    for one in state.told:
+        if one.size <= good or (bad and one.size >= bad):
+            continue
+        if bad:
+            wasted += 2 * ((bad - one.size) if one.fits else (one.size - good)) > bad - good
+        elif one.fits:
+            wasted += one.size < 2 * good
+        good, bad = (one.size, bad) if one.fits else (good, one.size)
+    return wasted
+
+
+def bisect(state: State) -> Ask | str:
+    """The middle of what is left, after doubling where max_size is not given; always exact."""
+    bracket = Bracket.of(state)
+    if bracket.soak_failed:
+        return descend(state, bracket, tolerance=0.0)
+    if bracket.closed:
+        return settle(state, bracket, "bracketed")
+    if bracket.bad is None and state.max_size is None:
+        first = state.start or bracket.sizes.first
+        return Ask(bracket.place(first if bracket.good is None else 2 * bracket.good), False)
+    size = bracket.middle(by_ratio=False)
+    return Ask(size, state.soak and size == bracket.largest)
+
+
+def halve(state: State) -> Ask | str:
+    """From `start` (or max_size) down by halves until a size runs."""
+    bracket = Bracket.of(state)
+    if bracket.good is not None or bracket.closed:
+        return settle(state, bracket, "strategy")
+    target = bracket.bad / 2 if bracket.bad is not None else state.start or bracket.sizes.last
+    # The first that runs is the answer, and a failure costs no more as a soak.
+    return Ask(bracket.place(target), state.soak)
+
+
+def powers(state: State) -> Ask | str:
+    """1, 2, 4, ... (times `multiple_of`) until one fails: the last that ran."""
+    bracket = Bracket.of(state)
+    if bracket.closed or (bracket.good is not None and bracket.bad is not None):
+        return settle(state, bracket, "strategy")
+    if bracket.bad is not None:
+        return Ask(bracket.largest, state.soak)
+    first = state.start or bracket.sizes.first
+    return Ask(bracket.place(first if bracket.good is None else 2 * bracket.good), False)
+
+
+def grow(state: State) -> Ask | str:
+    """From an estimate: half as much again while it runs, bisection once it fails, `attempts` in all.
+
+    A size that fails before any has run is halved. Soaks are not attempts.
+    """
+    bracket = Bracket.of(state)
+    if bracket.soak_failed:
+        if bracket.good is not None:
+            return settle(state, bracket, "strategy")
+        return descend(state, bracket, tolerance=state.tolerance)
+    if bracket.closed:
+        return settle(state, bracket, "bracketed")
+    if sum(not one.soak for one in state.told) >= state.attempts:
+        return settle(state, bracket, "attempts")
+    good, bad = bracket.good, bracket.bad
+    if good is None:
+        size = state.start or bracket.sizes.last
+        return Ask(bracket.place(size if bad is None else bad // 2), False)
+    return Ask(bracket.place(good * 3 // 2 if bad is None else (good + bad) // 2), False)
+
+
+STRATEGIES: dict[str, Callable[[State], Ask | str]] = {
+    "guided": guided,
+    "bisect": bisect,
+    "halve": halve,
+    "grow": grow,
+    "powers": powers,
+}

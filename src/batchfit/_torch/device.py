@@ -326,7 +326,7 @@ class CpuDevice:
 
     def budget_bytes(self) -> int:
         memory = active()
-        return host_memory().available_bytes if memory is None else memory.limit_bytes
+        return host_memory().available_bytes * 9 // 10 if memory is None else memory.limit_bytes
 
     def held_bytes(self) -> int:
         return self._counted().allocated_bytes

@@ -61,6 +61,8 @@ KINDS: dict[type, int] = {
         VALUE,
     ),
 }
+# Sparse tensors and functorch's wrappers have no storage; a lazy parameter refuses every question.
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _MODE_KEY = torch._C._TorchDispatchModeKey
 _TRACING_KEYS = (_MODE_KEY.FAKE, _MODE_KEY.PROXY, _MODE_KEY.FUNCTIONAL)
 
@@ -157,8 +159,11 @@ def unknown_storages(values: Iterable[Any], known: dict[int, Any], unknown: list
         kind = type(value)
         code = KINDS.get(kind) or kind_of(kind)
         if code == TENSOR:
-            storage = storage_of(value)
-            if storage is not None and storage._cdata not in known:
+            try:
+                storage = value.untyped_storage()
+            except _NO_STORAGE:
+                continue
+            if storage._cdata not in known and storage_of(value) is not None:
                 unknown.append(storage)
         elif code == SEQUENCE:
             unknown_storages(value, known, unknown)
@@ -177,8 +182,9 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     if not is_plain(type(tensor)) or not tensor.is_cpu:
         return None
     try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, functorch wrappers
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.untyped_storage()
+    except _NO_STORAGE:
         return None
 
 

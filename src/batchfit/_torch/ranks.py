@@ -153,10 +153,7 @@ class _Missing:
         return cls(tuple(verdict["missing"]), verdict["doing"], verdict["timeout_s"], verdict["why"])
 
     def error(self) -> RankMissingError:
-        error = RankMissingError(self.missing, doing=self.doing, timeout_s=self.timeout_s)
-        if self.why:
-            error.add_note(self.why)
-        return error
+        return RankMissingError(self.missing, doing=self.doing, timeout_s=self.timeout_s, why=self.why)
 
 
 class _Meeting:
@@ -297,9 +294,7 @@ def _current_meeting() -> _Meeting | None:
     global _meeting_now
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    if (
-        dist.get_backend() == "fake"
-    ):  # one process that pretends to be many, for tracing: nobody is there to ask
+    if dist.get_backend() == "fake":  # one process that pretends to be many: nobody is there to ask
         return None
     group: Any = dist.group.WORLD
     if _meeting_now is not None and _meeting_now[0]() is group:

@@ -16,8 +16,8 @@ and objects of the kinds above; attributes added since are removed. Of a module 
 train/eval flags. The global generators (Python, NumPy, torch on every device in use) always.
 
 Left alone: hooks; what is inside any other object that hangs off a declared one (a config, a tokenizer, a
-stream: the same object is bound again, its contents are its own); DistributedDataParallel's own counters,
-which follow its C++ reducer. Iterators are refused: their position cannot be put back.
+stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember of the step
+that they are in, which `parallel` resets. Iterators are refused: their position cannot be put back.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from batchfit._torch import rng
+from batchfit._torch import parallel, rng
 from batchfit._torch.host_copy import HostMemory, WrapperCopy, synchronize
 from batchfit._torch.saved import (
     MISSING,
@@ -96,11 +96,12 @@ class Snapshot:
     It holds the objects that it was given, and no tensor of theirs.
     """
 
-    __slots__ = ("_generators", "_memory", "_roots", "_tensors")
+    __slots__ = ("_generators", "_memory", "_modules", "_roots", "_tensors")
 
     def __init__(self, roots: list[Node], taking: _Taking, generators: list[tuple[str, rng.Undo]]) -> None:
         self._roots = roots
         self._tensors = taking.tensors
+        self._modules = taking.modules
         self._memory = taking.memory
         self._generators = generators
 
@@ -143,9 +144,13 @@ class Snapshot:
             )
 
     def _restore(self, restoring: Restoring) -> None:
+        torch.clear_autocast_cache()  # cast copies of weights that are about to change back
         for device in self._memory.devices:
             with restoring.part(str(device)):
                 synchronize(device)
+        for path, module in self._modules:
+            with restoring.part(path):
+                parallel.settle(module)
         for node in self._tensors:
             with restoring.part(node.path):
                 node.release(restoring)
@@ -175,6 +180,7 @@ class _Taking:
     def __init__(self) -> None:
         self.memory = HostMemory()
         self.tensors: list[TensorNode] = []
+        self.modules: list[tuple[str, nn.Module]] = []
         self._nodes: dict[int, Node] = {}
         self._alive: list[object] = []  # what `_nodes` knows by address must not die during the walk
 
@@ -279,6 +285,9 @@ class _Taking:
                 hold=_HELD.get(name, 0) if hooked else 0,
                 deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
             )
+        if isinstance(obj, nn.Module):
+            parallel.check(obj, path)
+            self.modules.append((path, obj))
         if isinstance(obj, torch.jit.ScriptModule):
             tensors = [*obj.named_parameters(), *obj.named_buffers()]
             node.extra = [self.capture(tensor, f"{path}.{name}") for name, tensor in tensors]

@@ -63,14 +63,10 @@ def run_trial(
     started = time.perf_counter()
     readings = _Readings()
     fatal = False
-    gc.collect()
     device.reset()
     before = device.alloc_retries()
     try:
         failure = _run_steps(step, size, steps, device, readings, raise_ambiguous)
-        # Freeing comes first: a failed step may have left cycles that hold its tensors, and putting
-        # gradients back needs memory.
-        gc.collect()
         peaks = device.peaks()
         retries = device.alloc_retries() - before
     except Exception as error:
@@ -79,10 +75,11 @@ def run_trial(
     finally:
         phase.clear()
         if not fatal:  # a dead context can put nothing back, and trying would hide the error
+            # Freeing comes first: a failed step may have left cycles that hold its tensors, and putting
+            # gradients back needs memory.
             gc.collect()
             with _uninterrupted():
                 snapshot.restore()
-            gc.collect()
             device.reset()
     settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
     return Trial(

@@ -153,16 +153,10 @@ class VirtualMemory:
         fresh: list[torch.UntypedStorage] = []
         with self._lock:
             self._drain()
-            if type(result) is Tensor:
-                storage = opsizes.storage_of(result)
-                if storage is None or storage._cdata in self._held:
-                    return 0
-                fresh.append(storage)
-                size = block_bytes(storage.nbytes())
-            else:
-                opsizes.unknown_storages(opsizes.tensors_in(result), self._held, fresh)
+            opsizes.unknown_storages((result,), self._held, fresh)
+            if len(fresh) > 1:
                 fresh = list({storage._cdata: storage for storage in fresh}.values())
-                size = sum(block_bytes(storage.nbytes()) for storage in fresh)
+            size = sum(block_bytes(storage.nbytes()) for storage in fresh)
             if size > granted and self._allocated + size > self._limit:
                 return -size
             for storage in fresh:
@@ -185,7 +179,7 @@ class VirtualMemory:
     def _count_living(self) -> None:
         """Count the tensors that are alive now. Those that only an autograd graph holds have no Python
         object to be found by: they are counted when backward first uses them."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             for thing in gc.get_objects():
                 if not issubclass(type(thing), Tensor):
                     continue
@@ -226,11 +220,6 @@ class _CountingMode(TorchDispatchMode):
         super().__init__()
         self.memory = memory
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Dynamo compiles nothing under a dispatch mode; its guard around our frame costs 1 us an operation.
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -269,7 +258,7 @@ class _CountingMode(TorchDispatchMode):
                 opsizes.describe(parts, (value,), memory._held, unknown, by_shape)
             key = tuple(parts)
             asked = SIZES.get(key)
-        except (opsizes.Unsizable, NotImplementedError, RuntimeError, TypeError):
+        except (opsizes.Unsizable, NotImplementedError, RuntimeError, TypeError, ValueError):
             return self._run_unsized(func, args, kwargs)
         proven = asked is not None
         if asked is None:

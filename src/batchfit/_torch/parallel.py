@@ -1,0 +1,66 @@
+"""Modules under DDP or FSDP2, brought to rest after a step that was cut off.
+
+Rules: both keep a record of the step that they are in, out of reach of any snapshot. After a step that
+failed, DDP refuses the next one, and FSDP2 goes on with parameters half unsharded and gradients missing,
+without a word. So the record is reset by torch's own code, and where torch has none that is an error.
+Gradients that FSDP2 accumulates unsharded (`set_requires_gradient_sync(False)`) are dropped by its reset.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from batchfit.errors import SnapshotError
+
+
+def check(module: nn.Module, path: str) -> None:
+    """Refuse a module that no step may fail in."""
+    if isinstance(module, DistributedDataParallel) and module.static_graph:
+        # Seen with torch 2.13: a forward that fails, and the next backward is a segmentation fault.
+        raise SnapshotError(
+            f"{path} is DistributedDataParallel with static_graph=True: after a step that fails in it, torch "
+            "crashes. Search with static_graph=False, or with the module that it wraps."
+        )
+
+
+def settle(module: nn.Module) -> None:
+    """Make the module forget the step that it was in."""
+    if isinstance(module, DistributedDataParallel):
+        reset = getattr(module.reducer, "_reset_state", None)
+        if reset is None:
+            raise SnapshotError("this version of torch cannot reset DistributedDataParallel")
+        reset()
+    elif _is_sharded_root(module):
+        _settle_sharded(module)
+
+
+def _is_sharded_root(module: Any) -> bool:
+    # Who has not imported FSDP has no such module, and importing it here takes a second.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    # A module becomes the root of what `fully_shard` has wrapped when it first runs.
+    return kind is not None and isinstance(module, kind) and bool(module._get_fsdp_state()._is_root)
+
+
+def _settle_sharded(root: Any) -> None:
+    state = root._get_fsdp_state()
+    reset = getattr(state, "_reset_iter_state", None)  # newer than torch 2.11
+    if reset is None:
+        if any(one._training_state.name != "IDLE" for one in state._state_ctx.all_states):
+            raise SnapshotError("a step failed inside FSDP2, and this version of torch cannot reset it")
+        root.reshard()
+        return
+    reset()
+    # That forgets one thing (seen in 2.13): a backward that failed between making a gradient and reducing
+    # it leaves the gradient on the unsharded parameter, and the next backward adds to it.
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
