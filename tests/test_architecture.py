@@ -130,7 +130,8 @@ def test_exports_are_exact() -> None:
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = [alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    statements = [node for node in ast.walk(block) if isinstance(node, ast.Import | ast.ImportFrom)]
+    seen = [alias.asname or alias.name for node in statements for alias in node.names]
     assert sorted(seen) == batchfit.__all__
 
 

@@ -42,7 +42,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from batchfit import errors, testing
+    import batchfit.errors as errors
+    import batchfit.testing as testing
     from batchfit._find import find_batch_size
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import FitResult, Trial

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._decide.search import Search, Told
+from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._torch import oom
-from batchfit._torch.device import Device, check_budget, resolve_device
+from batchfit._torch.device import Device, check_budget, resolve_device, tensors_in
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -102,7 +102,6 @@ def find_batch_size(
     budget_bytes = ranks.minimum(_budget(place, asked_bytes), doing="the budget")
     ranks.same(search.to_json(), doing="the settings of the search")
     search = replace(search, budget_bytes=budget_bytes)
-    smallest = search.sizes.first
     if not work.declared:
         warnings.warn(
             "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
@@ -113,41 +112,41 @@ def find_batch_size(
     begun = time.perf_counter()
     trials: list[Trial] = []
     snapshot = Snapshot.take(work.state)
-    stopped_because = ""
-    with place.limit(budget_bytes), _quick_collections():
-        while (ask := search.ask()) is not None:
-            late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
-            if ranks.any(late, doing="the time limit"):
-                stopped_because = "time_limit"
-                break
-            trial = _agreed_trial(
-                ranks,
-                lambda ask=ask: run_trial(  # type: ignore[misc]
-                    work.step,
-                    ask.size,
-                    device=place,
-                    snapshot=snapshot,
-                    steps=soak_steps if ask.soak else steps,
-                    soak=ask.soak,
-                    raise_ambiguous=ask.size == smallest,
-                ),
-                doing=f"the trial of batch size {ask.size}",
-            )
-            trials.append(trial)
-            log.info("trial %s: %s", trial.size, trial.verdict)
-            search = search.tell(told(trial))
-            if on_trial is not None and ranks.is_main:
-                on_trial(trial, budget_bytes)
+    parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
 
-    stopped_because = stopped_because or search.stopped_because or ""
-    elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
+    def attempt(ask: Ask) -> Told | None:
+        late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
+        if ranks.any(late, doing="the time limit"):
+            return None
+        trial = _agreed_trial(
+            ranks,
+            lambda: run_trial(
+                work.step,
+                ask.size,
+                device=place,
+                snapshot=snapshot,
+                parameters=parameters,
+                steps=soak_steps if ask.soak else steps,
+                soak=ask.soak,
+                raise_ambiguous=ask.size == search.sizes.first,
+            ),
+            doing=f"the trial of batch size {ask.size}",
+        )
+        trials.append(trial)
+        log.info("batch size %d: %s", trial.size, trial.verdict)
+        if on_trial is not None and ranks.is_main:
+            on_trial(trial, budget_bytes)
+        return told(trial)
+
+    with place.limit(budget_bytes), _quick_collections():
+        ended = run(search, attempt)
     return fit_result(
-        search,
+        ended,
         trials,
-        stopped_because=stopped_because,
+        stopped_because=ended.stopped_because or "time_limit",
         budget_bytes=budget_bytes,
         device=place.name,
-        elapsed_s=elapsed_s,
+        elapsed_s=max(ranks.gather(time.perf_counter() - begun, doing="the end of the search")),
     )
 
 
@@ -226,9 +225,9 @@ def _quick_collections() -> Iterator[None]:
 
 
 def _check_steps(steps: int, soak_steps: int, time_limit_s: float | None) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+    if type(steps) is not int or steps < 2:
         raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
-    if isinstance(soak_steps, bool) or not isinstance(soak_steps, int) or 0 != soak_steps < steps:
+    if type(soak_steps) is not int or 0 != soak_steps < steps:
         raise ValueError(f"soak_steps must be 0 or at least steps ({steps}), not {soak_steps!r}")
     if time_limit_s is not None and not time_limit_s > 0:
         raise ValueError(f"time_limit_s must be positive, not {time_limit_s!r}")

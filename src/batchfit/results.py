@@ -71,7 +71,7 @@ class Trial(Result):
 
     `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
     took from the device, `split_bytes` that of cached remainders it could not have given back, and
-    `held_bytes` what was live between steps; None where there is no reading. `settled_retries` counts
+    `held_bytes` what was live between steps, gradients apart; None where there is no reading. `settled_retries` counts
     allocation retries in the second half of a soak. `step_s` is the median of the steps after the
     first, synchronised. `phase` is the phase that failed ("batch", "forward", "backward",
     "optimizer"), where the workload names its phases.

@@ -189,7 +189,7 @@ class TestFind:
         assert sorted(file.name for file in project.iterdir() if file.is_file()) == ["fit.json", "train.py"]
 
     def test_json_is_alone_on_stdout_whatever_else_prints(self, project: Path) -> None:
-        ran = run(project, "find", "train:noisy", *QUICK, "--json", "--output", os.devnull)
+        ran = run(project, "find", "train:noisy", *QUICK, "--json")
         assert ran.returncode == Code.FOUND, ran.stderr
         fit = FitResult.from_json(ran.stdout)
         assert fit.batch_size in (15, 16)
@@ -202,7 +202,6 @@ class TestFind:
             "survived 3 steps",
         ):
             assert words in ran.stderr
-        assert not Path(os.devnull).is_file()
 
     def test_nothing_fits(self, project: Path) -> None:
         ran = run(project, "find", "train.py:greedy", *QUICK, "--json", "--output", "fit.json")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._torch import device as device_module
+from batchfit._torch import ram as ram_module
 from batchfit._torch.device import (
     CpuDevice,
     CudaDevice,
@@ -25,10 +26,10 @@ from batchfit._torch.device import (
     XpuDevice,
     check_budget,
     fraction_of,
-    host_memory,
     known_devices,
     resolve_device,
 )
+from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import virtual_memory
 from batchfit.errors import BatchfitError
 
@@ -436,9 +437,9 @@ def test_another_thread_is_told_that_nothing_is_counted_there() -> None:
 
 
 def test_the_budget_of_a_cpu_is_what_the_system_leaves() -> None:
-    ram = host_memory()
+    ram = read_ram()
     assert 0 < CpuDevice().budget_bytes() <= ram.total_bytes == CpuDevice().total_bytes()
-    physical = device_module._physical_bytes()
+    physical = ram_module._physical_bytes()
     assert ram.total_bytes <= physical + 2**30
 
 
@@ -454,7 +455,7 @@ MEMINFO = "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  800 kB\nHugePage
 
 def test_ram_without_containers(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n")
-    assert host_memory(tmp_path) == device_module.HostMemory(1000 * 1024, 800 * 1024)
+    assert read_ram(tmp_path) == ram_module.Ram(1000 * 1024, 800 * 1024)
 
 
 def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> None:
@@ -466,7 +467,7 @@ def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> Non
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
     # of the 300,000 in use 100,000 are cached files, which the system gives back
-    assert host_memory(tmp_path) == device_module.HostMemory(512000, 312000)
+    assert read_ram(tmp_path) == ram_module.Ram(512000, 312000)
 
 
 def test_ram_under_cgroup_1(tmp_path: Path) -> None:
@@ -477,12 +478,12 @@ def test_ram_under_cgroup_1(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("900000\n")
     (folder / "job/memory.limit_in_bytes").write_text("600000\n")
     (folder / "job/memory.usage_in_bytes").write_text("700000\n")
-    assert host_memory(tmp_path) == device_module.HostMemory(600000, 0)
+    assert read_ram(tmp_path) == ram_module.Ram(600000, 0)
 
 
 def test_ram_where_there_is_no_proc(tmp_path: Path) -> None:
-    physical = device_module._physical_bytes()
-    assert host_memory(tmp_path) == device_module.HostMemory(physical, physical)
+    physical = ram_module._physical_bytes()
+    assert read_ram(tmp_path) == ram_module.Ram(physical, physical)
     assert physical > 2**28
 
 
@@ -635,4 +636,4 @@ def test_doctor_sees_every_device_and_survives_a_broken_one(monkeypatch: pytest.
     assert (second.name, second.total_bytes, second.tested) == ("xpu:0", None, False)
     assert "illegal memory access" in second.note
     assert (third.name, third.tested, third.note) == ("mps", False, "untested on real hardware")
-    assert (cpu.name, cpu.tested, cpu.total_bytes) == ("cpu", True, host_memory().total_bytes)
+    assert (cpu.name, cpu.tested, cpu.total_bytes) == ("cpu", True, read_ram().total_bytes)

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +94,13 @@ class TestHelp:
         lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
         for code in Code:
             assert [str(int(code)), *MEANINGS[code].split()] in lines
+
+    def test_the_numbers_are_a_promise(self) -> None:
+        promised = {
+            "FOUND": 0, "BROKEN": 1, "USAGE": 2, "NOTHING_FITS": 3, "RAISED": 4, "STOPPED": 5,
+            "INTERRUPTED": 130, "TERMINATED": 143,
+        }  # fmt: skip
+        assert {code.name: int(code) for code in Code} == promised
 
     def test_has_examples_and_says_what_a_budget_is_on_a_cpu(self) -> None:
         text = batchfit_light("find", "--help").stdout
@@ -334,15 +342,34 @@ class TestFiles:
         assert path.read_text() == "new"
         assert [file.name for file in tmp_path.iterdir()] == ["fit.json"]
 
-    def test_a_link_stays_a_link_and_a_pipe_stays_a_pipe(self, tmp_path: Path) -> None:
+    def test_who_reads_the_old_file_still_reads_the_old_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "fit.json"
+        write_whole(path, "old")
+        with path.open() as reader:
+            write_whole(path, "new")
+            assert reader.read() == "old"
+        assert path.read_text() == "new"
+
+    def test_a_link_stays_a_link(self, tmp_path: Path) -> None:
         real, link = tmp_path / "real.json", tmp_path / "link.json"
         real.write_text("old")
         link.symlink_to(real)
         write_whole(link, "new")
         assert link.is_symlink()
         assert real.read_text() == "new"
-        write_whole(Path(os.devnull), "x")
-        assert not Path(os.devnull).is_file()
+
+    # Not with os.devnull: as root, a test that fails would take it from the whole machine.
+    def test_a_pipe_stays_a_pipe(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        read: list[str] = []
+        reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+        reader.start()
+        check_writable(pipe)
+        write_whole(pipe, "through the pipe")
+        reader.join(timeout=10)
+        assert read == ["through the pipe"]
+        assert pipe.is_fifo()
 
     @pytest.mark.parametrize(
         ("name", "why"), [("-", "--json"), (".", "folder"), ("missing/fit.json", "does not exist")]

@@ -112,8 +112,8 @@ class Curve:
             raise ValueError("readings must hold at least one reading, not []")
         if budget_bytes <= 0:
             raise ValueError(f"budget_bytes must be positive, not {budget_bytes!r}")
-        # A size that ran needed no more than there is, and one size has one reading (the later, longer one).
-        by_size = {one.size: one for one in readings}
+        # One size has one reading, the highest; a size that ran needed no more than there is.
+        by_size = {one.size: one for one in sorted(readings, key=lambda one: one.need_bytes)}
         points = tuple(
             replace(by_size[size], need_bytes=min(by_size[size].need_bytes, float(budget_bytes)))
             for size in sorted(by_size)
@@ -194,7 +194,7 @@ class Curve:
     def _between(
         self, base: Reading, near: Sequence[Reading], error: float, failed: int | None
     ) -> tuple[float, float]:
-        """What all readings after `base` allow; the error grows until that agrees with what ran and failed."""
+        """What all readings after `base` allow; the error grows until that agrees with all outcomes."""
         largest = near[-1].size
         while error < 0.5:
             low = max(self._crossing(base, one, error) for one in near)

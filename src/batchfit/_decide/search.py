@@ -133,10 +133,16 @@ class Search(State):
             raise ResultFileError(f"not a search: {error}") from None
 
 
-def run(search: Search, trial: Callable[[Ask], Told]) -> Search:
-    """Ask, try, tell until the search is over: the one driver of every strategy."""
+def run(search: Search, trial: Callable[[Ask], Told | None]) -> Search:
+    """Ask, try, tell until the search is over: the one driver of every strategy.
+
+    A trial that answers None was not run: the caller has no more time.
+    """
     while (ask := search.ask()) is not None:
-        search = search.tell(trial(ask))
+        told = trial(ask)
+        if told is None:
+            break
+        search = search.tell(told)
     return search
 
 

@@ -21,8 +21,9 @@ from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
 # Without max_size a search ends here: no tensor library indexes more samples, and a step that ignores its
 # size would be tried for ever.
 LARGEST = 2**30
-# How many trials may fail to halve the bracket before the memory model is no longer asked.
-PATIENCE = 4
+# Sizes below HORIZON are found within LIMIT trials, whatever the readings say (soaks that fail apart).
+HORIZON = 2**13
+LIMIT = 24
 
 # The numbers below were chosen on simulated curves (benchmarks/search_simulated.py); changing one by a fifth
 # changes the mean number of trials by less than 0.1.
@@ -162,22 +163,24 @@ class Bracket:
     sustained: int | None  # the largest size below `bad` that survived a soak
     setbacks: int  # failures in a row, at the end of the history
     soak_failed: bool  # a size that ran did not survive its soak
+    falling: bool  # ... and none has since
 
     @classmethod
     def of(cls, state: State) -> Bracket:
         """The bracket after all trials of `state`."""
         bad = min((one.size for one in state.told if not one.fits), default=None)
         ran = [one for one in state.told if one.fits and (bad is None or one.size < bad)]
-        short = {one.size for one in state.told if one.fits and not one.soak}
-        soak_failed = any(one.soak and not one.fits and one.size in short for one in state.told)
         sustained = max((one.size for one in ran if one.soak), default=None)
+        ends = [i for i, one in enumerate(state.told) if not one.fits and one.soak and _ran_short(state, one)]
+        since = state.told[ends[0] :] if ends else state.told
         setbacks = 0
-        for one in reversed(state.told):
-            if one.fits or (soak_failed and not one.soak):
+        for one in reversed(since):
+            if one.fits:
                 break
             setbacks += 1
-        good = sustained if soak_failed else max((one.size for one in ran), default=None)
-        return cls(state.sizes, good, bad, sustained, setbacks, soak_failed)
+        good = sustained if ends else max((one.size for one in ran), default=None)
+        falling = bool(ends) and setbacks == len(since)
+        return cls(state.sizes, good, bad, sustained, setbacks, bool(ends), falling)
 
     @property
     def largest(self) -> int:
@@ -204,6 +207,11 @@ class Bracket:
         return self.sizes.at((low + high) // 2)
 
 
+def _ran_short(state: State, told: Told) -> bool:
+    """The size of `told` has also run in a trial shorter than a soak."""
+    return any(one.size == told.size and one.fits and not one.soak for one in state.told)
+
+
 def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
     """The end of a search: the soak of the best size, unless it has survived one already."""
     if bracket.good is None:
@@ -221,9 +229,9 @@ def descend(state: State, bracket: Bracket, *, tolerance: float) -> Ask | str:
         return settle(state, bracket, "within_tolerance")
     bad = bracket.bad or bracket.sizes.last
     target = bad - max(bad - bracket.largest, tolerance * bad) * 2 ** (bracket.setbacks - 1)
-    if bracket.setbacks == 0 or (bracket.good is not None and target <= bracket.good):
-        return Ask(bracket.middle(), True)
-    return Ask(bracket.place(target), True)
+    if bracket.falling and target > (bracket.good or 0):
+        return Ask(bracket.place(target), True)
+    return Ask(bracket.place(0) if bracket.falling and bracket.good is None else bracket.middle(), True)
 
 
 def enough(good: float, best: float, tolerance: float) -> bool:
@@ -244,12 +252,15 @@ def guided(state: State) -> Ask | str:
         return settle(state, bracket, "bracketed")
     if bracket.good is None:
         return _first(state, bracket)
-    if enough(bracket.good, bracket.largest, state.tolerance):
+    last = state.told[-1]
+    settled = bool(state.tolerance) and last.soak and last.fits and _ran_short(state, last)
+    if settled or enough(bracket.good, bracket.largest, state.tolerance):
         return settle(state, bracket, "within_tolerance")
     curve = curve_of(state, bracket)
-    if curve is None or _wasted(state) > PATIENCE:
-        return _without_readings(state, bracket)
-    return _by_memory(state, bracket, curve)
+    step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
+    if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
+        return _cut_short(state, bracket, step.size)
+    return step
 
 
 def _first(state: State, bracket: Bracket) -> Ask:
@@ -329,27 +340,43 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
 
 
 def _without_readings(state: State, bracket: Bracket) -> Ask:
-    """Ever longer steps up, then bisection; the steps are longer where the bisection has to be exact."""
-    if bracket.bad is None:
-        ran = sorted({0, *(one.size for one in state.told if one.fits)})
-        size = bracket.place(ran[-1] + (ran[-1] - ran[-2]) * (2 if state.tolerance else 6))
-        return Ask(size, state.soak and size == bracket.sizes.last)
-    size = bracket.middle()
+    """Up by doubling, then bisection."""
+    size = bracket.place(2 * (bracket.good or 0)) if bracket.bad is None else bracket.middle()
     return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
 
 
-def _wasted(state: State) -> int:
-    """How many trials did not halve the bracket (or, while nothing has failed, double what ran)."""
-    wasted, good, bad = 0, 0, 0
-    for one in state.told:
-        if one.size <= good or (bad and one.size >= bad):
-            continue
-        if bad:
-            wasted += 2 * ((bad - one.size) if one.fits else (one.size - good)) > bad - good
-        elif one.fits:
-            wasted += one.size < 2 * good
-        good, bad = (one.size, bad) if one.fits else (good, one.size)
-    return wasted
+def _cut_short(state: State, bracket: Bracket, size: int) -> Ask:
+    """Bisection instead of a proposal that could cost too much; while nothing has failed, a longer step."""
+    if bracket.bad is not None:
+        return _without_readings(state, bracket)
+    good, last = bracket.good or 0, bracket.sizes.last
+    while size < min(HORIZON, last) and not _affordable(state, bracket, size):
+        size = bracket.place(good + 2 * (size - good))
+    return Ask(size, state.soak and size == last)
+
+
+def _affordable(state: State, bracket: Bracket, size: int) -> bool:
+    """Whether bisection could still end within LIMIT trials, whatever the trial of `size` brings."""
+    good, bad = bracket.good or bracket.sizes.first, bracket.bad
+    rest = _cost(state, good, size)
+    if bad is not None:
+        rest = max(rest, _cost(state, size, bad))
+    elif size < HORIZON:
+        # Should it run: ever longer steps up to the horizon, then bisection.
+        rise, leaps = 16 * (size - good), 1
+        while size + rise < HORIZON:
+            size, rise, leaps = size + rise, 16 * rise, leaps + 1
+        rest = max(rest, leaps + _cost(state, size, HORIZON))
+    return len(state.told) + 1 + rest <= LIMIT
+
+
+def _cost(state: State, good: float, bad: float) -> int:
+    """How many trials bisection needs at worst between a size that ran and one that failed, soak included."""
+    trials = 1
+    while bad > 4 * good:
+        good, trials = math.sqrt(good * bad), trials + 1
+    step = max(float(state.multiple_of), state.tolerance * good)
+    return trials + math.ceil(math.log2(max(1.0, (bad - good) / step)))
 
 
 def bisect(state: State) -> Ask | str:

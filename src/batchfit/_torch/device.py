@@ -17,7 +17,6 @@ A CPU has no such allocator. Its memory is counted by `virtual_memory`, which `l
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import platform
@@ -25,12 +24,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 
 from batchfit._decide.units import format_bytes
+from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import VirtualMemory, active, virtual_memory
 from batchfit.errors import BatchfitError
 
@@ -322,11 +321,11 @@ class CpuDevice:
 
     def total_bytes(self) -> int:
         memory = active()
-        return host_memory().total_bytes if memory is None else memory.limit_bytes
+        return read_ram().total_bytes if memory is None else memory.limit_bytes
 
     def budget_bytes(self) -> int:
         memory = active()
-        return host_memory().available_bytes * 9 // 10 if memory is None else memory.limit_bytes
+        return read_ram().available_bytes * 9 // 10 if memory is None else memory.limit_bytes
 
     def held_bytes(self) -> int:
         return self._counted().allocated_bytes
@@ -387,7 +386,7 @@ def known_devices() -> list[KnownDevice]:
             continue
         note = "" if tested else "untested on real hardware"
         found.append(KnownDevice(device.name, _description(device), total, free, tested, note))
-    ram = host_memory()
+    ram = read_ram()
     cores = f"{os.cpu_count()} cores, {platform.machine()}"
     return [*found, KnownDevice("cpu", cores, ram.total_bytes, ram.available_bytes, True)]
 
@@ -467,7 +466,7 @@ def _remedy(kind: str) -> str:
 
 def _device_near(near: Iterable[object]) -> torch.device | None:
     first: torch.device | None = None
-    for tensor in _tensors(near, depth=4):
+    for tensor in tensors_in(near):
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
         if tensor.device.type == "cpu" and first is None:
@@ -475,7 +474,8 @@ def _device_near(near: Iterable[object]) -> torch.device | None:
     return first
 
 
-def _tensors(things: Iterable[object], *, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and tensors of the modules, optimizers and containers among `things`."""
     for thing in things:
         if isinstance(thing, torch.Tensor):
             yield thing
@@ -484,62 +484,6 @@ def _tensors(things: Iterable[object], *, depth: int) -> Iterator[torch.Tensor]:
         elif isinstance(groups := getattr(thing, "param_groups", None), list):
             yield from chain.from_iterable(group["params"] for group in groups)
         elif depth and isinstance(thing, Mapping):
-            yield from _tensors(thing.values(), depth=depth - 1)
+            yield from tensors_in(thing.values(), depth=depth - 1)
         elif depth and isinstance(thing, list | tuple | set | frozenset):
-            yield from _tensors(thing, depth=depth - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """The machine's RAM, as far as this process may use it."""
-
-    total_bytes: int
-    available_bytes: int
-
-
-def host_memory(root: Path = Path("/")) -> HostMemory:
-    """RAM under the limits of the control groups (containers) around this process; `root` is for tests."""
-    lines = _read(root / "proc/meminfo").splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
-    total = kib["MemTotal"] * 1024 if "MemTotal" in kib else _physical_bytes()
-    available = kib["MemAvailable"] * 1024 if "MemAvailable" in kib else total
-    for limit, used in _control_groups(root):
-        total = min(total, limit)
-        available = min(available, max(0, limit - used))
-    return HostMemory(total, available)
-
-
-def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be reclaimed) of each memory control group around this process."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_file, used_file, cache = mount, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit_file, used_file = mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        inner = Path(path.strip("/"))
-        for group in (inner, *inner.parents):  # every group around ours limits it too
-            limit = _read(base / group / limit_file).strip()
-            used = _read(base / group / used_file).strip()
-            if limit.isdigit() and used.isdigit():
-                stat = dict(one.split() for one in _read(base / group / "memory.stat").splitlines())
-                yield int(limit), max(0, int(used) - int(stat.get(cache, 0)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _physical_bytes() -> int:
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    kib = ctypes.c_ulonglong()  # Windows
-    ctypes.windll.kernel32.GetPhysicallyInstalledSystemMemory(ctypes.byref(kib))  # type: ignore[attr-defined]
-    return kib.value * 1024
+            yield from tensors_in(thing, depth=depth - 1)

@@ -18,9 +18,11 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+
+import torch
 
 from batchfit._torch import oom, phase
 from batchfit._torch.device import Device
@@ -51,12 +53,15 @@ def run_trial(
     *,
     device: Device,
     snapshot: Snapshot,
+    parameters: Sequence[torch.Tensor] = (),
     steps: int = 3,
     soak: bool = False,
     raise_ambiguous: bool = False,
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
 
+    `parameters` are those whose gradients a step may free before it makes new ones: they do not count
+    as held, since the floor under every peak is what is live at every moment.
     `raise_ambiguous` is for the smallest size allowed: an error that may or may not mean memory
     cannot be cured by going lower, so it is the user's and comes out unchanged.
     """
@@ -66,7 +71,7 @@ def run_trial(
     device.reset()
     before = device.alloc_retries()
     try:
-        failure = _run_steps(step, size, steps, device, readings, raise_ambiguous)
+        failure = _run_steps(step, size, steps, device, parameters, readings, raise_ambiguous)
         peaks = device.peaks()
         retries = device.alloc_retries() - before
     except Exception as error:
@@ -106,6 +111,7 @@ def _run_steps(
     size: int,
     steps: int,
     device: Device,
+    parameters: Sequence[torch.Tensor],
     readings: _Readings,
     raise_ambiguous: bool,
 ) -> _Failure | None:
@@ -122,7 +128,7 @@ def _run_steps(
             device.synchronize()
             readings.step_s.append(time.perf_counter() - begun)
             readings.retries_at.append(device.alloc_retries())
-            readings.held_bytes = device.held_bytes()
+            readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
     except Exception as error:
         verdict = oom.classify(error)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
@@ -131,6 +137,11 @@ def _run_steps(
         # The text, never the exception: its traceback holds the tensors of the failed step.
         return _Failure(verdict, oom.describe(error), phase.current())
     return None
+
+
+def _gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
 def _lazy_kind(returned: object) -> str:

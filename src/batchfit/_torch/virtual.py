@@ -31,6 +31,11 @@ from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._torch import opsizes
 from batchfit._torch.opsizes import PLANS, SIZES, block_bytes
 
+try:
+    from torch._C._dynamo.eval_frame import skip_code
+except ImportError:  # torch wraps the mode itself, see below
+    skip_code = None  # type: ignore[assignment]
+
 _COMPOSITE_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -163,16 +168,23 @@ class VirtualMemory:
                 self._hold(storage, block_bytes(storage.nbytes()))
         return size
 
+    def _admit_resize(self, unknown: list[torch.UntypedStorage], asked: int) -> int:
+        """As `_admit`; a longer storage lives beside the one that it replaces until the data is copied."""
+        wanted = self._admit(unknown, asked)
+        if not wanted:
+            with self._lock:
+                self._peak = max(self._peak, self._allocated + asked)
+        return wanted
+
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew after its length may have changed: old and new live side by side meanwhile."""
+        """Count a storage anew after its length may have changed."""
         with self._lock:
             self._drain()
             held = self._held.get(storage._cdata)
             size = block_bytes(storage.nbytes())
             if held is None:
                 self._hold(storage, size)
-            elif held.size != size:
-                self._peak = max(self._peak, self._allocated + size)
+            else:
                 self._allocated += size - held.size
                 held.size = size
 
@@ -219,6 +231,10 @@ class _CountingMode(TorchDispatchMode):
     def __init__(self, memory: VirtualMemory) -> None:
         super().__init__()
         self.memory = memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return skip_code is None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -295,12 +311,13 @@ class _CountingMode(TorchDispatchMode):
             return self._run_resizing(func, args, kwargs)
         if plan == opsizes.OPAQUE:
             return self._run_unsized(func, args, kwargs)
-        wanted = self._admit_arguments(args, kwargs)
+        unknown = self._unknown(args, kwargs)
+        wanted = self.memory._admit(unknown, 0) if unknown else 0
         return _Refused(wanted) if wanted else func(*args, **kwargs)
 
     def _run_unsized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: int = 0) -> Any:
         """Run a call of which at least `asked` bytes are known, and count what it made."""
-        wanted = self._admit_arguments(args, kwargs, asked)
+        wanted = self.memory._admit(self._unknown(args, kwargs), asked)
         if wanted:
             return _Refused(wanted)
         result = func(*args, **kwargs)
@@ -309,7 +326,8 @@ class _CountingMode(TorchDispatchMode):
 
     def _run_resizing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         memory = self.memory
-        wanted = self._admit_arguments(args, kwargs, opsizes.computed_bytes(func, args, kwargs) or 0)
+        unknown = self._unknown(args, kwargs)
+        wanted = memory._admit_resize(unknown, opsizes.computed_bytes(func, args, kwargs) or 0)
         if wanted:
             return _Refused(wanted)
         result = func(*args, **kwargs)
@@ -319,16 +337,26 @@ class _CountingMode(TorchDispatchMode):
                 memory._resized(storage)
         return result
 
-    def _admit_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: int = 0) -> int:
+    def _unknown(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.UntypedStorage]:
+        """The storages among the arguments that are not on the count so far."""
         memory = self.memory
-        if memory._freed:
+        if memory._freed:  # a dead storage's address may be in use again
             with memory._lock:
                 memory._drain()
-        unknown: list[Any] = []
+        unknown: list[torch.UntypedStorage] = []
         opsizes.unknown_storages(args, memory._held, unknown)
         if kwargs:
             opsizes.unknown_storages(kwargs.values(), memory._held, unknown)
-        return memory._admit(unknown, asked) if unknown or asked else 0
+        return unknown
+
+
+# Dynamo must not compile our frames when the user's are under torch.compile (a plain class of this kind is
+# wrapped by torch for that; the wrapper's frame would keep the arguments alive in the error's traceback).
+if skip_code is not None:
+    for _function in (*vars(_CountingMode).values(), *vars(VirtualMemory).values(), *vars(opsizes).values()):
+        _code = getattr(_function, "__code__", None)
+        if _code is not None and _function.__module__.startswith("batchfit."):
+            skip_code(_code)
 
 
 class _Active(threading.local):
@@ -365,7 +393,7 @@ def _storage_resizes_counted() -> Iterator[None]:
         memory = _active.memory
         if memory is None or memory._off or storage.device.type != "cpu":
             return plain(storage, size)
-        wanted = memory._admit([], block_bytes(size))
+        wanted = memory._admit_resize([], block_bytes(size))
         if wanted:
             raise memory._error(wanted)
         plain(storage, size)
