@@ -95,7 +95,7 @@ def find_batch_size(
         max_trials=max_trials,
         soak=soak_steps != 0,
     )
-    _check_steps(steps, soak_steps, time_limit_s)
+    check_steps(steps, soak_steps, time_limit_s)
     asked_bytes = None if budget is None else parse_bytes(budget)
     place = resolve_device(device, near=(*work.state, work.model))
     ranks = Ranks.current()
@@ -224,7 +224,7 @@ def _quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _check_steps(steps: int, soak_steps: int, time_limit_s: float | None) -> None:
+def check_steps(steps: int, soak_steps: int, time_limit_s: float | None) -> None:
     if type(steps) is not int or steps < 2:
         raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
     if type(soak_steps) is not int or 0 != soak_steps < steps:

@@ -164,7 +164,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     from batchfit._torch.device import resolve_device
 
     try:
-        _find._check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
+        _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
         if settings["device"] is not None:
             resolve_device(settings["device"])
         progress.doing(f"loading {job.what}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
 
@@ -198,6 +198,13 @@ class Bracket:
         """The allowed size nearest under `size` that is still open."""
         return self.sizes.within(size, above=self.good, below=self.bad)
 
+    def bounded(self) -> Bracket:
+        """The same; where nothing has failed yet, as if a size at the horizon had."""
+        if self.bad is not None:
+            return self
+        size = self.sizes.at(self.sizes.index(max(HORIZON, 4 * (self.good or 0))))
+        return self if size <= (self.good or 0) else replace(self, bad=size)
+
     def middle(self, *, by_ratio: bool = True) -> int:
         """The open size that halves the bracket: by ratio while it is wide, by count when it is not."""
         low = self.sizes.index(self.good) if self.good is not None else -1
@@ -259,7 +266,7 @@ def guided(state: State) -> Ask | str:
     curve = curve_of(state, bracket)
     step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
     if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
-        return _cut_short(state, bracket, step.size)
+        return _without_readings(state, bracket.bounded())
     return step
 
 
@@ -345,33 +352,17 @@ def _without_readings(state: State, bracket: Bracket) -> Ask:
     return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
 
 
-def _cut_short(state: State, bracket: Bracket, size: int) -> Ask:
-    """Bisection instead of a proposal that could cost too much; while nothing has failed, a longer step."""
-    if bracket.bad is not None:
-        return _without_readings(state, bracket)
-    good, last = bracket.good or 0, bracket.sizes.last
-    while size < min(HORIZON, last) and not _affordable(state, bracket, size):
-        size = bracket.place(good + 2 * (size - good))
-    return Ask(size, state.soak and size == last)
-
-
 def _affordable(state: State, bracket: Bracket, size: int) -> bool:
     """Whether bisection could still end within LIMIT trials, whatever the trial of `size` brings."""
-    good, bad = bracket.good or bracket.sizes.first, bracket.bad
-    rest = _cost(state, good, size)
-    if bad is not None:
-        rest = max(rest, _cost(state, size, bad))
-    elif size < HORIZON:
-        # Should it run: ever longer steps up to the horizon, then bisection.
-        rise, leaps = 16 * (size - good), 1
-        while size + rise < HORIZON:
-            size, rise, leaps = size + rise, 16 * rise, leaps + 1
-        rest = max(rest, leaps + _cost(state, size, HORIZON))
-    return len(state.told) + 1 + rest <= LIMIT
+    bounded = bracket.bounded()
+    good, bad = bracket.good or bracket.sizes.first, bounded.bad or size
+    rest = max(_cost(state, good, size), _cost(state, size, bad))
+    beyond = max(0.0, 2 * math.log2(bad / HORIZON))
+    return len(state.told) + 1 + (bracket.bad is None) + rest <= LIMIT + beyond
 
 
 def _cost(state: State, good: float, bad: float) -> int:
-    """How many trials bisection needs at worst between a size that ran and one that failed, soak included."""
+    """How many trials `middle` needs at worst between a size that ran and one that failed, soak included."""
     trials = 1
     while bad > 4 * good:
         good, trials = math.sqrt(good * bad), trials + 1
