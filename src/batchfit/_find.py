@@ -140,13 +140,15 @@ def find_batch_size(
 
     with place.limit(budget_bytes), _quick_collections():
         ended = run(search, attempt)
+    elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
+    ranks.settle()
     return fit_result(
         ended,
         trials,
         stopped_because=ended.stopped_because or "time_limit",
         budget_bytes=budget_bytes,
         device=place.name,
-        elapsed_s=max(ranks.gather(time.perf_counter() - begun, doing="the end of the search")),
+        elapsed_s=elapsed_s,
     )
 
 

@@ -56,6 +56,12 @@ class Workload:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
+    def with_step(self, step: Callable[[int], object]) -> Workload:
+        """This workload with another step over the same state: one that counts, logs or fails."""
+        twin = Workload(step, state=self.state if self.declared else None)
+        twin._set(kind=self.kind, model=self.model, optimizer=self.optimizer)
+        return twin
+
     def __repr__(self) -> str:
         what = getattr(self.step, "__qualname__", None) if self.model is None else type(self.model).__name__
         state = ", ".join(type(part).__name__ for part in self.state) if self.declared else "not declared"

@@ -36,11 +36,7 @@ class Watch:
 
     def over(self, workload: Workload) -> Workload:
         """The same workload, watched."""
-        from batchfit.workload import Workload
-
-        twin = Workload(self._watched(workload.step), state=workload.state if workload.declared else None)
-        twin._set(kind=workload.kind, model=workload.model, optimizer=workload.optimizer)
-        return twin
+        return workload.with_step(self._watched(workload.step))
 
     def on_trial(self, trial: Trial, budget_bytes: int) -> None:
         """For `find_batch_size(on_trial=...)`."""

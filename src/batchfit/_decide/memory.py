@@ -134,11 +134,12 @@ class Curve:
         anchor, error, straight = self._line()
         base, last = self.readings[anchor], self.readings[-1]
         near = self.readings[anchor + 1 :]
+        granted = error
         if failed is not None and failed <= min(self._crossing(base, one, 0.0) for one in near):
-            error = NOISE  # the line promised a size that failed
-        rise = last.need_bytes - base.need_bytes + error * (last.need_bytes + base.need_bytes)
+            granted = NOISE  # the line promised a size that failed
+        rise = last.need_bytes - base.need_bytes + granted * (last.need_bytes + base.need_bytes)
         careful = last.size + _over((self.budget_bytes - last.need_bytes) * (last.size - base.size), rise)
-        low, high = self._between(base, near, error * 2 ** max(0, setbacks - 1), failed)
+        low, high = self._between(base, near, granted * 2 ** max(0, setbacks - 1), failed)
         likely = 2 / (1 / low + 1 / high) if math.isfinite(low) else math.inf
         aim = likely if last.noise < NOISE else low
         return Outlook(self.safe(), careful, low, high, likely, aim, error, straight)

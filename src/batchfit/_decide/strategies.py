@@ -202,8 +202,9 @@ class Bracket:
         """The same; where nothing has failed yet, as if a size at the horizon had."""
         if self.bad is not None:
             return self
-        size = self.sizes.at(self.sizes.index(max(HORIZON, 4 * (self.good or 0))))
-        return self if size <= (self.good or 0) else replace(self, bad=size)
+        good = self.good or 0
+        size = self.sizes.at(self.sizes.index(HORIZON if good < HORIZON else 4 * good))
+        return self if size <= good else replace(self, bad=size)
 
     def middle(self, *, by_ratio: bool = True) -> int:
         """The open size that halves the bracket: by ratio while it is wide, by count when it is not."""
@@ -266,7 +267,7 @@ def guided(state: State) -> Ask | str:
     curve = curve_of(state, bracket)
     step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
     if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
-        return _without_readings(state, bracket.bounded())
+        return _bisected(state, bracket)
     return step
 
 
@@ -352,13 +353,21 @@ def _without_readings(state: State, bracket: Bracket) -> Ask:
     return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
 
 
+def _bisected(state: State, bracket: Bracket) -> Ask:
+    """Bisection alone; where nothing has failed yet, below the horizon, and then at it."""
+    bounded = bracket.bounded()
+    if bracket.bad is None and enough(bracket.good or 0, bounded.largest, state.tolerance):
+        return Ask(bracket.place(bounded.bad or math.inf), False)
+    return _without_readings(state, bounded)
+
+
 def _affordable(state: State, bracket: Bracket, size: int) -> bool:
     """Whether bisection could still end within LIMIT trials, whatever the trial of `size` brings."""
-    bounded = bracket.bounded()
-    good, bad = bracket.good or bracket.sizes.first, bounded.bad or size
+    good = bracket.good or bracket.sizes.first
+    bad = bracket.bounded().bad or size
     rest = max(_cost(state, good, size), _cost(state, size, bad))
-    beyond = max(0.0, 2 * math.log2(bad / HORIZON))
-    return len(state.told) + 1 + (bracket.bad is None) + rest <= LIMIT + beyond
+    limit = LIMIT + max(0.0, 2 * math.log2(good / HORIZON))
+    return len(state.told) + 1 + (bracket.bad is None) + rest <= limit
 
 
 def _cost(state: State, good: float, bad: float) -> int:

@@ -208,6 +208,9 @@ def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return 0
+    if op in _FACTORIES:  # the one thing that a meta run (which may import sympy) would do
+        dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return block_bytes(math.prod(args[0]) * dtype.itemsize)
     try:
         with no_dispatch():
             given: dict[int, torch.UntypedStorage] = {}
@@ -215,12 +218,39 @@ def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
             meta_kwargs = {name: _to_meta(value, given) for name, value in kwargs.items()}
             before = {address: storage.nbytes() for address, storage in given.items()}
             made = op(*meta_args, **meta_kwargs)
+            if op in _NORMS and not (op is _BATCH_NORM and args[5]):
+                made = made[:1]
             after = given | {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
             # A storage that an argument lent and that is longer now was allocated anew.
             grown = (s.nbytes() for address, s in after.items() if s.nbytes() > before.get(address, 0))
             return sum(block_bytes(size) for size in grown)
     except Exception:  # noqa: BLE001 - whatever a missing or failing meta kernel raises, the real run will tell
         return None
+
+
+_FACTORIES = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.zeros.default,
+        torch.ops.aten.ones.default,
+        torch.ops.aten.rand.default,
+        torch.ops.aten.rand.generator,
+        torch.ops.aten.randn.default,
+        torch.ops.aten.randn.generator,
+    }
+)
+# The meta kernels of these answer for CUDA, whose statistics are longer than the CPU's (in fp32 beside bf16, not
+# empty in eval mode). Only the main result is sized; the rest is counted when it is there. None of them writes
+# anything but its results then, so nothing has moved if that little rest is refused.
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
+_NORMS = frozenset(
+    {
+        _BATCH_NORM,
+        torch.ops.aten.native_layer_norm.default,
+        torch.ops.aten._embedding_bag.default,
+        torch.ops.aten._embedding_bag_forward_only.default,
+    }
+)
 
 
 def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
@@ -237,38 +267,6 @@ def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(value, torch.device):
         return torch.device("meta")
     return None if isinstance(value, torch.Generator) else value
-
-
-def second_opinion(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The same through `FakeTensorMode`: ten times slower, and closer where CPU and meta kernels differ.
-
-    Asked only before an operation that has never run is refused: the meta kernels of layer_norm in bf16
-    and of batch_norm in eval mode answer for CUDA, whose statistics are larger than the CPU's.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def to_fake(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-            lent.add(fake.untyped_storage()._cdata)
-            inputs.append(fake)
-            return fake
-        if isinstance(value, list | tuple):
-            return [to_fake(part) for part in value]
-        return None if isinstance(value, torch.Generator) else value
-
-    lent: set[int] = set()
-    inputs: list[Tensor] = []  # keeps the addresses in `lent` taken
-    try:
-        with _disable_current_modes(), FakeTensorMode(allow_fallback_kernels=False):
-            fake_args = [to_fake(value) for value in args]
-            fake_kwargs = {name: to_fake(value) for name, value in kwargs.items()}
-            made = op(*fake_args, **fake_kwargs)
-            storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
-            return sum(block_bytes(s.nbytes()) for address, s in storages.items() if address not in lent)
-    except Exception:  # noqa: BLE001 - an opinion that cannot be had
-        return None
 
 
 def tracing() -> bool:

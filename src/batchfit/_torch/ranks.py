@@ -119,6 +119,15 @@ class Ranks:
         if self._meeting is not None:
             self._meeting.leave(why, self.timeout_s)
 
+    def settle(self) -> None:
+        """Wait until all ranks have read the last agreement, so that this process may end.
+
+        The store often lives in rank 0's process. It also waits when the process group goes, but a process
+        that ends without a word (`os._exit`, a worker of multiprocessing) never comes to that.
+        """
+        if self._meeting is not None:
+            self._meeting.settle()
+
     def _exchange(self, call: str, value: object, doing: str) -> list[Any]:
         if not doing:
             raise ValueError(f"doing must say what is being agreed on, not {doing!r}")
@@ -213,6 +222,14 @@ class _Meeting:
         if self._missing is not None:
             time.sleep(10 * _LONGEST_PAUSE_S)  # those who wait look that often; those who don't are not told
             return
+        self._await_readers(store)
+
+    def settle(self) -> None:
+        """On rank 0: wait until the others have read the last verdict."""
+        if self.rank == 0 and self._round and self._store is not None and self._missing is None:
+            self._await_readers(self._store)
+
+    def _await_readers(self, store: Any) -> None:
         room = self._room(self._round - 1)
         unread = [f"{room}/{rank}" for rank in range(1, self.world_size)]
 

@@ -31,12 +31,8 @@ from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._torch import opsizes
 from batchfit._torch.opsizes import PLANS, SIZES, block_bytes
 
-try:
-    from torch._C._dynamo.eval_frame import skip_code
-except ImportError:  # torch wraps the mode itself, see below
-    skip_code = None  # type: ignore[assignment]
-
 _COMPOSITE_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+_frames: Any = getattr(torch._C._dynamo, "eval_frame", None)
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
@@ -234,7 +230,9 @@ class _CountingMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return skip_code is None
+        # torch then wraps our dispatch, whose frame keeps the arguments alive in the error's traceback, and
+        # which imports dynamo: only where `_skipped_by_dynamo` can't do the same.
+        return not (hasattr(_frames, "set_code_exec_strategy") or hasattr(_frames, "skip_code"))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -287,11 +285,6 @@ class _CountingMode(TorchDispatchMode):
         wanted = memory._admit(unknown, asked)
         if wanted and opsizes.tracing():
             return func(*args, **kwargs)
-        if wanted and not proven:
-            opinion = opsizes.second_opinion(func, args, kwargs)
-            if opinion is not None and opinion < asked:
-                asked = opinion
-                wanted = memory._admit(unknown, asked)
         if wanted:
             return _Refused(wanted)
         result = func(*args, **kwargs)
@@ -350,13 +343,17 @@ class _CountingMode(TorchDispatchMode):
         return unknown
 
 
-# Dynamo must not compile our frames when the user's are under torch.compile (a plain class of this kind is
-# wrapped by torch for that; the wrapper's frame would keep the arguments alive in the error's traceback).
-if skip_code is not None:
-    for _function in (*vars(_CountingMode).values(), *vars(VirtualMemory).values(), *vars(opsizes).values()):
-        _code = getattr(_function, "__code__", None)
-        if _code is not None and _function.__module__.startswith("batchfit."):
-            skip_code(_code)
+def _skipped_by_dynamo(functions: Iterable[Any]) -> None:
+    """Keep dynamo from compiling our frames where the user's are under torch.compile."""
+    for code in filter(None, (getattr(function, "__code__", None) for function in functions)):
+        if hasattr(_frames, "set_code_exec_strategy"):
+            skip = _frames._FrameAction.SKIP
+            _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+        elif hasattr(_frames, "skip_code"):
+            _frames.skip_code(code)
+
+
+_skipped_by_dynamo([*vars(_CountingMode).values(), *vars(VirtualMemory).values(), *vars(opsizes).values()])
 
 
 class _Active(threading.local):

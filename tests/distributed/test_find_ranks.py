@@ -1,0 +1,95 @@
+"""find_batch_size on several ranks: the same sizes, the same answer, and nobody hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from torch import nn
+
+import batchfit
+
+gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
+)
+
+
+def step_of(each_bytes: int) -> Any:
+    def step(n: int) -> None:
+        torch.empty(n * each_bytes, dtype=torch.uint8)
+
+    return step
+
+
+def unequal_ranks(rank: int) -> Any:
+    """Rank 1 needs twice the memory a sample: its limit is everyone's."""
+    seen: list[int] = []
+    workload = batchfit.Workload(step_of((1 << 16) * (rank + 1)), state=[])
+    fit = batchfit.find_batch_size(
+        workload, budget="8MiB", tolerance=0, device="cpu", on_trial=lambda trial, _: seen.append(trial.size)
+    )
+    return fit.to_json(), seen
+
+
+@gloo
+def test_one_ranks_oom_is_everyones_and_all_get_the_same_result() -> None:
+    outcomes = run_ranks(unequal_ranks, world_size=2)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
+    (first, seen), (second, silent) = (outcome.value for outcome in outcomes)
+    assert first == second
+    fit = batchfit.FitResult.from_json(first)
+    assert 60 <= fit.batch_size <= 64
+    assert fit.stopped_because == "bracketed"
+    assert seen == [trial.size for trial in fit.trials]
+    assert silent == []
+
+
+def one_raises(rank: int) -> Any:
+    def step(n: int) -> None:
+        if rank == 1 and n > 1:
+            raise ValueError("no such column")
+        torch.empty(n << 16, dtype=torch.uint8)
+
+    return batchfit.find_batch_size(batchfit.Workload(step, state=[]), budget="8MiB", device="cpu").batch_size
+
+
+@gloo
+def test_an_error_on_one_rank_ends_the_search_on_all() -> None:
+    main, failed = run_ranks(one_raises, world_size=2, timeout_s=30)
+    assert failed.error == "ValueError"
+    assert main.error == "RankMissingError"
+    assert "rank 1" in main.text
+    assert "no such column" in main.text
+
+
+def other_settings(rank: int) -> Any:
+    workload = batchfit.Workload(step_of(1 << 16), state=[])
+    return batchfit.find_batch_size(workload, budget="8MiB", device="cpu", max_size=32 + rank).batch_size
+
+
+@gloo
+def test_ranks_with_different_settings_are_told_so() -> None:
+    for outcome in run_ranks(other_settings, world_size=2, timeout_s=30):
+        assert outcome.error == "RanksDisagreeError"
+        assert "settings of the search" in outcome.text
+
+
+def data_parallel(rank: int) -> Any:
+    """A DDP model: trials run with its collectives, and its parameters are put back on every rank."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    workload = batchfit.training(model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, 64))
+    fit = batchfit.find_batch_size(workload, budget="2MiB", max_size=64)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return fit.batch_size, same, len(optimizer.state)
+
+
+@gloo
+def test_a_ddp_model_is_put_back_on_every_rank() -> None:
+    outcomes = run_ranks(data_parallel, world_size=2)
+    assert [outcome.value for outcome in outcomes] == [[64, True, 0]] * 2, outcomes[0].trace

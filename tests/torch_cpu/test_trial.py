@@ -1,0 +1,141 @@
+"""The trial's own contract: what it counts, what it raises, what an interrupt cannot break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchfit._torch import phase
+from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.trial import run_trial
+from batchfit.results import Trial
+from batchfit.testing import FakeDevice, simulated_oom
+
+
+def trial_of(step: Any, size: int = 4, **settings: Any) -> Trial:
+    return run_trial(step, size, device=FakeDevice(1 << 20), snapshot=Snapshot.take([]), **settings)
+
+
+def test_steps_are_counted_as_they_really_ran() -> None:
+    calls = []
+
+    def step(n: int) -> None:
+        calls.append(n)
+        if len(calls) == 3:
+            phase.enter("backward")
+            raise simulated_oom("cuda")
+
+    trial = trial_of(step, steps=5)
+    assert (trial.outcome, trial.steps_run, trial.phase) == ("oom", 2, "backward")
+    assert "out of memory" in trial.message
+    assert calls == [4, 4, 4]
+    assert phase.current() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "ambiguous"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB", "oom", False),
+        ("CUDA error: invalid configuration argument", "too_large", False),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", "oom", True),
+    ],
+)
+def test_verdicts_become_outcomes(text: str, outcome: str, ambiguous: bool) -> None:
+    def step(n: int) -> None:
+        raise RuntimeError(text)
+
+    trial = trial_of(step)
+    assert (trial.outcome, trial.ambiguous, trial.steps_run) == (outcome, ambiguous, 0)
+
+
+def test_a_fatal_error_comes_out_with_what_it_means_and_nothing_is_touched() -> None:
+    class Untouchable:
+        def restore(self) -> None:
+            raise AssertionError("a dead context must not be touched")
+
+    def step(n: int) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    device = FakeDevice(1 << 20)
+    with pytest.raises(RuntimeError, match="device-side assert") as caught:
+        run_trial(step, 4, device=device, snapshot=Untouchable())  # type: ignore[arg-type]
+    assert any("restart the process" in note for note in caught.value.__notes__)
+
+
+def test_retries_count_as_settled_in_the_second_half_only() -> None:
+    class Retrying(FakeDevice):
+        retries = 0
+
+        def alloc_retries(self) -> int:
+            return self.retries
+
+    def run(retry_at: set[int], *, soak: bool) -> Trial:
+        device = Retrying(1 << 20)
+        calls = 0
+
+        def step(n: int) -> None:
+            nonlocal calls
+            calls += 1
+            device.retries += calls in retry_at
+
+        return run_trial(step, 4, device=device, snapshot=Snapshot.take([]), steps=10, soak=soak)
+
+    early = run({1, 2, 5}, soak=True)
+    assert (early.alloc_retries, early.settled_retries, early.sustained) == (3, 0, True)
+    late = run({1, 6, 10}, soak=True)
+    assert (late.alloc_retries, late.settled_retries, late.sustained) == (3, 2, False)
+    assert run({6}, soak=False).settled_retries == 0
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals need the main thread")
+def test_an_interrupt_while_state_is_put_back_waits_until_it_is_done() -> None:
+    model = nn.Linear(4, 4)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    real = Snapshot.take([model])
+
+    class Interrupted:
+        finished = False
+
+        def restore(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C at the worst moment
+            real.restore()
+            self.finished = True
+
+    def step(n: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+
+    snapshot = Interrupted()
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(step, 4, device=FakeDevice(1 << 20), snapshot=snapshot)  # type: ignore[arg-type]
+    assert snapshot.finished
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_gradients_are_not_part_of_the_floor() -> None:
+    """zero_grad frees them before the forward pass, so they are not live at every moment."""
+    from batchfit import virtual_memory
+    from batchfit._torch.device import CpuDevice
+
+    model = nn.Linear(256, 256, bias=False)
+
+    def step(n: int) -> None:
+        model.zero_grad(set_to_none=True)
+        model(torch.ones(n, 256)).sum().backward()
+
+    snapshot = Snapshot.take([model])
+    with virtual_memory("64MiB"):
+        trial = run_trial(step, 2, device=CpuDevice(), snapshot=snapshot, parameters=list(model.parameters()))
+        blind = run_trial(step, 2, device=CpuDevice(), snapshot=snapshot)
+    assert trial.held_bytes is not None
+    assert blind.held_bytes is not None
+    assert blind.held_bytes - trial.held_bytes == 256 * 256 * 4

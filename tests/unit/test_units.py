@@ -1,0 +1,74 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchfit._decide.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (1, 1),
+        ("1", 1),
+        ("512 B", 512),
+        ("1KB", 1000),
+        ("1kib", 1024),
+        ("800MiB", 800 * 2**20),
+        ("24GB", 24 * 10**9),
+        ("24 GiB", 24 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5 TiB", 2**39),
+        ("2tb", 2 * 10**12),
+        ("  7 MB ", 7 * 10**6),
+    ],
+)
+def test_parse(text: int | str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["24 gigs", "", "GiB", "1.5", "-1GiB", "1e9", "1 GiB!", "24G", "0x10", "1..5GiB", "1GiB\n2GiB"]
+)
+def test_text_that_cannot_be_read_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="limit must be") as caught:
+        parse_bytes(text, name="limit")
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -5, "0", "0GiB", "0.0GiB"])
+def test_nothing_is_no_budget(value: int | str) -> None:
+    with pytest.raises(ValueError, match=r"budget must be positive, not"):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize("value", [True, 1.5, None, b"1GiB", [1]])
+def test_another_type_is_named(value: object) -> None:
+    with pytest.raises(TypeError, match="budget must be bytes or text") as caught:
+        parse_bytes(value)  # type: ignore[arg-type]
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 * 1024, "10.0 KiB"),
+        (25555055411, "23.8 GiB"),
+        (2**40, "1024.0 GiB"),
+        (-(2**30), "-1.00 GiB"),
+    ],
+)
+def test_format(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_printed_reads_back_within_its_digits(count: int) -> None:
+    assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.006)
