@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
         batch, time_steps, width = x.shape
         parts = self.qkv(self.norm1(x)).split(width, dim=-1)
         q, k, v = (p.view(batch, time_steps, self.heads, -1).transpose(1, 2) for p in parts)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, time_steps, width))
         return x + self.mlp(self.norm2(x))
 
@@ -74,7 +74,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small decoder; dropout 0, as a CPU keeps other dropout masks than a GPU."""
 
-    def __init__(self, *, vocabulary: int = 8192, width: int = 256, layers: int = 6, context: int = 256) -> None:
+    def __init__(
+        self, *, vocabulary: int = 8192, width: int = 256, layers: int = 6, context: int = 256
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(context, width)
@@ -91,11 +93,11 @@ class GPT(nn.Module):
 
 
 def classes_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
 def vectors(size: int, device: str) -> tuple[Tensor, Tensor]:
@@ -256,15 +258,15 @@ def measure(case: Case, meter: Any, *, step_count: int = STEPS, probed: bool = T
 @contextlib.contextmanager
 def counting_requests() -> Iterator[None]:
     """Inside, virtual memory counts bytes as they are requested, without rounding them to blocks."""
-    from batchfit._torch import opsizes, virtual
+    from batchfit._torch import ledger, opsizes, virtual
 
     kept = opsizes.block_bytes
     opsizes.SIZES.clear()
-    opsizes.block_bytes = virtual.block_bytes = lambda requested: requested
+    opsizes.block_bytes = virtual.block_bytes = ledger.block_bytes = lambda requested: requested
     try:
         yield
     finally:
-        opsizes.block_bytes = virtual.block_bytes = kept
+        opsizes.block_bytes = virtual.block_bytes = ledger.block_bytes = kept
         opsizes.SIZES.clear()
 
 
@@ -317,7 +319,9 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     """Two Markdown tables: the peaks phase by phase, and what explains the differences."""
     gpu, cpu = (first, second) if first["kind"] == "cuda" else (second, first)
     if (gpu["kind"], cpu["kind"]) != ("cuda", "virtual"):
-        raise SystemExit(f"--compare must have one file of a GPU and one of a CPU, not {gpu['kind']}, {cpu['kind']}")
+        raise SystemExit(
+            f"--compare must have one file of a GPU and one of a CPU, not {gpu['kind']}, {cpu['kind']}"
+        )
     lines = [
         f"# Virtual memory beside {gpu['device']}",
         "",
@@ -329,8 +333,8 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     ]
     why = [
         "",
-        "| model | requested: GPU | virtual | difference | live after operations: GPU, less workspaces | virtual"
-        " | difference | cuBLAS workspaces | largest temporary inside an operation |",
+        "| model | requested: GPU | virtual | difference | live after operations: GPU, less workspaces "
+        "| virtual | difference | cuBLAS workspaces | largest temporary inside an operation |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     rows = {row["model"]: row for row in cpu["rows"]}
@@ -361,7 +365,9 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="where the JSON (or, with --compare, the table) goes")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"))
     options = parser.parse_args()

@@ -27,9 +27,9 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(blocks):
         (tmp_path / f"block{number}.py").write_text(block, encoding="utf-8")
     runner.write_text(
-        "import runpy, sys, warnings\nwarnings.simplefilter('error')\n"
+        "import gc, runpy, sys, warnings\nwarnings.simplefilter('error')\n"
         f"for number in range({len(blocks)}):\n"
-        "    print('block', number, flush=True)\n"
+        "    gc.collect()\n    print('block', number, flush=True)\n"
         "    runpy.run_path(f'block{number}.py', run_name='__main__')\n",
         encoding="utf-8",
     )

@@ -417,6 +417,7 @@ def test_it_needs_no_memory_on_a_full_device() -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.data = p.data + torch.ones(2, *p.shape)[0]  # swapped
+        model(torch.randn(64, 256)).sum().backward()  # other gradients than those of the snapshot
         model.spare = torch.ones(1000, 100)
         optimizer.state[model[0].weight]["exp_avg"] = torch.ones(2, 256, 256)
         assert memory.allocated_bytes > at_take
@@ -534,9 +535,11 @@ def test_a_part_that_fails_does_not_stop_the_others() -> None:
             layer(torch.ones(layer.in_features)).sum().backward()
         generator = torch.Generator().manual_seed(0)
         progress = {"epoch": 1}
+        model.kept = [torch.ones(1024, 1024), 5]
         before = fingerprint(model, generator, progress, identities=False)
         snapshot = Snapshot.take([model, progress, generator])
         model.zero_grad()
+        model.kept.clear()
         with torch.no_grad():
             model["small"].weight.fill_(1)
         model.eval()
@@ -547,10 +550,12 @@ def test_a_part_that_fails_does_not_stop_the_others() -> None:
             snapshot.restore()
         text = str(caught.value)
         assert "state[0].big.weight.grad (" in text
+        assert "state[0].kept[0] (" in text
         assert "Do not train on" in text
         assert "small" not in text
         assert caught.value.__context__ is None  # no traceback that would hold tensors
         assert model["big"].weight.grad is None
+        assert model.kept == [None, 5]
         assert model["big"].training
         assert progress == {"epoch": 1}
         snapshot.restore()  # there is room now
@@ -627,7 +632,7 @@ def test_on_a_gpu() -> None:
         tensors = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         tensors += [value for state in optimizer.state.values() for value in state.values()]
-        copies = [tensor.detach().cpu().view(torch.uint8).flatten().tolist() for tensor in tensors]
+        copies = [tensor.detach().cpu().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
         return [*copies, torch.cuda.get_rng_state().tolist(), scaler.state_dict()]
 
     step()

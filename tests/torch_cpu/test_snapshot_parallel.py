@@ -140,6 +140,20 @@ def test_a_torch_that_cannot_reset_fsdp2(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("one_process")
+def test_what_ddp_keeps_for_itself_is_left_alone() -> None:
+    """Its attributes follow its C++ reducer, which does not go back."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    snapshot = Snapshot.take([model])
+    model.note = 1
+    model.module.note = 1
+    model.eval()
+    snapshot.restore()
+    assert model.note == 1
+    assert not hasattr(model.module, "note")
+    assert model.training
+
+
+@pytest.mark.usefixtures("one_process")
 def test_a_static_graph_is_refused() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
     with pytest.raises(SnapshotError, match=r"state\[0\]\['m'\] is Distributed.*static_graph=False"):

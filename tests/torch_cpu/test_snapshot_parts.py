@@ -318,7 +318,6 @@ def test_what_a_trial_may_do_to_a_module(change: Callable[[nn.Module], None], ke
     for _ in range(2):
         change(model)
         assert fingerprint(model) != everything
-        gc.collect()
         snapshot.restore()
         assert fingerprint(model) == everything
     now = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
@@ -591,11 +590,13 @@ Point = namedtuple("Point", "x y")
 
 def test_containers_keep_kind_order_and_identity() -> None:
     inner = {"z": 1, "a": [1, 2]}
+    names = ["x", ["y"]]
     loop: list[Any] = [1]
     loop.append(loop)
     holder = Bag(
         inner=inner,
         alias=inner,
+        names=names,
         loop=loop,
         point=Point(torch.ones(1), [1]),
         frozen=frozenset({1}),
@@ -610,6 +611,8 @@ def test_containers_keep_kind_order_and_identity() -> None:
         inner.update(a=3, z=1)
         holder.alias = {"z": 2}
         holder.loop = None
+        holder.names = None
+        names[1].append("z")
         holder.point = Point(1, 2)
         holder.default = {}
         holder.array[...] = -1
@@ -618,6 +621,7 @@ def test_containers_keep_kind_order_and_identity() -> None:
         assert fingerprint(holder) == before
         assert holder.alias is inner
         assert holder.inner is inner
+        assert holder.names is names
         assert holder.loop[1] is holder.loop
         assert list(inner) == ["z", "a"]
         assert type(holder.point) is Point
@@ -645,6 +649,18 @@ def test_other_objects_are_bound_again_and_not_looked_into() -> None:
     snapshot.restore()
     assert model.config is config
     assert config.width == 4
+
+
+def test_an_object_that_is_declared_is_looked_into_wherever_else_it_is() -> None:
+    model = nn.Linear(1, 1)
+    model.helper = Bag(count=1, weight=torch.ones(2))
+    before = fingerprint(model)
+    snapshot = Snapshot.take([model, model.helper])
+    model.helper.count = 2
+    model.helper.weight.zero_()
+    model.helper = None
+    snapshot.restore()
+    assert fingerprint(model) == before
 
 
 class Strange(list[int]):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def check_end(search: Search) -> None:
 
 
 @st.composite
-def searches(draw: st.DrawFn, *, strategy: str | None = None, **fixed: Any) -> Search:
+def searches(draw: st.DrawFn, /, *, strategy: str | None = None, **fixed: Any) -> Search:
     """Any valid settings."""
     min_size = draw(st.integers(1, 40))
     power_of_two = draw(st.booleans())
@@ -142,18 +143,15 @@ def searches(draw: st.DrawFn, *, strategy: str | None = None, **fixed: Any) -> S
     }
     if values["strategy"] in ("halve", "grow") and values["start"] is None and values["max_size"] is None:
         values["start"] = 100
-    try:
-        return Search(**values)
-    except ValueError as error:
-        assert "max_size must leave" in str(error)
-        assume(False)
-        raise
+    first = Search(**{**values, "max_size": None, "start": 1}).sizes.first
+    assume(values["max_size"] is None or values["max_size"] >= first)  # some size is allowed
+    return Search(**values)
 
 
 capacities = st.integers(0, 8191) | st.integers(0, 70)
 
 
-# --- any settings, any readings ---------------------------------------------------------------------------
+# --- any settings, any readings -------------------------------------------------------------------
 
 
 @settings(max_examples=400, deadline=None)
@@ -205,12 +203,17 @@ def test_max_trials_is_a_limit_and_leaves_an_answer(
     limited = play(dataclasses.replace(search, max_trials=max_trials), capacity, lies(seed))
     assert len(limited.told) <= max_trials
     free = play(search, capacity, lies(seed))
-    if len(free.told) <= max_trials:
-        assert limited.best == free.best
-    else:
-        assert limited.stopped_because in ("max_trials", free.stopped_because)
+    if len(free.told) < max_trials:
+        assert limited.told == free.told
+        assert limited.stopped_because == free.stopped_because
     if limited.best is not None and search.soak and limited.told[-1].fits:
         assert limited.told[-1].soak, "the last trial is the soak"
+
+
+def test_a_soak_forced_by_max_trials_is_no_decision() -> None:
+    done = play(Search(budget_bytes=BUDGET, max_trials=2), 100, linear(100))
+    assert [(one.size, one.soak) for one in done.told] == [(1, False), (1, True)]
+    assert done.stopped_because == "max_trials"
 
 
 @settings(max_examples=200, deadline=None)
@@ -268,7 +271,7 @@ def test_exact_strategies_are_exact_about_what_survives_a_soak(
     assert done.best == (None if sustained < sizes.first else sizes.at(sizes.index(sustained)))
 
 
-# --- guided on honest readings ------------------------------------------------------------------------------
+# --- guided on honest readings --------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -302,7 +305,7 @@ def test_guided_comes_close_on_a_curve_with_knees(capacity: int, room: float, he
 
 @pytest.mark.parametrize("make", [linear, convex])
 def test_the_figures_of_the_design(make: Callable[..., Readings]) -> None:
-    """Mean over log-uniform maxima: at most 5 trials, 0.3 failures, at least 98 % (the benchmark has them all)."""
+    """Means over log-uniform maxima; benchmarks/search_simulated.py has all variants and the peers."""
     capacities = [int(8192 ** ((i + 0.5) / 60)) for i in range(60)]
     done = [play(Search(budget_bytes=BUDGET), size, make(size)) for size in capacities]
     assert sum(len(one.told) for one in done) <= 5 * len(done)
@@ -322,7 +325,7 @@ def test_guided_begins_at_the_smallest_size_and_needs_no_failure() -> None:
 
 def test_guided_uses_an_estimate() -> None:
     done = play(Search(budget_bytes=BUDGET, start=990), 1000, linear(1000, held=True))
-    assert [one.size for one in done.told][0] == 990
+    assert done.told[0].size == 990
     assert len(done.told) <= 3
     too_high = play(Search(budget_bytes=BUDGET, start=1020), 1000, linear(1000, held=True))
     assert too_high.told[1].size == 1020 * 7 // 8
@@ -345,12 +348,12 @@ def test_readings_that_stay_away_do_not_send_it_to_the_moon() -> None:
     # A step that allocates elsewhere: each trial may grow by a few hundred times at most.
     done = play(Search(budget_bytes=BUDGET), 10**6, lambda size: {"allocated_bytes": 1000})
     sizes = [one.size for one in done.told if one.fits]
-    assert all(second <= 512 * first for first, second in zip(sizes, sizes[1:], strict=False))
+    assert all(second <= 512 * first for first, second in pairwise(sizes))
     assert done.best is not None
     assert done.best >= 0.98 * 10**6
 
 
-# --- soaks ----------------------------------------------------------------------------------------------------
+# --- soaks ----------------------------------------------------------------------------------------
 
 
 def test_a_size_expected_to_be_the_answer_is_soaked_at_once() -> None:
@@ -382,6 +385,32 @@ def test_after_a_failed_soak_the_search_stays_near() -> None:
         assert min(one.size for one in done.told) > 500
 
 
+def test_once_a_soak_has_failed_short_runs_count_for_nothing() -> None:
+    search = Search(max_size=556)
+    for size in (100, 551, 555, 556):
+        search = search.tell(Told(size=size, fits=True))
+    search = search.tell(Told(size=556, fits=False, soak=True))
+    assert search.ask() == Ask(544, True)
+    done = search.tell(Told(size=544, fits=True, soak=True))
+    assert done.ask() is None
+    assert done.best == 544
+    assert done.stopped_because == "within_tolerance"
+    # Failing on, it passes the sizes that ran short without stopping at them.
+    for expected in (544, 522, 480):
+        assert search.ask() == Ask(expected, True)
+        search = search.tell(Told(size=expected, fits=False, soak=True))
+    assert search.best == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8191), st.floats(0, 1), st.sampled_from([0, 0.02]), st.integers(0, 1000))
+def test_soaks_that_fail_cost_a_second_search_at_most(
+    capacity: int, survives: float, tolerance: float, seed: int
+) -> None:
+    search = Search(budget_bytes=BUDGET, tolerance=tolerance)
+    play(search, capacity, lies(seed), sustained=int(capacity * survives), most=40 if tolerance else 54)
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_sizes_that_run_but_do_not_last_are_not_the_answer(held: bool) -> None:
     for capacity in [int(8192 ** (i / 60)) for i in range(26, 60)]:
@@ -404,7 +433,7 @@ def test_without_soak_no_trial_is_one() -> None:
     assert done.best == 100
 
 
-# --- the other strategies -------------------------------------------------------------------------------------
+# --- the other strategies -------------------------------------------------------------------------
 
 
 def sizes_tried(capacity: int, **values: Any) -> list[str]:
@@ -476,7 +505,7 @@ def test_powers_goes_up_from_one() -> None:
     assert sizes_tried(20, strategy="powers", start=100) == ["64x", "32x", "16"]
 
 
-# --- on curves measured on an H200 ------------------------------------------------------------------------------
+# --- on curves measured on an H200 ----------------------------------------------------------------
 
 
 def h200_models() -> list[str]:
@@ -511,9 +540,11 @@ def test_on_real_curves_four_trials_find_98_per_cent_without_a_failure(model: st
     assert all(one.fits for one in done.told)
     assert len(done.told) <= 4
     assert done.best >= min(0.98 * truth, truth - 1)
+    # A size at which cached memory is expected to be handed back is a step on the way, and not worth a soak.
+    assert sum(one.soak for one in done.told) <= (2 if model == "llama110m" else 1)
 
 
-# --- the value ----------------------------------------------------------------------------------------------------
+# --- the value ------------------------------------------------------------------------------------
 
 
 def test_a_search_is_a_value() -> None:
@@ -554,7 +585,7 @@ def test_the_best_so_far_is_the_largest_that_ran() -> None:
 )
 def test_nothing_fits(allowed: dict[str, Any]) -> None:
     for strategy in STRATEGIES:
-        done = play(Search(strategy=strategy, **{"max_size": 100, **allowed}), 0)
+        done = play(Search(strategy=strategy, attempts=10, **{"max_size": 100, **allowed}), 0)
         assert done.best is None
         assert done.stopped_because == "nothing_fits"
 

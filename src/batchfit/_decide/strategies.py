@@ -31,7 +31,6 @@ LIMIT = 24
 _BOLD = 1.5
 # How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
 _REACH = 0.55
-_REACH_FROM_FLOOR = 0.25  # with held bytes known the ray itself is close
 _REACH_EXACT = 0.7  # a failure is part of an exact search anyway
 # Up to this many times what ran the end is near: steps below half of what is left are not worth a trial.
 _NEAR = 2.0
@@ -260,15 +259,21 @@ def guided(state: State) -> Ask | str:
         return settle(state, bracket, "bracketed")
     if bracket.good is None:
         return _first(state, bracket)
-    last = state.told[-1]
-    settled = bool(state.tolerance) and last.soak and last.fits and _ran_short(state, last)
-    if settled or enough(bracket.good, bracket.largest, state.tolerance):
+    if _settled(state) or enough(bracket.good, bracket.largest, state.tolerance):
         return settle(state, bracket, "within_tolerance")
     curve = curve_of(state, bracket)
     step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
     if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
         return _bisected(state, bracket)
     return step
+
+
+def _settled(state: State) -> bool:
+    """The last trial was the soak of what was to be the answer, and it survived: no second thoughts."""
+    last = state.told[-1]
+    if not (state.tolerance and last.soak and last.fits and _ran_short(state, last)):
+        return False
+    return guided(replace(state, told=state.told[:-1])) == Ask(last.size, True)
 
 
 def _first(state: State, bracket: Bracket) -> Ask:
@@ -332,7 +337,8 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         low, high = max(look.low, good), min(look.high, bad or math.inf)
         target = (low + high) / 2 if exact and low < high < math.inf else max(look.aim, good)
     else:
-        reach = _REACH_EXACT if exact else _REACH_FROM_FLOOR if curve.floor_bytes else _REACH
+        # With a known floor the ray is close, and a chord over the flat part would lead beyond the end.
+        reach = _REACH_EXACT if exact else 0.0 if curve.floor_bytes else _REACH
         target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial

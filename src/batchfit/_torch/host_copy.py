@@ -247,10 +247,10 @@ class WrapperCopy(TensorCopy):
         self._stride = tensor.stride()
 
     def _let_go(self, tensor: torch.Tensor) -> None:
-        for name, part in self._parts.items():
+        for part in self._parts.values():
             inner = part.live()
-            if inner is None or part.release(inner) is None or getattr(tensor, name) is not inner:
-                setattr(tensor, name, None)
+            if inner is not None:
+                part.release(inner)
 
     def _put(self, tensor: torch.Tensor | None) -> torch.Tensor:
         parts = {name: part.put(part.live()) for name, part in self._parts.items()}

@@ -63,6 +63,8 @@ KINDS: dict[type, int] = {
 }
 # Sparse tensors and functorch's wrappers have no storage; a lazy parameter refuses every question.
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+_torch: Any = torch  # for what has no annotations there
+_UntypedStorage: Any = torch.UntypedStorage
 _MODE_KEY = torch._C._TorchDispatchModeKey
 _TRACING_KEYS = (_MODE_KEY.FAKE, _MODE_KEY.PROXY, _MODE_KEY.FUNCTIONAL)
 
@@ -94,7 +96,7 @@ def plan_of(op: Any) -> int:
     return plan
 
 
-def _plan(op: OpOverload) -> int:
+def _plan(op: Any) -> int:
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
         return COMPOSITE
     schema = op._schema
@@ -107,7 +109,9 @@ def _plan(op: OpOverload) -> int:
             return DATA
         # Adam's bias corrections change with each step: sized by value they would never be found again.
         return NEW_BY_SHAPE if torch.Tag.pointwise in op.tags or name.startswith("_foreach_") else NEW
-    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
+    writes = any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+    )
     # `lift_fresh` is how torch.tensor() hands over what it built: the first sight of a new tensor.
     return VIEW if tensors and not writes and name not in ("lift_fresh", "lift") else INPLACE
 
@@ -239,9 +243,9 @@ _FACTORIES = frozenset(
         torch.ops.aten.randn.generator,
     }
 )
-# The meta kernels of these answer for CUDA, whose statistics are longer than the CPU's (in fp32 beside bf16, not
-# empty in eval mode). Only the main result is sized; the rest is counted when it is there. None of them writes
-# anything but its results then, so nothing has moved if that little rest is refused.
+# The meta kernels of these answer for CUDA, whose statistics are longer than the CPU's (in fp32 beside bf16,
+# not empty in eval mode). Only the main result is sized; the rest is counted when it is there. None of them
+# writes anything but its results then, so nothing has moved if that little rest is refused.
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 _NORMS = frozenset(
     {
@@ -259,7 +263,7 @@ def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
         empty = torch.empty(0, dtype=value.dtype, device="meta")
         return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
     if isinstance(value, torch.UntypedStorage):
-        storage = torch.UntypedStorage(value.nbytes(), device="meta")
+        storage = _UntypedStorage(value.nbytes(), device="meta")
         given[storage._cdata] = storage
         return storage
     if isinstance(value, list | tuple):
@@ -270,7 +274,7 @@ def _to_meta(value: Any, given: dict[int, torch.UntypedStorage]) -> Any:
 
 
 def tracing() -> bool:
-    """Whether torch's own tracing (a `FakeTensorMode`, ...) gets the operation after us: nothing real is made."""
+    """Whether torch's own tracing (a `FakeTensorMode`, ...) comes after us: nothing real is made then."""
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING_KEYS)
 
 
@@ -291,7 +295,7 @@ def _nonzero(tensor: Tensor) -> int:
 
 
 def _masked_select(tensor: Tensor, mask: Tensor) -> int:
-    whole = math.prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+    whole = math.prod(_torch.broadcast_shapes(tensor.shape, mask.shape))
     chosen = int(torch.count_nonzero(mask)) * (whole // max(mask.numel(), 1))
     return block_bytes(chosen * tensor.element_size())
 

@@ -284,7 +284,7 @@ class GeneratorNode(Node):
 class ObjectNode(Node):
     """An object by its attributes."""
 
-    __slots__ = ("attributes", "cls", "extra", "flags", "left_alone", "obj")
+    __slots__ = ("attributes", "cls", "flags", "left_alone", "obj")
 
     def __init__(self, path: str, obj: object, left_alone: Callable[[str], bool]) -> None:
         super().__init__(path)
@@ -292,16 +292,13 @@ class ObjectNode(Node):
         self.cls = type(obj)
         self.left_alone = left_alone
         self.attributes: dict[str, object] = {}
-        self.extra: list[object] = []  # tensors that are no Python attributes (TorchScript)
-        self.flags: list[tuple[torch.nn.Module, bool]] = []
+        self.flags: list[tuple[torch.nn.Module, bool]] = []  # where they are no attributes (TorchScript)
 
     def value(self, now: object, restoring: Restoring) -> object:
         if restoring.first_visit(self):
             if type(self.obj) is not self.cls:  # parametrizations and FSDP exchange a module's class
                 self.obj.__class__ = self.cls
             fill_attributes(vars(self.obj), self.attributes, restoring, self.left_alone)
-            for saved in self.extra:
-                restoring.value(saved, MISSING)
             for module, training in self.flags:
                 if module.training != training:
                     module.training = training

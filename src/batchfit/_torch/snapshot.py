@@ -78,9 +78,9 @@ _CODE: Final = (
 # Where state may be in objects of any class: optimizers of objects, a LambdaLR's callables (which are
 # part of its state_dict).
 _DEEP: Final = frozenset({"state", "lr_lambdas", "_scale_fn_custom"})
-# Containers that their owner keeps for life and that others may hold too, with how deep that goes
-# (groups, group, params): these very objects come back, not equal ones.
-_HELD: Final = {"param_groups": 3, "_parameters": 1, "_buffers": 1, "_modules": 1}
+# Containers that others may hold too (a scheduler, the user), with how deep that goes (groups, group,
+# params): these very objects come back, not equal ones, even where `load_state_dict` has replaced them.
+_HELD: Final = {"param_groups": 3}
 # All that is restored of a wrapper whose own attributes follow state that is out of reach.
 _WRAPPER: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 
@@ -138,8 +138,9 @@ class Snapshot:
         if restoring.failed:
             named = [f"{path} ({why})" for path, why in restoring.failed.items()]
             more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            count = "1 part" if len(named) == 1 else f"{len(named)} parts"
             raise SnapshotError(
-                f"{len(named)} parts of the state could not be put back: {'; '.join(named[:5])}{more}. "
+                f"{count} of the state could not be put back: {'; '.join(named[:5])}{more}. "
                 "Do not train on: load a checkpoint, or start again."
             )
 
@@ -193,7 +194,7 @@ class _Taking:
         if _is_plain(value):
             return value
         node = self._nodes.get(id(value))
-        if node is not None:
+        if node is not None and not (deep and isinstance(node, OtherNode)):
             return node
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -289,8 +290,8 @@ class _Taking:
             parallel.check(obj, path)
             self.modules.append((path, obj))
         if isinstance(obj, torch.jit.ScriptModule):
-            tensors = [*obj.named_parameters(), *obj.named_buffers()]
-            node.extra = [self.capture(tensor, f"{path}.{name}") for name, tensor in tensors]
+            for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
+                self.capture(tensor, f"{path}.{name}")  # no Python attributes: written in place
             node.flags = [(module, module.training) for module in obj.modules()]
         return node
 
