@@ -1,3 +1,5 @@
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 # Everything a fresh machine needs: `make demo` shows what batchfit does, `make test` proves it.
 PYTHON ?= python3
 VENV   := .venv
@@ -19,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing batchfit and its test dependencies into $(VENV) (about a minute, once)"
 	@# torch first and on its own: an unconstrained resolve would pull gigabytes of CUDA packages
-	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | grep -v '^WARNING: Location' || true
-	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | grep -v '^WARNING: Location' || true
+	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | { grep -v '^WARNING: Location' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | { grep -v '^WARNING: Location' || true; }
 	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
 	@touch $@
 
@@ -44,9 +46,12 @@ test-all: check test-pure $(STAMP)  ## the long checks too
 	$(BIN)/python -m pytest -q --ignore=tests/unit tests
 
 bench: $(STAMP)  ## benchmarks that a CPU can run
-	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | grep -v '^WARNING: Location' || true
+	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
 	$(BIN)/python benchmarks/search_simulated.py
 	$(BIN)/python benchmarks/virtual_overhead.py
+
+gpu:  ## the GPU tests, on a machine with one and with its own torch
+	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,8 +3,8 @@
     python benchmarks/find_gpu.py --out results.json                 # all models and finders, resumes
     python benchmarks/find_gpu.py --models gpt2 --finders batchfit bisection
 
-For each finder: its answer, sizes tried, out-of-memory errors, seconds (soak included, model building and
-CUDA start-up not). Then, in fresh processes, whether the answer survives 200 steps, and what the truth is: the
+For each finder: its answer, sizes tried, out-of-memory errors, seconds (soak included, model building
+and CUDA start-up not). Then, in fresh processes, whether the answer survives 200 steps, and what the truth is: the
 largest size that survives 25 steps in a fresh process, found by stepping from our answer up and down.
 """
 
@@ -157,12 +157,19 @@ def run_survival(model: str, size: int, steps: int) -> dict[str, Any]:
             survived += 1
     except torch.OutOfMemoryError:
         pass
-    return {"size": size, "survived": survived, "of": steps, "retries": torch.cuda.memory_stats()["num_alloc_retries"]}
+    return {
+        "size": size,
+        "survived": survived,
+        "of": steps,
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
+    }
 
 
 def child(arguments: list[str], cap_gib: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--cap-gib", str(cap_gib), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"}
+    )
     if done.returncode != 0:
         return {"error": done.stderr[-800:]}
     print(done.stderr[-1500:] if "batchfit" in arguments else "", end="")
@@ -191,7 +198,9 @@ def truth(model: str, guess: int, cap_gib: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("find_gpu.json"))
     parser.add_argument("--models", nargs="+", default=["gpt2", "resnet50"], choices=MODELS)
     parser.add_argument("--finders", nargs="+", default=list(FINDERS), choices=FINDERS)

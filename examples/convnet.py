@@ -62,9 +62,8 @@ def workload() -> batchfit.Workload:
     model = make_model().to(device)
     dataset = TensorDataset(torch.randn(64, 3, PIXELS, PIXELS), torch.randint(0, CLASSES, (64,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
     autocast = torch.bfloat16 if device == "cuda" else None
-    return batchfit.training(model, optimizer, loss_fn, dataset, autocast=autocast, scheduler=scheduler)
+    return batchfit.training(model, optimizer, loss_fn, dataset, autocast=autocast)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import os
+import signal
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -50,6 +52,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 report.outcome = "failed"
                 report.longrepr = f"{name} is named in BATCHFIT_REQUIRE, and this test was skipped: {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_switched() -> Generator[None, None, None]:
+    """A test that leaves a global changed fails, not the one after it."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    frozen, collecting = gc.get_freeze_count(), gc.isenabled()
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert (gc.get_freeze_count(), gc.isenabled()) == (frozen, collecting)
+    virtual = sys.modules.get("batchfit._torch.virtual")
+    assert virtual is None or virtual.active() is None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

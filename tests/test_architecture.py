@@ -82,7 +82,9 @@ def layer(module: str) -> int:
     return LAYERS[best]
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_imports_point_down(module: str, path: Path) -> None:
     if module == "batchfit":  # names are loaded lazily; TYPE_CHECKING lists them for readers
         return
@@ -91,7 +93,9 @@ def test_imports_point_down(module: str, path: Path) -> None:
             assert layer(name) <= layer(module), f"{module} (layer {layer(module)}) imports {name}"
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_third_party_packages_stay_in_their_place(module: str, path: Path) -> None:
     for name, _ in imports(path, module):
         top = name.split(".")[0]
@@ -99,13 +103,22 @@ def test_third_party_packages_stay_in_their_place(module: str, path: Path) -> No
             continue
         homes = THIRD_PARTY.get(top)
         assert homes is not None, f"{module} imports {top}, which no layer allows"
-        assert any(module == home or module.startswith(home + ".") for home in homes), f"{module} imports {top}"
+        assert any(module == home or module.startswith(home + ".") for home in homes), (
+            f"{module} imports {top}"
+        )
 
 
 @pytest.mark.parametrize("module", [name for name, _ in modules() if name.startswith("batchfit._cli")])
 def test_the_command_line_imports_nothing_heavy_at_import_time(module: str) -> None:
     path = dict(modules())[module]
-    heavy = {"torch", "pydantic", "batchfit.results", "batchfit._find", "batchfit.workload", "batchfit.testing"}
+    heavy = {
+        "torch",
+        "pydantic",
+        "batchfit.results",
+        "batchfit._find",
+        "batchfit.workload",
+        "batchfit.testing",
+    }
     now = {name for name, at_import in imports(path, module) if at_import}
     assert not {name for name in now if name in heavy or name.startswith("batchfit._torch")}, module
 
@@ -135,9 +148,12 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(seen) == batchfit.__all__
 
 
-@pytest.mark.parametrize("code", ["import batchfit", "import batchfit; batchfit.errors.BatchfitError; dir(batchfit)"])
+@pytest.mark.parametrize(
+    "code", ["import batchfit", "import batchfit; batchfit.errors.BatchfitError; dir(batchfit)"]
+)
 def test_import_pulls_in_neither_torch_nor_pydantic(code: str) -> None:
-    check = f"{code}; import sys; print([m for m in ('torch', 'pydantic', 'typer', 'rich', 'numpy') if m in sys.modules])"
+    heavy = ("torch", "pydantic", "typer", "rich", "numpy")
+    check = f"{code}; import sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -52,12 +52,16 @@ def test_the_readme_example_is_short_and_prints_what_it_says(tmp_path: Path) -> 
 
     def timeless(text: str) -> list[str]:
         """Sizes, outcomes and bytes must match; seconds differ from machine to machine."""
-        return [re.sub(r"\s+", " ", re.sub(r"\S+$|in [0-9.]+ s", "", line)).strip() for line in text.splitlines()]
+        return [
+            re.sub(r"\s+", " ", re.sub(r"\S+$|in [0-9.]+ s", "", line)).strip() for line in text.splitlines()
+        ]
 
     assert timeless(shown.group(1)) == timeless(done.stdout)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -24,7 +24,7 @@ import batchfit
 from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._torch import oom
-from batchfit._torch.device import Device, check_budget, resolve_device, tensors_in
+from batchfit._torch.device import Device, resolve_device, tensors_in
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -82,66 +82,93 @@ def find_batch_size(
         NothingFitsError: not even the smallest size allowed fits.
         SearchStoppedError: a limit ended the search before any size ran.
     """
-    work = as_workload(workload)
-    search = Search(
-        strategy=strategy,
-        min_size=min_size,
-        max_size=max_size,
-        multiple_of=multiple_of,
-        power_of_two=power_of_two,
-        tolerance=tolerance,
-        start=start,
-        attempts=attempts,
-        max_trials=max_trials,
-        soak=soak_steps != 0,
-    )
-    check_steps(steps, soak_steps, time_limit_s)
-    asked_bytes = None if budget is None else parse_bytes(budget)
-    place = resolve_device(device, near=(*work.state, work.model))
     ranks = Ranks.current()
-    budget_bytes = ranks.minimum(_budget(place, asked_bytes), doing="the budget")
-    ranks.same(search.to_json(), doing="the settings of the search")
-    search = replace(search, budget_bytes=budget_bytes)
-    if not work.declared:
-        warnings.warn(
-            "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
-            "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back after each trial.",
-            stacklevel=2,
+    with _telling_others(ranks):
+        work = as_workload(workload)
+        search = Search(
+            strategy=strategy,
+            min_size=min_size,
+            max_size=max_size,
+            multiple_of=multiple_of,
+            power_of_two=power_of_two,
+            tolerance=tolerance,
+            start=start,
+            attempts=attempts,
+            max_trials=max_trials,
+            soak=soak_steps != 0,
+        )
+        check_steps(steps, soak_steps, time_limit_s, on_trial)
+        asked_bytes = None if budget is None else parse_bytes(budget)
+        place = resolve_device(device, near=(*work.state, work.model))
+        settings = [search.to_json(), steps, soak_steps, time_limit_s is not None]
+        ranks.same(settings, doing="the settings of the search")
+        budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
+        if not work.declared and ranks.is_main:
+            warnings.warn(
+                "the step's state is not declared, so a trial changes the model and optimizer that it uses. Pass "
+                "batchfit.Workload(step, state=[model, optimizer]) to have them put back after each trial.",
+                stacklevel=2,
+            )
+        return _search(
+            work,
+            replace(search, budget_bytes=budget_bytes),
+            place,
+            ranks,
+            steps=steps,
+            soak_steps=soak_steps,
+            time_limit_s=time_limit_s,
+            on_trial=on_trial,
         )
 
+
+def _search(
+    work: Workload,
+    search: Search,
+    place: Device,
+    ranks: Ranks,
+    *,
+    steps: int,
+    soak_steps: int,
+    time_limit_s: float | None,
+    on_trial: OnTrial | None,
+) -> FitResult:
     begun = time.perf_counter()
     trials: list[Trial] = []
     snapshot = Snapshot.take(work.state)
     parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
+    budget_bytes = search.budget_bytes or 0
 
     def attempt(ask: Ask) -> Told | None:
         late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
         if ranks.any(late, doing="the time limit"):
             return None
-        trial = _agreed_trial(
-            ranks,
-            lambda: run_trial(
-                work.step,
-                ask.size,
-                device=place,
-                snapshot=snapshot,
-                parameters=parameters,
-                steps=soak_steps if ask.soak else steps,
-                soak=ask.soak,
-                raise_ambiguous=ask.size == search.sizes.first,
-            ),
-            doing=f"the trial of batch size {ask.size}",
+        mine = run_trial(
+            work.step,
+            ask.size,
+            device=place,
+            snapshot=snapshot,
+            parameters=parameters,
+            steps=soak_steps if ask.soak else steps,
+            soak=ask.soak,
+            raise_ambiguous=ask.size == search.sizes.first,
         )
+        answers = ranks.gather(mine.model_dump(), doing=f"the trial of batch size {ask.size}")
+        trial = worst([Trial.model_validate(answer) for answer in answers])
         trials.append(trial)
-        log.info("batch size %d: %s", trial.size, trial.verdict)
-        if on_trial is not None and ranks.is_main:
-            on_trial(trial, budget_bytes)
+        if ranks.is_main:
+            log.info("batch size %d: %s", trial.size, trial.verdict)
+            if on_trial is not None:
+                on_trial(trial, budget_bytes)
+        if not trial.fits:
+            collections.thorough()
         return told(trial)
 
-    with place.limit(budget_bytes), _quick_collections():
+    with place.limit(budget_bytes), QuickCollections() as collections:
         ended = run(search, attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
     ranks.settle()
+    if ended.stopped_because == "largest" and ranks.is_main:
+        log.warning("memory on %s does not grow with the batch size: is it where the step runs?", place.name)
     return fit_result(
         ended,
         trials,
@@ -209,38 +236,63 @@ def told(trial: Trial) -> Told:
 
 
 @contextlib.contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Let each trial's garbage collection look only at what came after this point.
+def _telling_others(ranks: Ranks) -> Iterator[None]:
+    """An error here ends the search on the other ranks too: now, not at their time-out."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.leave(oom.describe(error))
+        raise
+
+
+class QuickCollections:
+    """Lets each trial's garbage collection look only at what came after this point.
 
     A program with torch and transformers loaded has a million objects, and walking them takes longer
     than a small trial. Nothing is frozen where the program has frozen objects of its own.
     """
-    gc.collect()
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self._ours = gc.get_freeze_count() == 0
+        if self._ours:
+            gc.freeze()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            gc.unfreeze()
+
+    def thorough(self) -> None:
+        """Collect what was alive at the beginning too: a trial may have let go of it."""
+        if self._ours:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
 
 
-def check_steps(steps: int, soak_steps: int, time_limit_s: float | None) -> None:
+def check_steps(
+    steps: int, soak_steps: int, time_limit_s: float | None, on_trial: OnTrial | None = None
+) -> None:
+    """Refuse wrong settings that the search itself does not know."""
     if type(steps) is not int or steps < 2:
         raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
     if type(soak_steps) is not int or 0 != soak_steps < steps:
         raise ValueError(f"soak_steps must be 0 or at least steps ({steps}), not {soak_steps!r}")
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be positive, not {time_limit_s!r}")
+    if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
+        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
+    if on_trial is not None and not callable(on_trial):
+        raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
 
 
-def _budget(place: Device, asked_bytes: int | None) -> int:
+def _budget(place: Device, asked: int | str | None, asked_bytes: int | None) -> int:
     """The budget asked for, checked against the device; what is free now where none was."""
     available = place.budget_bytes()
     if asked_bytes is None:
         return available
-    check_budget(place, asked_bytes)
+    total = place.total_bytes()
+    if asked_bytes > total:
+        raise ValueError(f"budget must not exceed the {format_bytes(total)} of {place.name}, not {asked!r}")
     if asked_bytes > available:
         log.warning(
             "only %s of the budget of %s is free on %s now; searching within that",
@@ -249,17 +301,6 @@ def _budget(place: Device, asked_bytes: int | None) -> int:
             place.name,
         )
     return min(asked_bytes, available)
-
-
-def _agreed_trial(ranks: Ranks, run: Callable[[], Trial], *, doing: str) -> Trial:
-    """Run the trial here and on every other rank; all ranks get the same, worst one."""
-    try:
-        mine = run()
-    except BaseException as error:
-        ranks.leave(oom.describe(error))  # so that the others fail now, not at their time-out
-        raise
-    answers = ranks.gather(mine.model_dump(), doing=doing)
-    return worst([Trial.model_validate(answer) for answer in answers])
 
 
 def worst(trials: list[Trial]) -> Trial:
@@ -271,6 +312,14 @@ def worst(trials: list[Trial]) -> Trial:
 
     base = min(trials, key=lambda trial: (trial.fits, trial.steps_run))
     held = [trial.held_bytes for trial in trials if trial.held_bytes is not None]
-    readings = ("peak_bytes", "reserved_bytes", "split_bytes", "alloc_retries", "settled_retries", "step_s", "elapsed_s")
+    readings = (
+        "peak_bytes",
+        "reserved_bytes",
+        "split_bytes",
+        "alloc_retries",
+        "settled_retries",
+        "step_s",
+        "elapsed_s",
+    )
     update: dict[str, Any] = {name: highest(name) for name in readings}
     return base.model_copy(update={**update, "held_bytes": min(held, default=None)})

@@ -24,6 +24,7 @@ REASONS = {
     "within_tolerance": "the memory left is too little for a size worth trying",
     "bracketed": "the next larger size was tried and does not fit",
     "max_size": "max_size was reached",
+    "largest": "no batch is larger than this, and the memory has not ended",
     "attempts": "the strategy's attempts are used up",
     "strategy": "the strategy tries no larger size",
     "max_trials": "max_trials was reached",
@@ -38,7 +39,7 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """This result as JSON text, its schema version included."""
+        """This result as JSON text; a whole result carries its schema version."""
         return self.model_dump_json(indent=indent)
 
     @classmethod
@@ -71,10 +72,10 @@ class Trial(Result):
 
     `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
     took from the device, `split_bytes` that of cached remainders it could not have given back, and
-    `held_bytes` what was live between steps, gradients apart; None where there is no reading. `settled_retries` counts
-    allocation retries in the second half of a soak. `step_s` is the median of the steps after the
-    first, synchronised. `phase` is the phase that failed ("batch", "forward", "backward",
-    "optimizer"), where the workload names its phases.
+    `held_bytes` what was live between steps, gradients apart; None where there is no reading.
+    `settled_retries` counts allocation retries in the second half of a soak. `step_s` is the median of
+    the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
+    "backward", "optimizer"), where the workload names its phases.
     """
 
     size: int = Field(ge=1)
@@ -187,7 +188,10 @@ def trial_row(trial: Trial, budget_bytes: int | None) -> tuple[str, ...]:
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Right-aligned columns under their names."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (columns, *rows)
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -202,4 +206,3 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption
         f"<table><caption>{html.escape(caption)}</caption>"
         f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table>"
     )
-

@@ -88,7 +88,6 @@ def training(
     autocast: Autocast | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
-    scheduler: Any = None,
     state: object = (),
 ) -> Workload:
     """A training step, as a loop written by hand would do it.
@@ -97,15 +96,15 @@ def training(
 
     One step: a batch on the model's device, `zero_grad`, forward and loss (under `autocast`: a dtype or a
     function that makes the context), backward (scaled), unscale and clip, `optimizer.step`,
-    `scaler.update`, `scheduler.step`. `loss_fn(model, batch)` returns the mean loss. `make_batch` is a
-    callable `make_batch(n)`, a map-style dataset (with its `collate_fn`; the longest samples are used),
-    or one example batch, repeated to size. With `optimizer=None` a step is forward and backward only.
-    `state` names what else the step changes. A model in eval mode is in training mode during the step;
-    one that is in training mode already is left as it is, with any part frozen in eval mode.
-    Several models or optimizers: write the step and give it to `Workload`.
+    `scaler.update`. An LR scheduler takes no memory, so it is not stepped. `loss_fn(model, batch)` returns
+    the mean loss. `make_batch` is a callable `make_batch(n)`, a map-style dataset (with its `collate_fn`;
+    the longest samples are used), or one example batch, repeated to size. With `optimizer=None` a step is
+    forward and backward only. `state` names what else the step changes. A model in eval mode is in training
+    mode during the step; one that is in training mode already is left as it is, with any part frozen in
+    eval mode. Several models or optimizers: write the step and give it to `Workload`.
     """
     _check_model(model)
-    _check_optimizer(optimizer, scaler=scaler, scheduler=scheduler)
+    _check_optimizer(optimizer, scaler=scaler)
     _check_loss_fn(loss_fn)
     if clip_norm is not None and not _is_positive_number(clip_norm):
         raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
@@ -125,10 +124,10 @@ def training(
             phase.enter("backward")
             _backward(loss, scaler)
             phase.enter("optimizer")
-            _update(model, optimizer, scaler=scaler, clip_norm=clip_norm, scheduler=scheduler)
+            _update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         phase.clear()
 
-    parts = [part for part in (model, optimizer, scaler, scheduler) if part is not None]
+    parts = [part for part in (model, optimizer, scaler) if part is not None]
     return _known(step, "training", model, optimizer, state=(*parts, *_checked_state(state)))
 
 
@@ -222,9 +221,7 @@ def _backward(loss: Any, scaler: Any) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-def _update(
-    model: nn.Module, optimizer: Any, *, scaler: Any, clip_norm: float | None, scheduler: Any
-) -> None:
+def _update(model: nn.Module, optimizer: Any, *, scaler: Any, clip_norm: float | None) -> None:
     """What a step does once the gradients are there."""
     if clip_norm is not None:
         if scaler is not None:
@@ -235,8 +232,6 @@ def _update(
         scaler.update()
     elif optimizer is not None:
         optimizer.step()
-    if scheduler is not None:
-        scheduler.step()
 
 
 def _call_model(model: Any, batch: Any) -> object:
@@ -331,11 +326,10 @@ def _check_model(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; several go into a Workload")
 
 
-def _check_optimizer(optimizer: Any, *, scaler: Any, scheduler: Any) -> None:
+def _check_optimizer(optimizer: Any, *, scaler: Any) -> None:
     if optimizer is None:
-        for name, value in (("scaler", scaler), ("scheduler", scheduler)):
-            if value is not None:
-                raise ValueError(f"{name} must be None where optimizer is None, not {value!r}")
+        if scaler is not None:
+            raise ValueError(f"scaler must be None where optimizer is None, not {scaler!r}")
         return
     if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
         raise TypeError(
@@ -343,10 +337,6 @@ def _check_optimizer(optimizer: Any, *, scaler: Any, scheduler: Any) -> None:
         )
     if scaler is not None and not (hasattr(scaler, "unscale_") and hasattr(scaler, "update")):
         raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise TypeError("scheduler must step without a metric, not ReduceLROnPlateau: leave it out")
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise TypeError(f"scheduler must be a learning-rate scheduler or None, not {scheduler!r}")
 
 
 def _check_loss_fn(loss_fn: Any) -> None:

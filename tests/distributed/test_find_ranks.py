@@ -83,7 +83,9 @@ def data_parallel(rank: int) -> Any:
     model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    workload = batchfit.training(model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, 64))
+    workload = batchfit.training(
+        model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, 64)
+    )
     fit = batchfit.find_batch_size(workload, budget="2MiB", max_size=64)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return fit.batch_size, same, len(optimizer.state)

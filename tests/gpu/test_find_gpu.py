@@ -18,7 +18,9 @@ pytestmark = pytest.mark.gpu
 def small_gpt() -> batchfit.Workload:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
-    model = nn.Sequential(nn.Embedding(8192, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 8192)).cuda()
+    model = nn.Sequential(
+        nn.Embedding(8192, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 8192)
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss_fn(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

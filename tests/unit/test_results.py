@@ -71,7 +71,16 @@ def test_json_round_trip_changes_nothing(result: FitResult) -> None:
 
 def test_a_table_and_a_sentence() -> None:
     text = str(fit())
-    assert text.splitlines()[0].split() == ["size", "outcome", "steps", "peak", "reserved", "of", "budget", "s/step"]
+    assert text.splitlines()[0].split() == [
+        "size",
+        "outcome",
+        "steps",
+        "peak",
+        "reserved",
+        "of",
+        "budget",
+        "s/step",
+    ]
     assert "oom, step 2" in text
     assert "sustained" in text
     assert "batch size 8 on cuda:0, peak 1.00 GiB of 2.00 GiB, survived 25 steps; 2 trials in 1.5 s" in text
@@ -104,7 +113,9 @@ def test_results_are_frozen_and_checked() -> None:
     ],
     ids=str,
 )
-def test_a_file_that_cannot_be_read_says_which_field_and_why(change: dict[str, object], words: list[str]) -> None:
+def test_a_file_that_cannot_be_read_says_which_field_and_why(
+    change: dict[str, object], words: list[str]
+) -> None:
     data = json.loads(fit().to_json()) | change
     with pytest.raises(ResultFileError) as caught:
         FitResult.from_json(json.dumps(data))
@@ -130,6 +141,8 @@ def test_messages_carry_their_numbers_and_what_to_do() -> None:
     )
     assert "min_size" in str(NothingFitsError(8, device="cpu", budget_bytes=1))
     missing = RankMissingError([3], doing="the size", timeout_s=30)
-    assert str(missing).startswith("rank 3 did not answer within 30 s while all ranks had to agree on the size.")
+    assert str(missing).startswith(
+        "rank 3 did not answer within 30 s while all ranks had to agree on the size."
+    )
     left = RankMissingError([1, 2], doing="the size", timeout_s=30, why="rank 1 has left: ValueError")
     assert str(left).startswith("ranks 1, 2 did not come (rank 1 has left: ValueError) while")

@@ -18,6 +18,13 @@ _OURS = str(Path(__file__).resolve().parent.parent)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
+def raised_by_step(error: BaseException) -> bool:
+    """The error comes out of a step of the user's: the trial has put its note on it."""
+    from batchfit._torch.trial import NOTE
+
+    return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
+
+
 def headline(error: BaseException, *, what: str, home: str | None, made_at: str = "") -> str:
     """`train.py:make raised ValueError at train.py:17 (in step)`.
 

@@ -187,7 +187,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     except errors.BatchfitError as error:
         raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
     except (Exception, SystemExit) as error:
-        if watch.step_raised:
+        if isinstance(error, SystemExit) or failure.raised_by_step(error):
             raise job.explain(error) from None
         if isinstance(error, ValueError | TypeError) and not watch.started:
             raise _wrong_flag(error) from None

@@ -29,7 +29,6 @@ class Watch:
         self.budget_bytes = 0
         self.device = ""
         self.started = False  # a step of the user's has begun
-        self.step_raised = False  # the last step ended with an error
         self._progress = progress
         self._begun_s = time.monotonic()
         self._number = 0
@@ -72,9 +71,6 @@ class Watch:
             self.started = True
             self._number += 1
             self._progress.step(batch_size, self._number)
-            self.step_raised = True
-            result = step(batch_size)
-            self.step_raised = False
-            return result
+            return step(batch_size)
 
         return watched

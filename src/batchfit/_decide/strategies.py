@@ -225,7 +225,9 @@ def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
         return "nothing_fits" if bracket.closed else reason
     if state.soak and bracket.sustained != bracket.good:
         return Ask(bracket.good, True)
-    return "max_size" if state.max_size is not None and bracket.good == bracket.sizes.last else reason
+    if bracket.good == bracket.sizes.last:
+        return "largest" if state.max_size is None else "max_size"
+    return reason
 
 
 def descend(state: State, bracket: Bracket, *, tolerance: float) -> Ask | str:
@@ -337,8 +339,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         low, high = max(look.low, good), min(look.high, bad or math.inf)
         target = (low + high) / 2 if exact and low < high < math.inf else max(look.aim, good)
     else:
-        # With a known floor the ray is close, and a chord over the flat part would lead beyond the end.
-        reach = _REACH_EXACT if exact else 0.0 if curve.floor_bytes else _REACH
+        # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
+        by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
+        reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
         target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial

@@ -134,7 +134,7 @@ class _Found(NamedTuple):
     line: str  # the line of the text that decided, "" where the type did
 
 
-def classify(error: BaseException) -> Verdict:
+def classify(error: BaseException, *, ambient: BaseException | None = None) -> Verdict:
     """What `error` says about memory.
 
     >>> classify(MemoryError())
@@ -143,8 +143,11 @@ def classify(error: BaseException) -> Verdict:
     "oom": memory ran out. "too_large": a limit on sizes that is not memory. "ambiguous": may be memory;
     it counts as too big only if a smaller size runs. "fatal": the device context is dead, and nothing
     can be retried in this process. "error": the user's own, to be raised unchanged.
+
+    `ambient` is an error that was being handled when the work began: Python hangs it behind every error
+    raised since, and it explains none of them.
     """
-    return _decide(error).verdict
+    return _decide(error, ambient).verdict
 
 
 def is_oom(error: BaseException) -> bool:
@@ -152,9 +155,9 @@ def is_oom(error: BaseException) -> bool:
     return classify(error) == "oom"
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, *, ambient: BaseException | None = None) -> str:
     """The error that decided the verdict, as one line of at most 200 characters."""
-    found = _decide(error)
+    found = _decide(error, ambient)
     lines = [line.strip() for line in _text(found.error).splitlines() if line.strip()]
     text = ": ".join([type(found.error).__name__, *lines[:1]])
     if found.line and found.line != lines[0]:
@@ -163,15 +166,15 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _decide(error: BaseException) -> _Found:
-    found = [_judge(link) for link in _chain(error)]
+def _decide(error: BaseException, ambient: BaseException | None = None) -> _Found:
+    found = [_judge(link) for link in _chain(error, ambient)]
     return min(found, key=lambda one: _GRAVITY.index(one.verdict))
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException, ambient: BaseException | None) -> Iterator[BaseException]:
     """The error, its group's members, and what they were raised from; each once, the outermost first."""
     yield error
-    seen = {id(error)}
+    seen = {id(error), id(ambient)}
     waiting = [error]
     while waiting:
         link = waiting.pop(0)

@@ -1,4 +1,4 @@
-"""The machine's RAM, as far as this process may use it: the system's figure, under every container's limit."""
+"""The machine's RAM, as far as this process may use it: the system's figure, under each container's limit."""
 
 from __future__ import annotations
 

@@ -16,8 +16,10 @@ import gc
 import inspect
 import signal
 import statistics
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,8 +29,11 @@ import torch
 from batchfit._torch import oom, phase
 from batchfit._torch.device import Device
 from batchfit._torch.snapshot import Snapshot
-from batchfit.errors import NothingRanError
+from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
+
+# How a note on an error of the user's begins: the command line tells such errors from its own by it.
+NOTE = "batchfit: raised while trying batch size"
 
 
 @dataclass(slots=True)
@@ -67,25 +72,24 @@ def run_trial(
     """
     started = time.perf_counter()
     readings = _Readings()
-    fatal = False
+    ambient = sys.exception()
+    raised: BaseException | None = None
     device.reset()
     before = device.alloc_retries()
     try:
         failure = _run_steps(step, size, steps, device, parameters, readings, raise_ambiguous)
         peaks = device.peaks()
         retries = device.alloc_retries() - before
-    except Exception as error:
-        fatal = oom.classify(error) == "fatal"
+    except BaseException as error:
+        raised = error
         raise
     finally:
-        phase.clear()
-        if not fatal:  # a dead context can put nothing back, and trying would hide the error
-            # Freeing comes first: a failed step may have left cycles that hold its tensors, and putting
-            # gradients back needs memory.
-            gc.collect()
-            with _uninterrupted():
-                snapshot.restore()
-            device.reset()
+        with _uninterrupted():
+            phase.clear()
+            # A dead context can put nothing back, and trying would hide the error.
+            if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
+                _put_back(snapshot, device, raised)
+        raised = None  # or this frame and its exception would keep each other alive
     settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
     return Trial(
         size=size,
@@ -115,6 +119,7 @@ def _run_steps(
     readings: _Readings,
     raise_ambiguous: bool,
 ) -> _Failure | None:
+    ambient = sys.exception()
     try:
         for _ in range(steps):
             phase.clear()
@@ -130,13 +135,35 @@ def _run_steps(
             readings.retries_at.append(device.alloc_retries())
             readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
     except Exception as error:
-        verdict = oom.classify(error)
+        verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
             error.add_note(_note(size, len(readings.step_s) + 1, phase.current(), verdict))
             raise
         # The text, never the exception: its traceback holds the tensors of the failed step.
-        return _Failure(verdict, oom.describe(error), phase.current())
+        return _Failure(verdict, oom.describe(error, ambient=ambient), phase.current())
     return None
+
+
+def _put_back(snapshot: Snapshot, device: Device, raised: BaseException | None) -> None:
+    """Free what the steps left, then put the state back."""
+    # A failed step may have left cycles that hold its tensors, and putting gradients back needs memory.
+    gc.collect()
+    crowded = False
+    try:
+        snapshot.restore()
+    except SnapshotError:
+        if raised is None:
+            raise
+        crowded = True
+    if crowded:
+        # The error on its way out holds the step's tensors through its frames. They are dropped only
+        # here, where the state would be lost otherwise: a debugger would like to see them.
+        assert raised is not None
+        traceback.clear_frames(raised.__traceback__)
+        gc.collect()
+        device.reset()
+        snapshot.restore()
+    device.reset()
 
 
 def _gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
@@ -156,7 +183,7 @@ def _lazy_kind(returned: object) -> str:
 
 def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict) -> str:
     where = f"step {step_number}, {at}" if at else f"step {step_number}"
-    note = f"batchfit: raised while trying batch size {size} ({where})"
+    note = f"{NOTE} {size} ({where})"
     if verdict == "fatal":
         note += "; the device context is dead, so state could not be put back: restart the process"
     if verdict == "ambiguous":
