@@ -4,8 +4,8 @@
     python benchmarks/find_gpu.py --models gpt2 --finders batchfit bisection
 
 For each finder: its answer, sizes tried, out-of-memory errors, seconds (soak included, model building
-and CUDA start-up not). Then, in fresh processes, whether the answer survives 200 steps, and what the truth is: the
-largest size that survives 25 steps in a fresh process, found by stepping from our answer up and down.
+and CUDA start-up not). Then, in fresh processes, whether the answer survives 200 steps, and what the truth
+is: the largest size that survives 25 steps in a fresh process, found by stepping from our answer.
 """
 
 from __future__ import annotations

@@ -435,11 +435,11 @@ def table(title: str, runs: list[Run]) -> str:
 def spread_table(runs: list[Run]) -> str:
     """The range of the means over the draws, a variant a row."""
     lines = ["| variant | trials | OOMs | of the maximum |\n|---|---|---|---|\n"]
-    for name in dict.fromkeys(run.name for run in runs):
-        all_of = [run.summary() for run in runs if run.name == name]
+    for name in dict.fromkeys(one.name for one in runs):
+        all_of = [one.summary() for one in runs if one.name == name]
         cells = []
         for key, style in (("trials_mean", ".2f"), ("ooms_mean", ".2f"), ("share_of_max_mean", ".1%")):
-            values = [one[key] for one in all_of]
+            values = [each[key] for each in all_of]
             cells.append(f"{min(values):{style}} to {max(values):{style}}")
         lines.append(f"| {name} | {' | '.join(cells)} |\n")
     return "".join(lines)

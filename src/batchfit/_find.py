@@ -105,8 +105,8 @@ def find_batch_size(
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
         if not work.declared and ranks.is_main:
             warnings.warn(
-                "the step's state is not declared, so a trial changes the model and optimizer that it uses. Pass "
-                "batchfit.Workload(step, state=[model, optimizer]) to have them put back after each trial.",
+                "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
+                "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
         return _search(
@@ -159,7 +159,7 @@ def _search(
             log.info("batch size %d: %s", trial.size, trial.verdict)
             if on_trial is not None:
                 on_trial(trial, budget_bytes)
-        if not trial.fits:
+        if not trial.fits or len(trials) == 1:
             collections.thorough()
         return told(trial)
 

@@ -34,6 +34,8 @@ _REACH = 0.55
 _REACH_EXACT = 0.7  # a failure is part of an exact search anyway
 # Up to this many times what ran the end is near: steps below half of what is left are not worth a trial.
 _NEAR = 2.0
+# A size is worth a trial if the chord, shortened by this much of the readings' error, reaches it.
+_DOUBT = 0.85
 # The ray of the first reading ends within so many times its size: the next size may well be the last.
 _FEW = 2.5
 # Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
@@ -315,7 +317,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     likely = math.inf if single and good == bracket.sizes.first else look.likely
     # Where one sample more is worth a trial by itself, or two readings are all there is, no doubt counts.
     fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
-    end = likely * (1 - (look.error - FINEST)) if fine else likely
+    end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     if not exact and enough(good, worth, state.tolerance):
         return settle(state, bracket, "within_tolerance")
@@ -325,7 +327,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
         final = enough(size, min(likely, bracket.largest), _EXACT_END)
     else:
         few = single and look.safe < _FEW * good
-        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
+        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error))
     return Ask(size, state.soak and (final or size == bracket.sizes.last))
 
 

@@ -70,7 +70,8 @@ class Ledger:
     def admit(self, unknown: list[torch.UntypedStorage], asked: int) -> int:
         """0 when the bytes fit (storages not seen so far are then on the count); else the bytes wanted."""
         with self.lock:
-            self.drain()
+            if self.freed:
+                self.drain()
             if not unknown:
                 return asked if asked and self.allocated + asked > self.limit else 0
             new = {storage._cdata: storage for storage in unknown}
@@ -86,15 +87,19 @@ class Ledger:
         """Count what a call has made: its bytes, or minus them where more than granted does not fit."""
         fresh: list[torch.UntypedStorage] = []
         with self.lock:
-            self.drain()
+            if self.freed:
+                self.drain()
             opsizes.unknown_storages((result,), self.held, fresh)
-            if len(fresh) > 1:
+            if len(fresh) == 1:
+                sizes = [block_bytes(fresh[0].nbytes())]
+            else:
                 fresh = list({storage._cdata: storage for storage in fresh}.values())
-            size = sum(block_bytes(storage.nbytes()) for storage in fresh)
+                sizes = [block_bytes(storage.nbytes()) for storage in fresh]
+            size = sum(sizes)
             if size > granted and self.allocated + size > self.limit:
                 return -size
-            for storage in fresh:
-                self.hold(storage, block_bytes(storage.nbytes()))
+            for storage, block in zip(fresh, sizes, strict=True):
+                self.hold(storage, block)
         return size
 
     def admit_resize(self, unknown: list[torch.UntypedStorage], asked: int) -> int:

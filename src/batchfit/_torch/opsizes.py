@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
-# What kind of call an operation is. From 1, so that `plans.get(op) or plan_of(op)` works.
+# What kind of call an operation is. From 1, so that `PLANS.get(id(op)) or plan_of(op)` works.
 VIEW: Final = 1  # returns what it was given, in another shape: nothing to count
 INPLACE: Final = 2  # writes into its arguments or returns no tensor: nothing new
 NEW: Final = 3  # returns new tensors
@@ -43,7 +43,9 @@ _RESIZERS = frozenset(
 )
 _CACHE_LIMIT = 1 << 16
 
-PLANS: dict[Any, int] = {}
+# By the identity of the operation, which `_KEPT` keeps: its own hash is a function in Python.
+PLANS: dict[int, int] = {}
+_KEPT: list[Any] = []
 # (operation, argument metadata) -> bytes of new storage that a real run took; -1: cannot be known before
 SIZES: dict[tuple[Any, ...], int] = {}
 KINDS: dict[type, int] = {
@@ -92,7 +94,9 @@ def block_bytes(requested: int) -> int:
 
 def plan_of(op: Any) -> int:
     """Which of the kinds above `op` is; remembered."""
-    plan = PLANS[op] = _plan(op) if isinstance(op, OpOverload) else OPAQUE
+    plan = _plan(op) if isinstance(op, OpOverload) else OPAQUE
+    _KEPT.append(op)
+    PLANS[id(op)] = plan
     return plan
 
 
@@ -161,14 +165,19 @@ def unknown_storages(values: Iterable[Any], known: dict[int, Any], unknown: list
     """Append to `unknown` each CPU storage among `values` that is not in `known`."""
     for value in values:
         kind = type(value)
-        code = KINDS.get(kind) or kind_of(kind)
-        if code == TENSOR:
+        if kind is Tensor:  # most of them: worth a path of its own
             try:
                 storage = value.untyped_storage()
             except _NO_STORAGE:
                 continue
-            if storage._cdata not in known and storage_of(value) is not None:
+            if storage._cdata not in known and value.is_cpu:
                 unknown.append(storage)
+            continue
+        code = KINDS.get(kind) or kind_of(kind)
+        if code == TENSOR:
+            held = storage_of(value)
+            if held is not None and held._cdata not in known:
+                unknown.append(held)
         elif code == SEQUENCE:
             unknown_storages(value, known, unknown)
         elif kind is torch.UntypedStorage and value.device.type == "cpu" and value._cdata not in known:

@@ -116,7 +116,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and not all(map(opsizes.is_plain, types)):
             # A subclass's own dispatch runs first, and we see what it does with the tensors inside.
             return func(*args, **kwargs) if opsizes.tracing() else NotImplemented
-        plan = PLANS.get(func) or opsizes.plan_of(func)
+        plan = PLANS.get(id(func)) or opsizes.plan_of(func)
         if plan == opsizes.VIEW or self.ledger.off:
             return func(*args, **kwargs)
         if plan == opsizes.COMPOSITE:
@@ -138,7 +138,7 @@ class _CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with ledger.lock:
                 ledger.drain()
         unknown: list[Any] = []
-        parts = [func, torch.get_default_dtype()]
+        parts: list[Any] = [id(func), torch.get_default_dtype()]
         try:
             opsizes.describe(parts, args, ledger.held, unknown, by_shape)
             for name, value in kwargs.items():
