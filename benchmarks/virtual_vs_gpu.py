@@ -34,11 +34,16 @@ PHASES = ("forward", "backward", "optimizer")
 MIB = 2**20
 
 
-def make_mlp() -> nn.Module:
+def make_mlp(*, bias: bool = True) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(6):
-        layers += [nn.Linear(768, 768), nn.GELU()]
-    return nn.Sequential(*layers, nn.Linear(768, 10))
+        layers += [nn.Linear(768, 768, bias=bias), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(768, 10, bias=bias))
+
+
+def make_mlp_without_bias() -> nn.Module:
+    """Without the one kernel of an MLP that takes memory of its own: the sum that makes a bias' gradient."""
+    return make_mlp(bias=False)
 
 
 def make_conv_net() -> nn.Module:
@@ -117,6 +122,7 @@ def texts(size: int, device: str) -> tuple[Tensor, Tensor]:
 Case = tuple[str, Callable[[], nn.Module], Callable[[int, str], Any], int, Callable[..., Tensor], str]
 CASES: list[Case] = [
     ("mlp", make_mlp, vectors, 8192, classes_loss, "none"),
+    ("mlp, no bias", make_mlp_without_bias, vectors, 8192, classes_loss, "none"),
     ("mlp, odd batch", make_mlp, vectors, 8000, classes_loss, "none"),
     ("conv net", make_conv_net, images, 64, classes_loss, "none"),
     ("conv net, odd batch", make_conv_net, images, 61, classes_loss, "none"),

@@ -323,7 +323,7 @@ def test_what_a_trial_may_do_to_a_module(change: Callable[[nn.Module], None], ke
     now = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
     assert [id(tensor) for tensor in now if keep] == ids
     if optimizer is not None:
-        model(torch.randn(3, 4)).sum().backward()  # still one model, and it trains
+        model(torch.randn(3, 4)).square().sum().backward()  # still one model, and it trains
         weight = model[2].weight.clone()
         optimizer.step()
         assert not torch.equal(weight, model[2].weight)

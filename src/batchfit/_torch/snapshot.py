@@ -118,8 +118,7 @@ class Snapshot:
             _check(part, path, seen=set())
         generators = rng.global_states()
         taking = _Taking()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            saved = [taking.root(part, path) for path, part in declared]
+        saved = [taking.root(part, path) for path, part in declared]
         return cls([node for node in saved if isinstance(node, Node)], taking, generators)
 
     @property
