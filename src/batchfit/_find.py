@@ -69,7 +69,7 @@ def find_batch_size(
             virtual memory.
         max_size, min_size, multiple_of, power_of_two: the sizes allowed.
         strategy: "guided" (default), "bisect", "halve", "grow" or "powers".
-        tolerance: "guided" stops when at most this share could still be gained; 0 is exact.
+        tolerance: "guided" stops when about this share could still be gained; 0 is exact.
         start: the first size to try, an estimate; needed by "halve" and "grow" unless `max_size` is given.
         attempts: how many sizes "grow" may try.
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.

@@ -189,12 +189,13 @@ def test_a_tensor_made_of_tensors() -> None:
     holder = Bag(pair=Pair(torch.arange(3.0), torch.ones(3)))
     pair, high = holder.pair, holder.pair.high
     snapshot = Snapshot.take([holder])
-    high.zero_()
+    high += torch.ones(3, requires_grad=True)  # and now it is part of a graph
     pair.low = torch.zeros(9)
     holder.pair = 5
     snapshot.restore()
     assert holder.pair is pair
     assert pair.high is high
+    assert high.is_leaf
     assert [pair.high.tolist(), pair.low.tolist()] == [[0, 1, 2], [1, 1, 1]]
     del pair, high
     holder.pair = None

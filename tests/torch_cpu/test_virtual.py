@@ -827,6 +827,29 @@ def test_an_entry_that_is_drained_twice_is_counted_once() -> None:
         assert used() == 0
 
 
+def test_a_finalizer_that_drains_while_we_drain_is_no_trouble() -> None:
+    with measured() as (memory, used):
+
+        class Reads(dict[int, Any]):
+            """Stands for a garbage collection in the middle of the drain."""
+
+            inside = False
+
+            def get(self, key: int, default: Any = None) -> Any:
+                found = super().get(key, default)
+                if not self.inside:
+                    self.inside = True
+                    memory._ledger.drain()
+                    self.inside = False
+                return found
+
+        tensors = [torch.ones(1000) for _ in range(3)]
+        memory._ledger.held = Reads(memory._ledger.held)
+        tensors.clear()
+        assert used() == 0
+        assert not memory._ledger.freed
+
+
 def test_other_threads_are_not_counted_but_may_free() -> None:
     with measured() as (_, used):
         here = [torch.ones(1000) for _ in range(50)]

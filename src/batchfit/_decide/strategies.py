@@ -25,8 +25,8 @@ LARGEST = 2**30
 HORIZON = 2**13
 LIMIT = 24
 
-# The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth of
-# a trial on straight lines, and cost failures on curves with knees.
+# The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
+# of a trial on straight lines, and cost failures on curves with knees.
 # Held bytes unknown: part of any peak is fixed, so the first step may go beyond the ray from zero.
 _BOLD = 1.5
 # How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.

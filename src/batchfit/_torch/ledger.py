@@ -51,11 +51,16 @@ class Ledger:
         freed = self.freed
         while freed:
             held = freed[0]
-            # Looked up, not trusted: an interrupt (Ctrl-C) may have left an entry in the queue.
+            # An entry weighs nothing once it is off the count, so that it may be met twice: after Ctrl-C, or
+            # when a garbage collection in here runs a finalizer that drains. No call stands between these
+            # lines, and the interpreter does neither except around calls.
+            size = held.size
+            held.size = 0
+            self.allocated -= size
             if self.held.get(held.address) is held:
-                self.allocated -= held.size
-                del self.held[held.address]
-            freed.popleft()
+                self.held.pop(held.address, None)
+            if freed and freed[0] is held:
+                freed.popleft()
 
     def hold(self, storage: torch.UntypedStorage, size: int) -> None:
         """Put a storage on the count. With the lock held."""

@@ -30,7 +30,7 @@ RESIZE: Final = 6  # may give an argument another or a longer storage (`out=`, `
 COMPOSITE: Final = 7  # made of other operations (seen whole in inference mode only)
 OPAQUE: Final = 8  # a higher-order operator: seen from outside only
 
-# The three kinds of arguments that matter; every other type is OTHER and makes a call unsizable.
+# Kinds of arguments. SILENT ones have no say in a size; any other type is OTHER and makes a call unsizable.
 TENSOR, SEQUENCE, VALUE, SILENT, OTHER = 1, 2, 3, 4, 5
 
 _BLOCK = 512
