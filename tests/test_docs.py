@@ -22,15 +22,21 @@ def pages_with_code() -> list[Path]:
 @pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
-    # One process a page (torch's import is the cost), one fresh namespace a block.
+    # One import of torch a page (it is the cost), one forked process a block.
     runner = tmp_path / "blocks.py"
     for number, block in enumerate(blocks):
         (tmp_path / f"block{number}.py").write_text(block, encoding="utf-8")
     runner.write_text(
-        "import gc, runpy, sys, warnings\nwarnings.simplefilter('error')\n"
+        "import os, runpy, sys, warnings\nimport batchfit, torch\nwarnings.simplefilter('error')\n"
         f"for number in range({len(blocks)}):\n"
-        "    gc.collect()\n    print('block', number, flush=True)\n"
-        "    runpy.run_path(f'block{number}.py', run_name='__main__')\n",
+        "    print('block', number, flush=True)\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        runpy.run_path(f'block{number}.py', run_name='__main__')\n"
+        "        sys.stdout.flush()\n"
+        "        os._exit(0)\n"
+        "    if os.waitpid(child, 0)[1] != 0:\n"
+        "        sys.exit(f'block {number} failed')\n",
         encoding="utf-8",
     )
     done = subprocess.run([sys.executable, runner], cwd=tmp_path, capture_output=True, text=True, timeout=240)

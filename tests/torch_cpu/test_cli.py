@@ -266,7 +266,7 @@ class TestFindHere:
         [
             ({"device": "cuda:99"}, "device must be .* not 'cuda:99'"),
             ({"device": "toaster"}, "device must be .* not 'toaster'"),
-            ({"budget": "900000GiB"}, r"budget must not exceed .* not .*900000.0 GiB"),
+            ({"budget": "900000GiB"}, r"budget must not exceed .* not '900000GiB'"),
             ({"steps": 1}, "steps must be .* not 1"),
             ({"soak_steps": 2}, "soak_steps must be .* not 2"),
             ({"time_limit_s": -1.0}, r"time_limit_s must be .* not -1.0"),
@@ -503,24 +503,24 @@ class TestWatch:
         assert not watch.started
         twin.step(2)
         assert watch.started
-        assert not watch.step_raised
         assert not Watch(Silent()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
 
     def test_whose_error_it_is(self) -> None:
-        from batchfit._cli.progress import Silent
-        from batchfit._cli.watch import Watch
+        """Told by the trial's note, so that an asynchronous device error is the user's too."""
+        from batchfit._cli.failure import raised_by_step
+        from batchfit._torch.device import CpuDevice
 
-        def fail_once(size: int) -> None:
-            if size == 1:
-                raise ValueError("from the user")
+        def broken(self: CpuDevice) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
-        watch = Watch(Silent())
-        twin = watch.over(batchfit.Workload(fail_once, state=[]))
-        with pytest.raises(ValueError, match="from the user"):
-            twin.step(1)
-        assert watch.step_raised
-        twin.step(2)
-        assert not watch.step_raised
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CpuDevice, "synchronize", broken)
+            with pytest.raises(RuntimeError, match="assert") as caught:
+                batchfit.find_batch_size(
+                    batchfit.Workload(lambda n: None, state=[]), budget="4MiB", device="cpu"
+                )
+        assert raised_by_step(caught.value)
+        assert not raised_by_step(ValueError("ours"))
 
 
 class TestDoctor:

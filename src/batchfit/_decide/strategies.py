@@ -40,6 +40,8 @@ _DOUBT = 0.85
 _FEW = 2.5
 # Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
 _LARGEST_LEAP = 512
+# With a known floor no size is tried further beyond the ray than this.
+_BEYOND_RAY = 1.1
 # With tolerance 0: where to begin, and how close to the end every trial is a soak.
 _EXACT_START = 8
 _EXACT_END = 0.1
@@ -348,6 +350,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
     target = min(target, 8 * base, _LARGEST_LEAP * good)
+    if curve.floor_bytes and not exact:
+        # Readings may lie on one line and still be the flat part, before the curve turns up.
+        target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step))
     if bad is not None:
         if target >= bad:
             target = math.sqrt(base * bad) if base < bad else good
