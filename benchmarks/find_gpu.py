@@ -198,6 +198,42 @@ def truth(model: str, guess: int, cap_gib: float) -> dict[str, Any]:
     return {"sustained": size, "fails": size + stride, "tried": tried}
 
 
+def page(results: dict[str, Any]) -> str:
+    """The dated page: every figure comes from the JSON."""
+    about = results["about"]
+    lines = [
+        f"# Find on a {about['gpu']}, capped at {about['cap_gib']} GiB",
+        "",
+        f"Made by `{about['command']}`; torch {about['torch']}, python {about['python']}. Training in bf16",
+        "autocast with AdamW, random weights, each finder in a fresh process, the same step. Seconds count",
+        "everything after the model is built, our soak of 25 steps included.",
+        "",
+        "| model | finder | answer | of the sustained maximum | sizes tried | OOMs | seconds | 200 steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in (name for name in results if name != "about"):
+        row = results[model]
+        best = row.get("truth", {}).get("sustained")
+        for finder in (name for name in row if name != "truth"):
+            one = row[finder]
+            share = f"{one['answer'] / best:.1%}" if best else "-"
+            lasting = one.get("200 steps")
+            survived = f"{lasting['survived']} of {lasting['of']}" if lasting else "-"
+            lines.append(
+                f"| {model} | {finder} | {one['answer']} | {share} | {len(set(one['sizes']))} | {one['ooms']} "
+                f"| {one['seconds']:.1f} | {survived} |"
+            )
+    lines += [
+        "",
+        "The sustained maximum survives 25 steps in a fresh process; the size after it was tried and fails:",
+    ]
+    for model in (name for name in results if name != "about"):
+        found = results[model].get("truth")
+        if found:
+            lines.append(f"{model} {found['sustained']} (fails: {found['fails']}).")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -207,10 +243,14 @@ def main() -> None:
     parser.add_argument("--finders", nargs="+", default=list(FINDERS), choices=FINDERS)
     parser.add_argument("--cap-gib", type=float, default=23.8)
     parser.add_argument("--no-truth", action="store_true")
+    parser.add_argument("--page", type=Path, help="write the page of --out there, and run nothing")
     parser.add_argument("--find", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--survive", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
 
+    if given.page:
+        given.page.write_text(page(json.loads(given.out.read_text())))
+        return
     if given.find or given.survive:
         import torch
 
@@ -228,7 +268,7 @@ def main() -> None:
 
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     results["about"] = {
-        "command": "python benchmarks/find_gpu.py " + " ".join(sys.argv[1:]),
+        "command": f"python benchmarks/find_gpu.py --models {' '.join(given.models)} --finders {' '.join(given.finders)}",
         "gpu": torch.cuda.get_device_name(0),
         "cap_gib": given.cap_gib,
         "torch": torch.__version__,
