@@ -220,8 +220,8 @@ def page(results: dict[str, Any]) -> str:
             lasting = one.get("200 steps")
             survived = f"{lasting['survived']} of {lasting['of']}" if lasting else "-"
             lines.append(
-                f"| {model} | {finder} | {one['answer']} | {share} | {len(set(one['sizes']))} | {one['ooms']} "
-                f"| {one['seconds']:.1f} | {survived} |"
+                f"| {model} | {finder} | {one['answer']} | {share} | {len(set(one['sizes']))} "
+                f"| {one['ooms']} | {one['seconds']:.1f} | {survived} |"
             )
     lines += [
         "",
@@ -268,7 +268,9 @@ def main() -> None:
 
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     results["about"] = {
-        "command": f"python benchmarks/find_gpu.py --models {' '.join(given.models)} --finders {' '.join(given.finders)}",
+        "command": " ".join(
+            ["python benchmarks/find_gpu.py --models", *given.models, "--finders", *given.finders]
+        ),
         "gpu": torch.cuda.get_device_name(0),
         "cap_gib": given.cap_gib,
         "torch": torch.__version__,
