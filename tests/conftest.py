@@ -20,6 +20,11 @@ BLOCKED = os.environ.get("BATCHFIT_BLOCK_TORCH") == "1"
 REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") if name}
 
 
+# A job in the background of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class _NoTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname == "torch" or fullname.startswith("torch."):
