@@ -20,7 +20,7 @@ BLOCKED = os.environ.get("BATCHFIT_BLOCK_TORCH") == "1"
 REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") if name}
 
 
-# A job in the background of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
+# A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
