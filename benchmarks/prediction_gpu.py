@@ -1,0 +1,290 @@
+"""Prediction against the truth on one GPU: how far off is the size that nobody ran?
+
+    python benchmarks/prediction_gpu.py truth --out results.json            # the sustained maxima, resumes
+    python benchmarks/prediction_gpu.py predict --out results.json --as gpu  # fake `cuda` traces, not run
+    python benchmarks/prediction_gpu.py history --folder histories           # allocations as they really came
+
+The truth is a bracket under a cap (`set_per_process_memory_fraction`): the size survives 25 steps, the one
+1 % (at least one sample) above it does not. Each case is a process of its own; several share the card, since
+the cap and not the card ends them. Results are kept in one JSON file, and what is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+# Caps are spread over models; two numbers where fp32 and bf16 have one each.
+CAPS = {
+    "gpt2": (16, 24),
+    "gpt2_eager": (16, 16),
+    "llama110m": (16, 40),
+    "qwen05b": (40, 40),
+    "llama1b": (80, 80),
+    "opt125m": (16, 16),
+    "bert": (16, 40),
+    "distilbert": (16, 16),
+    "deberta": (16, 16),
+    "t5_small": (16, 24),
+    "mixtral_tiny": (16, 16),
+    "mamba130m": (16, 16),
+    "whisper_tiny": (16, 16),
+    "vit": (16, 40),
+    "swin": (16, 16),
+    "convnext": (16, 40),
+    "resnet50": (40, 80),
+    "mobilenetv2": (16, 16),
+    "unet": (16, 40),
+    "lstm": (16, 16),
+    "dcgan": (16, 16),
+    "mlp": (16, 16),
+}
+SOAK = 25
+
+
+def cases(models: list[str], precisions: list[str]) -> list[tuple[str, str, int]]:
+    """(model, precision, cap in GiB), the longest first."""
+    found = [(m, p, CAPS.get(m, (16, 16))[p != "fp32"]) for m in models for p in precisions]
+    return sorted(found, key=lambda one: -one[2])
+
+
+def capped(cap_gib: float) -> None:
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(cap_gib * GIB / total)
+
+
+def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
+    """The largest size that survives a soak, by find and then by single soaks upwards."""
+    import zoo
+
+    import batchfit
+    from batchfit._torch.device import resolve_device, tensors_in
+    from batchfit._torch.snapshot import Snapshot
+    from batchfit._torch.trial import run_trial
+
+    workload = zoo.make(model, precision)
+    begun = time.perf_counter()
+    fit = batchfit.find_batch_size(workload)
+    find_s = time.perf_counter() - begun
+    place = resolve_device(None, near=workload.state)
+    snapshot = Snapshot.take(workload.state)
+    parameters = [one for one in tensors_in(workload.state) if one.requires_grad]
+    soaks: list[dict[str, Any]] = []
+
+    def soak(size: int) -> bool:
+        trial = run_trial(
+            workload.step,
+            size,
+            device=place,
+            snapshot=snapshot,
+            parameters=parameters,
+            steps=SOAK,
+            soak=True,
+            raise_ambiguous=False,
+        )
+        soaks.append(trial.model_dump())
+        return trial.sustained
+
+    good = fit.batch_size
+    stride = max(1, round(good / 100))
+    while soak(good + stride):
+        good += stride
+    return {
+        "sustained": good,
+        "fails": good + stride,
+        "find": {
+            "answer": fit.batch_size,
+            "seconds": find_s,
+            "sizes": [t.size for t in fit.trials],
+            "ooms": sum(not t.fits for t in fit.trials),
+        },
+        "trials": [t.model_dump() for t in fit.trials] + soaks,
+    }
+
+
+def OpLog() -> Any:  # noqa: N802
+    """A dispatch mode that writes down which operation made which allocations (counted from the start)."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Log(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[Any] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            out = func(*args, **(kwargs or {}))
+            after = torch.cuda.memory_stats()["allocation.all.allocated"]
+            if after > before:
+                flat = torch.utils._pytree.tree_leaves((args, kwargs))
+                made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+                shapes = [
+                    [str(t.dtype)[6:], list(t.shape)] if isinstance(t, torch.Tensor) else repr(t)[:20]
+                    for t in flat
+                ]
+                outs = [[str(t.dtype)[6:], list(t.shape)] for t in made]
+                self.ops.append([str(func), before, after, shapes[:24], outs[:12]])
+            return out
+
+    return Log()
+
+
+def run_history(model: str, precision: str, cap: str, size: str, steps: str) -> dict[str, Any]:
+    """Every allocation and free from before the model is there to the end of the last step."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=4_000_000)
+    import zoo
+
+    workload = zoo.make(model, precision)
+    marks, failed = [], False
+    log = OpLog()
+    base = len(torch.cuda.memory._snapshot()["device_traces"][0])
+    for _ in range(int(steps)):
+        log.ops.clear()
+        try:
+            with log:
+                workload.step(int(size))
+        except torch.OutOfMemoryError:
+            failed = True
+        torch.cuda.synchronize()
+        marks.append(len(torch.cuda.memory._snapshot()["device_traces"][0]))
+        if failed:
+            break
+    stats = torch.cuda.memory_stats()
+    events = [
+        [entry["action"], entry["addr"], entry["size"]]
+        for entry in torch.cuda.memory._snapshot()["device_traces"][0]
+    ]
+    return {
+        "model": model,
+        "precision": precision,
+        "cap_gib": float(cap),
+        "size": int(size),
+        "steps": int(steps),
+        "failed": failed,
+        "setup_ends": base,
+        "step_ends": marks,
+        "peak_allocated": stats["allocated_bytes.all.peak"],
+        "peak_reserved": stats["reserved_bytes.all.peak"],
+        "peak_requested": stats["requested_bytes.all.peak"],
+        "retries": stats["num_alloc_retries"],
+        "events": events,
+        "ops": log.ops,
+    }
+
+
+def child(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONWARNINGS": "ignore",
+            "TOKENIZERS_PARALLELISM": "false",
+            **(environment or {}),
+        },
+    )
+    if done.returncode != 0:
+        return {"error": done.stderr[-1500:]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+class Pool:
+    """Children side by side while the sum of their caps fits the card."""
+
+    def __init__(self, capacity_gib: float, workers: int, deadline_s: float) -> None:
+        self.free = capacity_gib
+        self.turn = threading.Condition()
+        self.workers = workers
+        self.ends = time.monotonic() + deadline_s
+
+    def run(self, jobs: list[tuple[Any, float, list[str]]], done: Any) -> None:
+        def one(job: tuple[Any, float, list[str]]) -> None:
+            key, cap, arguments = job
+            with self.turn:
+                self.turn.wait_for(lambda: self.free >= cap)
+                self.free -= cap
+            try:
+                if time.monotonic() < self.ends:
+                    begun = time.perf_counter()
+                    answer = child(arguments)
+                    with self.turn:
+                        done(key, answer, time.perf_counter() - begun)
+            finally:
+                with self.turn:
+                    self.free += cap
+                    self.turn.notify_all()
+
+        with ThreadPoolExecutor(self.workers) as executor:
+            list(executor.map(one, jobs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("truth", "history", "child"))
+    parser.add_argument("rest", nargs="*")
+    parser.add_argument("--out", type=Path, default=Path("prediction_gpu.json"))
+    parser.add_argument("--folder", type=Path, default=Path("histories"))
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--deadline-s", type=float, default=500)
+    given = parser.parse_args()
+
+    if given.what == "child":
+        name, *rest = given.rest
+        capped(float(rest[2]))
+        answer = {"truth": run_truth, "history": run_history}[name](*rest)
+        print(json.dumps(answer))
+        return
+
+    pool = Pool(125, given.workers, given.deadline_s)
+    if given.what == "history":
+        given.folder.mkdir(exist_ok=True, parents=True)
+        jobs = []
+        for text in given.rest:
+            model, precision, cap, size, steps = text.split(":")
+            jobs.append((text, float(cap), ["child", "history", model, precision, cap, size, steps]))
+
+        def save(key: str, answer: dict[str, Any], seconds: float) -> None:
+            (given.folder / (key.replace(":", "_") + ".json")).write_text(json.dumps(answer))
+            print(key, seconds, answer.get("error", "")[-300:], flush=True)
+
+        pool.run(jobs, save)
+        return
+
+    results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    jobs = []
+    for model, precision, cap in cases(given.models or list(CAPS), given.precisions):
+        key = f"{model}/{precision}/{cap}"
+        if "sustained" not in results.get(key, {}):
+            jobs.append((key, float(cap), ["child", "truth", model, precision, str(cap)]))
+
+    def keep(key: str, answer: dict[str, Any], seconds: float) -> None:
+        results[key] = {**answer, "seconds": seconds}
+        given.out.write_text(json.dumps(results))
+        shown = {k: v for k, v in answer.items() if k not in ("trials",)}
+        print(key, round(seconds, 1), json.dumps(shown)[-400:], flush=True)
+
+    pool.run(jobs, keep)
+
+
+if __name__ == "__main__":
+    main()

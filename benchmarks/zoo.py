@@ -1,0 +1,416 @@
+"""The models that prediction and find are measured on: random weights from configs, batches made on the spot.
+
+    workload = zoo.make("gpt2", "bf16", device="cuda")
+
+`CORE` is what the code was developed beside; `HELD_OUT` was chosen after the code was frozen and is reported
+apart. Each model is a training step with AdamW: fp32 (TF32 off), "bf16" (autocast) or "bf16_params".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+
+import batchfit
+
+CORE = (
+    "gpt2",
+    "gpt2_eager",
+    "llama110m",
+    "qwen05b",
+    "opt125m",
+    "bert",
+    "distilbert",
+    "deberta",
+    "t5_small",
+    "mixtral_tiny",
+    "mamba130m",
+    "whisper_tiny",
+    "vit",
+    "swin",
+    "convnext",
+    "resnet50",
+    "mobilenetv2",
+    "unet",
+    "lstm",
+    "dcgan",
+    "mlp",
+)
+HELD_OUT: tuple[str, ...] = ()
+PRECISIONS = ("fp32", "bf16", "bf16_params")
+
+MakeBatch = Callable[[int], Any]
+
+
+def make(
+    name: str,
+    precision: str = "bf16",
+    *,
+    device: str = "cuda",
+    build_on: str | None = None,
+    optimizer: str = "adamw",
+    checkpointing: bool = False,
+) -> batchfit.Workload:
+    """The workload of a model, on `device` (built on `build_on`, "meta" for what fits nowhere)."""
+    torch.manual_seed(0)
+    with torch.device(build_on or "cpu"):
+        model, make_batch, loss_fn = _BUILD[name](device if build_on is None else build_on)
+    if build_on is None:
+        model = model.to(device)
+    model.train()
+    if precision == "bf16_params":
+        model = model.to(torch.bfloat16)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    autocast = torch.bfloat16 if precision == "bf16" else None
+    if name == "dcgan":
+        return _gan(model, make_batch, autocast)
+    made = _OPTIMIZERS[optimizer](model.parameters())
+    return batchfit.training(model, made, loss_fn, make_batch, autocast=autocast)
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
+    "adamw_single": lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+}
+
+
+def _hf_loss(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def _tokens(vocabulary: int, length: int, device: str, *, labels: str = "tokens") -> MakeBatch:
+    def make_batch(n: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, vocabulary, (n, length), device=device)
+        target = ids if labels == "tokens" else torch.randint(0, 2, (n,), device=device)
+        return {"input_ids": ids, "labels": target}
+
+    return make_batch
+
+
+def _images(device: str, size: int = 224) -> MakeBatch:
+    def make_batch(n: int) -> dict[str, torch.Tensor]:
+        pixels = torch.randn(n, 3, size, size, device=device)
+        return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (n,), device=device)}
+
+    return make_batch
+
+
+def _gpt2(device: str, attention: str = "sdpa") -> Any:
+    config = hf.GPT2Config(attn_implementation=attention, use_cache=False)
+    return hf.GPT2LMHeadModel(config), _tokens(50257, 512, device), _hf_loss
+
+
+def _llama(device: str) -> Any:
+    config = hf.LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return hf.LlamaForCausalLM(config), _tokens(32000, 512, device), _hf_loss
+
+
+def _qwen(device: str) -> Any:
+    config = hf.Qwen2Config(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return hf.Qwen2ForCausalLM(config), _tokens(151936, 512, device), _hf_loss
+
+
+def llama70b(device: str) -> Any:
+    """The shape of Llama 3 70B: for tracing on the meta device only."""
+    config = hf.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    return hf.LlamaForCausalLM(config), _tokens(128256, 2048, device), _hf_loss
+
+
+def _llama1b(device: str) -> Any:
+    config = hf.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return hf.LlamaForCausalLM(config), _tokens(128256, 1024, device), _hf_loss
+
+
+def _opt(device: str) -> Any:
+    return hf.OPTForCausalLM(hf.OPTConfig(use_cache=False)), _tokens(50272, 512, device), _hf_loss
+
+
+def _bert(device: str) -> Any:
+    return hf.BertForMaskedLM(hf.BertConfig()), _tokens(30522, 256, device), _hf_loss
+
+
+def _distilbert(device: str) -> Any:
+    model = hf.DistilBertForSequenceClassification(hf.DistilBertConfig())
+    return model, _tokens(30522, 256, device, labels="classes"), _hf_loss
+
+
+def _deberta(device: str) -> Any:
+    config = hf.DebertaV2Config(
+        vocab_size=128100,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        relative_attention=True,
+        position_buckets=256,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+        pos_att_type=["p2c", "c2p"],
+    )
+    model = hf.DebertaV2ForSequenceClassification(config)
+    return model, _tokens(128100, 256, device, labels="classes"), _hf_loss
+
+
+def _t5(device: str) -> Any:
+    model = hf.T5ForConditionalGeneration(hf.T5Config(use_cache=False, decoder_start_token_id=0))
+    return model, _tokens(32128, 256, device), _hf_loss
+
+
+def _mixtral(device: str) -> Any:
+    config = hf.MixtralConfig(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return hf.MixtralForCausalLM(config), _tokens(32000, 512, device), _hf_loss
+
+
+def _mamba(device: str) -> Any:
+    config = hf.MambaConfig(hidden_size=768, num_hidden_layers=24, vocab_size=50280, use_cache=False)
+    return hf.MambaForCausalLM(config), _tokens(50280, 32, device), _hf_loss
+
+
+def _whisper(device: str) -> Any:
+    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(use_cache=False))
+
+    def make_batch(n: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_features": torch.randn(n, 80, 3000, device=device),
+            "labels": torch.randint(0, 50000, (n, 128), device=device),
+        }
+
+    return model, make_batch, _hf_loss
+
+
+def _vision(model_class: Any, config: Any) -> Callable[[str], Any]:
+    return lambda device: (model_class(config(num_labels=1000)), _images(device), _hf_loss)
+
+
+class DoubleConv(nn.Sequential):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        )
+
+
+class UNet(nn.Module):
+    """The plain U-Net: 3x3 convolutions at high resolution, heavy on cuDNN."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        widths = [width * 2**i for i in range(depth + 1)]
+        self.down = nn.ModuleList(DoubleConv(3 if i == 0 else widths[i - 1], widths[i]) for i in range(depth))
+        self.middle = DoubleConv(widths[-2], widths[-1])
+        self.raise_ = nn.ModuleList(
+            nn.ConvTranspose2d(widths[i + 1], widths[i], 2, stride=2) for i in reversed(range(depth))
+        )
+        self.up = nn.ModuleList(DoubleConv(widths[i] * 2, widths[i]) for i in reversed(range(depth)))
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for raise_, block in zip(self.raise_, self.up, strict=True):
+            x = block(torch.cat([skips.pop(), raise_(x)], dim=1))
+        return self.head(x)
+
+
+def _unet(device: str) -> Any:
+    def make_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 3, 256, 256, device=device), torch.randint(0, 2, (n, 256, 256), device=device)
+
+    return UNet(), make_batch, _cross_entropy
+
+
+def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Tagger(nn.Module):
+    """Two LSTM layers between an embedding and a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20000, 512)
+        self.lstm = nn.LSTM(512, 1024, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(1024, 20000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out, _ = self.lstm(self.embed(ids))
+        return self.head(out).flatten(0, 1)
+
+
+def _lstm(device: str) -> Any:
+    def make_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, 20000, (n, 128), device=device)
+        return ids, ids
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1].flatten())
+
+    return Tagger(), make_batch, loss_fn
+
+
+def _mlp(device: str) -> Any:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(4096, 4096), nn.GELU(), nn.LayerNorm(4096)]
+    model = nn.Sequential(*layers, nn.Linear(4096, 1000))
+
+    def make_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 4096, device=device), torch.randint(0, 1000, (n,), device=device)
+
+    return model, make_batch, _cross_entropy
+
+
+class Gan(nn.Module):
+    """A generator and a discriminator of 128 x 128 pictures."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        widths = [width * 16, width * 8, width * 4, width * 2, width]
+        layers: list[nn.Module] = [
+            nn.ConvTranspose2d(128, widths[0], 4),
+            nn.BatchNorm2d(widths[0]),
+            nn.ReLU(),
+        ]
+        for before, after in zip(widths, widths[1:], strict=False):
+            layers += [
+                nn.ConvTranspose2d(before, after, 4, stride=2, padding=1),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+            ]
+        self.generator = nn.Sequential(
+            *layers, nn.ConvTranspose2d(width, 3, 4, stride=2, padding=1), nn.Tanh()
+        )
+        layers = [nn.Conv2d(3, width, 4, stride=2, padding=1), nn.LeakyReLU(0.2)]
+        for after, before in zip(widths[-2::-1], widths[::-1], strict=False):
+            layers += [
+                nn.Conv2d(before, after, 4, stride=2, padding=1),
+                nn.BatchNorm2d(after),
+                nn.LeakyReLU(0.2),
+            ]
+        self.discriminator = nn.Sequential(*layers, nn.Conv2d(widths[0], 1, 4))
+
+
+def _dcgan(device: str) -> Any:
+    def make_batch(n: int) -> torch.Tensor:
+        return torch.randn(n, 3, 128, 128, device=device)
+
+    return Gan(), make_batch, None
+
+
+def _gan(model: Any, make_batch: MakeBatch, autocast: torch.dtype | None) -> batchfit.Workload:
+    """Two optimizers in one step: a plain `Workload`."""
+    from contextlib import nullcontext
+
+    for_g = torch.optim.AdamW(model.generator.parameters(), lr=1e-4)
+    for_d = torch.optim.AdamW(model.discriminator.parameters(), lr=1e-4)
+    bce = nn.functional.binary_cross_entropy_with_logits
+
+    def lowered() -> Any:
+        device = next(model.parameters()).device.type
+        return nullcontext() if autocast is None else torch.autocast(device, dtype=autocast)
+
+    def step(n: int) -> None:
+        real = make_batch(n)
+        device = real.device
+        for_d.zero_grad(set_to_none=True)
+        with lowered():
+            fake = model.generator(torch.randn(n, 128, 1, 1, device=device))
+            on_real = model.discriminator(real).flatten()
+            on_fake = model.discriminator(fake.detach()).flatten()
+            loss_d = bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
+        loss_d.backward()
+        for_d.step()
+        for_g.zero_grad(set_to_none=True)
+        with lowered():
+            judged = model.discriminator(fake).flatten()
+            loss_g = bce(judged, torch.ones_like(judged))
+        loss_g.backward()
+        for_g.step()
+
+    return batchfit.Workload(step, state=[model, for_g, for_d])
+
+
+_BUILD: dict[str, Callable[[str], Any]] = {
+    "gpt2": _gpt2,
+    "gpt2_eager": lambda device: _gpt2(device, "eager"),
+    "llama110m": _llama,
+    "qwen05b": _qwen,
+    "llama1b": _llama1b,
+    "llama70b": llama70b,
+    "opt125m": _opt,
+    "bert": _bert,
+    "distilbert": _distilbert,
+    "deberta": _deberta,
+    "t5_small": _t5,
+    "mixtral_tiny": _mixtral,
+    "mamba130m": _mamba,
+    "whisper_tiny": _whisper,
+    "vit": _vision(hf.ViTForImageClassification, hf.ViTConfig),
+    "swin": _vision(hf.SwinForImageClassification, hf.SwinConfig),
+    "convnext": _vision(hf.ConvNextForImageClassification, hf.ConvNextConfig),
+    "resnet50": _vision(hf.ResNetForImageClassification, hf.ResNetConfig),
+    "mobilenetv2": _vision(hf.MobileNetV2ForImageClassification, hf.MobileNetV2Config),
+    "unet": _unet,
+    "lstm": _lstm,
+    "dcgan": _dcgan,
+    "mlp": _mlp,
+}
