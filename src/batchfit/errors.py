@@ -62,6 +62,20 @@ class SnapshotError(BatchfitError):
     """A part of the workload's state could not be copied or put back."""
 
 
+class UntraceableError(BatchfitError):
+    """A step cannot be traced with fake tensors; names the operation, the line and the reason."""
+
+    def __init__(self, operation: str, where: str, why: str) -> None:
+        self.operation = operation
+        self.where = where
+        self.why = why
+        at = f" at {where}" if where else ""
+        super().__init__(
+            f"the step cannot be traced: {operation or 'the step'}{at}: {why}. "
+            "batchfit find measures instead."
+        )
+
+
 class TargetError(BatchfitError):
     """A command-line target (`file.py:function`) could not be loaded or made no workload."""
 

@@ -1,0 +1,215 @@
+"""What a step takes of memory as a function of its batch size: one line per allocation.
+
+Rules:
+- A `Trace` is what a step allocated and freed at one size, in order. Two traces whose streams have the same
+  shape give every allocation a line `fixed + per_sample * size`; a third trace checks the lines.
+- A `Footprint` answers for any size: the bytes live at the highest moment (exact, a convex function made of
+  straight pieces), where its knees are, and what is held then.
+- Nothing here knows of torch or of a device; an allocator's rounding and fragmentation come from replaying
+  the footprint's events (`_decide.allocator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+# What a block is for, in the order in which people ask.
+KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
+
+
+class ShapeChangedError(Exception):
+    """Two traces are not the same stream of allocations at different sizes."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a block came from: its kind, the phase, the module's path, the source line and the operation."""
+
+    kind: str
+    phase: str
+    module: str = ""
+    source: str = ""
+    operation: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What some steps at one size allocated and freed.
+
+    An event n >= 0 allocates block n, an event n < 0 frees block ~n; block n has `sizes[n]` bytes and comes
+    from `origins[n]`. `step_ends[i]` is the number of events up to the end of step i; what comes before
+    `begins` is there before the first step (weights, buffers).
+    """
+
+    size: int
+    sizes: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    events: tuple[int, ...]
+    begins: int
+    step_ends: tuple[int, ...]
+
+    def ordered(self) -> Trace:
+        """The same trace with each run of frees in the order of its blocks.
+
+        Python frees some things in the order of their hashes (autocast's cache of weights), which differs
+        from run to run; the allocator does not mind the order.
+        """
+        events: list[int] = []
+        run: list[int] = []
+        cuts = {self.begins, *self.step_ends}
+        for position, event in enumerate(self.events):
+            if (event >= 0 or position in cuts) and run:
+                events += sorted(run, reverse=True)
+                run = []
+            if event < 0:
+                run.append(event)
+            else:
+                events.append(event)
+        events += sorted(run, reverse=True)
+        return Trace(self.size, self.sizes, self.origins, tuple(events), self.begins, self.step_ends)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes as a function of the size."""
+
+    fixed: float
+    per_sample: float
+
+    def at(self, size: float) -> float:
+        return self.fixed + self.per_sample * size
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One straight piece of the peak: from `size` on, the peak is at event `moment`."""
+
+    size: float
+    moment: int
+    line: Line
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A step's allocations for every size: `fixed[n] + per_sample[n] * size` bytes for block n."""
+
+    fixed: tuple[float, ...]
+    per_sample: tuple[float, ...]
+    origins: tuple[Origin, ...]
+    events: tuple[int, ...]
+    begins: int
+    step_ends: tuple[int, ...]
+
+    @classmethod
+    def between(cls, first: Trace, second: Trace) -> Footprint:
+        """The footprint through two traces of the same stream."""
+        check_same_stream(first, second)
+        gap = second.size - first.size
+        slopes = [(two - one) / gap for one, two in zip(first.sizes, second.sizes, strict=True)]
+        fixed = [one - slope * first.size for one, slope in zip(first.sizes, slopes, strict=True)]
+        return cls(
+            tuple(fixed), tuple(slopes), first.origins, first.events, first.begins, first.step_ends
+        )
+
+    def sizes_at(self, size: int) -> list[int]:
+        """The bytes of each block at `size`."""
+        # A block that shrinks with the batch would be odd, and a negative one impossible.
+        return [
+            max(0, round(fixed + slope * size))
+            for fixed, slope in zip(self.fixed, self.per_sample, strict=True)
+        ]
+
+    def error_at(self, trace: Trace) -> float:
+        """How far the lines are from a trace at another size: the largest share of that trace's peak."""
+        check_same_stream(self, trace)
+        ours, theirs = self.sizes_at(trace.size), trace.sizes
+        live = theirs_peak = worst = 0
+        gap = 0
+        for event in trace.events:
+            block = event if event >= 0 else ~event
+            sign = 1 if event >= 0 else -1
+            live += sign * theirs[block]
+            gap += sign * (ours[block] - theirs[block])
+            theirs_peak = max(theirs_peak, live)
+            worst = max(worst, abs(gap))
+        return worst / max(theirs_peak, 1)
+
+    def live_lines(self) -> tuple[list[float], list[float]]:
+        """Live bytes after each event, as fixed parts and slopes."""
+
+        def running(values: Sequence[float]) -> list[float]:
+            return list(accumulate(values[e] if e >= 0 else -values[~e] for e in self.events))
+
+        return running(self.fixed), running(self.per_sample)
+
+    def peak_bytes(self, size: float) -> float:
+        """Bytes asked for and live at the highest moment."""
+        fixed, slopes = self.live_lines()
+        return max(a + b * size for a, b in zip(fixed, slopes, strict=True))
+
+    def pieces(self, largest: float = float("inf")) -> list[Piece]:
+        """The straight pieces of the peak from size 1 up, exactly: the upper envelope of all moments."""
+        fixed, slopes = self.live_lines()
+        best: dict[float, int] = {}
+        for moment, (a, b) in enumerate(zip(fixed, slopes, strict=True)):
+            if b not in best or a > fixed[best[b]]:
+                best[b] = moment
+        lines = sorted((slope, fixed[moment], moment) for slope, moment in best.items())
+        hull: list[tuple[float, float, int]] = []  # slopes ascending
+        starts: list[float] = []  # from which size each is on top
+        for slope, at_zero, moment in lines:
+            start = float("-inf")
+            while hull:
+                start = (hull[-1][1] - at_zero) / (slope - hull[-1][0])
+                if start > starts[-1]:
+                    break
+                hull.pop()
+                starts.pop()
+                start = float("-inf")
+            hull.append((slope, at_zero, moment))
+            starts.append(start)
+        found = []
+        for index, (slope, at_zero, moment) in enumerate(hull):
+            ends = starts[index + 1] if index + 1 < len(hull) else float("inf")
+            if ends > 1 and starts[index] <= largest:
+                found.append(Piece(max(1.0, starts[index]), moment, Line(at_zero, slope)))
+        return found
+
+    def moment_of_peak(self, size: float) -> int:
+        """The event after which the most is live; the first of several."""
+        fixed, slopes = self.live_lines()
+        live = [a + b * size for a, b in zip(fixed, slopes, strict=True)]
+        return max(range(len(live)), key=live.__getitem__)
+
+    def live_at(self, moment: int) -> list[int]:
+        """The blocks that are live after an event."""
+        live: dict[int, None] = {}
+        for event in self.events[: moment + 1]:
+            if event >= 0:
+                live[event] = None
+            else:
+                live.pop(~event, None)
+        return list(live)
+
+
+def check_same_stream(one: Trace | Footprint, two: Trace | Footprint) -> None:
+    """Refuse two streams that differ in anything but the bytes."""
+    if one.events == two.events and one.step_ends == two.step_ends:
+        return
+    shorter = min(len(one.events), len(two.events))
+    first = next((i for i in range(shorter) if one.events[i] != two.events[i]), shorter)
+    block = next((e for e in one.events[first:] if e >= 0), None)
+    origin = one.origins[block] if block is not None else None
+    where = f" at {origin.operation} ({origin.source or origin.phase})" if origin is not None else ""
+    raise ShapeChangedError(
+        f"the step allocates in another order at another batch size: {len(one.events)} and "
+        f"{len(two.events)} events, the first difference{where}"
+    )

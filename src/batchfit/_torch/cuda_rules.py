@@ -1,0 +1,176 @@
+"""What CUDA would do with an operation, for a trace on a machine that has no GPU.
+
+Rules:
+- With a GPU the traced device is a fake `cuda` and torch itself makes CUDA's choices; nothing here acts.
+- Without one it is a second fake CPU (`cpu:1`), told apart from the host, and CUDA's choices are put in:
+  attention back-ends by the rules of the target card, fused dropout, cuDNN's LSTM, autocast's lists.
+- Every replacement is registered for the time of a trace, for tensors of the traced device only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from batchfit._decide.cards import Card
+from batchfit._torch.autocast_rules import cuda_lists
+
+aten = torch.ops.aten
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CudaRules:
+    """The device that a trace takes place on, and the card that it stands for."""
+
+    card: Card
+    device: torch.device
+
+    @classmethod
+    def for_card(cls, card: Card, *, with_gpu: bool) -> CudaRules:
+        return cls(card, torch.device("cuda", torch.cuda.current_device()) if with_gpu else torch.device("cpu", 1))
+
+    @property
+    def host_means_device(self) -> bool:
+        """Without a GPU the program's own tensors are on the CPU, which stands for the card."""
+        return self.device.type == "cpu"
+
+    def renamed(self, device: Any) -> Any:
+        """The traced device for "cuda", anything else as it is."""
+        if device is None or not self.host_means_device:
+            return device
+        return self.device if torch.device(device).type == "cuda" else device
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, operations on the traced device are CUDA's."""
+        if not self.host_means_device:
+            yield
+            return
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
+                library.impl("dropout", self._dropout, "AutogradCPU")
+                library.impl("lstm.input", self._lstm, "AutogradCPU")
+            with cuda_lists(self.device):
+                yield
+        finally:
+            library._destroy()
+
+    def substitute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """CUDA's result for an operation that reaches the trace whole (in inference mode); or nothing."""
+        if not self.host_means_device:
+            return NotImplemented
+        if func is aten.scaled_dot_product_attention.default:
+            return self._attention(*args, **kwargs)
+        if func is aten.dropout.default:
+            return self._dropout(*args, **kwargs)
+        return NotImplemented
+
+    def _here(self, *tensors: Any) -> bool:
+        return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
+
+    def _dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
+        if self._here(value) and train and 0 < p < 1 and value.numel():
+            return aten.native_dropout.default(value, p, True)[0]
+        return aten.dropout.default.decompose(value, p, train)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not self._here(query, key, value):
+            return aten.scaled_dot_product_attention.default.decompose(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        needs = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+        mask = _additive(attn_mask, query.dtype)
+        backend = self._backend(query, key, value, mask, enable_gqa)
+        if backend == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention.default(
+                query, key, value, mask, needs, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if backend == "flash":
+            return aten._scaled_dot_product_flash_attention.default(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if backend == "efficient":
+            return aten._scaled_dot_product_efficient_attention.default(
+                query, key, value, mask, needs, dropout_p, is_causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def _backend(self, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> str:
+        """Which kernel torch takes on the card (sdp_utils.cpp), as far as memory can tell them apart."""
+        cuda = torch.backends.cuda
+        low = query.dtype in (torch.float16, torch.bfloat16)
+        head = query.shape[-1]
+        same_heads = query.dim() == 4 and query.shape[1] == key.shape[1]
+        if query.dim() != 4 or (mask is not None and mask.requires_grad and not _eight(mask)):
+            return "math"
+        grouped = grouped and not same_heads
+        mask_learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        if (
+            self.card.prefers_cudnn_attention
+            and cuda.cudnn_sdp_enabled()
+            and low
+            and head % 8 == 0
+            and head <= 128
+            and value.shape[-1] <= 128
+            and not mask_learns
+            and query.shape[2] > 1
+            and (mask is None or _cudnn_takes(mask))
+        ):
+            return "cudnn"
+        if self.card.capability >= (8, 0) and cuda.flash_sdp_enabled() and low and mask is None and head <= 256:
+            return "flash"
+        if cuda.mem_efficient_sdp_enabled() and not grouped:
+            return "efficient"
+        return "math"
+
+    def _lstm(self, value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
+        if not self._here(value):
+            return aten.lstm.input.decompose(value, hx, params, *options, **named)
+        has_biases, layers, dropout, train, bidirectional, batch_first = options
+        hidden = hx[0].shape[-1]
+        state = params[: 4 if has_biases else 2]
+        width = len(state)
+        out = aten._cudnn_rnn.default(
+            value, list(params), width, None, hx[0], hx[1], 2, hidden, 0, layers, batch_first, dropout,
+            train, bidirectional, [], None,
+        )
+        return out[0], out[1], out[2]
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask as the numbers that torch adds to the scores."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _eight(mask: Tensor) -> bool:
+    return mask.shape[-1] % 8 == 0
+
+
+def _cudnn_takes(mask: Tensor) -> bool:
+    return mask.shape[-1] % 2 == 0

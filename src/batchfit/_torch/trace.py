@@ -1,0 +1,417 @@
+"""Traces a workload with fake tensors: what its steps allocate and free, at one size, without memory.
+
+Rules:
+- The device is fake, the host is real. Tensors on the traced device have shapes and no memory; what a
+  program computes on the host (its data, its random decisions) is really computed, on the small batches of a
+  trace, so that no branch is guessed.
+- Nothing of the user's is changed: parameters, buffers and optimizer state are replaced by fakes for the
+  trace and put back after it, random states too.
+- What cannot be traced is an `UntraceableError` that names the operation and the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchfit._decide.footprint import Origin, Trace
+from batchfit._torch import phase as phases
+from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.faking import Faked
+from batchfit._torch.rng import global_states
+from batchfit._torch.workspaces import Workspaces
+from batchfit.errors import UntraceableError
+from batchfit.workload import Workload
+
+_HERE = str(Path(__file__).resolve().parent.parent)
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_ITEM = torch.ops.aten._local_scalar_dense.default
+STEPS = 2
+
+
+def trace(workload: Workload, size: int, *, rules: CudaRules, steps: int = STEPS) -> Trace:
+    """The allocations and frees of `steps` steps of `size` samples."""
+    undo = global_states()
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection would free things at moments of its own
+    try:
+        with Faked.of(workload, device=rules.device) as faked:
+            recorder = Recorder(faked, rules)
+            with rules.active(), recorder.watching():
+                for _ in range(steps):
+                    _run(workload, size, recorder)
+                    recorder.end_step()
+            return recorder.trace(size)
+    finally:
+        if collects:
+            gc.enable()
+        for _, put_back in undo:
+            put_back()
+
+
+def _run(workload: Workload, size: int, recorder: Recorder) -> None:
+    try:
+        with recorder.faked.mode, recorder:
+            workload.step(size)
+    except UntraceableError:
+        raise
+    except Exception as error:
+        raise _explained(error, recorder) from error
+    finally:
+        phases.clear()
+
+
+def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
+    """What stood in the way, with the user's own line."""
+    operation = str(getattr(error, "func", "") or recorder.operation)
+    where = _where_raised(error)
+    if isinstance(error, DynamicOutputShapeException):
+        return UntraceableError(operation, where, "the shape of its result depends on the data")
+    if isinstance(error, DataDependentOutputException):
+        return UntraceableError(operation, where, "its result is read by the program and depends on the data")
+    if isinstance(error, UnsupportedOperatorException | NotImplementedError):
+        return UntraceableError(operation, where, "it has no fake kernel (torch.library.register_fake)")
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return UntraceableError(operation, where, f"{type(error).__name__}: {first}")
+
+
+def _where_raised(error: BaseException) -> str:
+    """The innermost line of the program's own in a traceback; of a library's where it has none."""
+    found = library = ""
+    walk = error.__traceback__
+    while walk is not None:
+        code = walk.tb_frame.f_code
+        if not _is_ours(code.co_filename):
+            line = f"{Path(code.co_filename).name}:{walk.tb_lineno}"
+            if code.co_filename.startswith(_TORCH):
+                pass
+            elif "site-packages" in code.co_filename or "dist-packages" in code.co_filename:
+                library = line
+            else:
+                found = line
+        walk = walk.tb_next
+    return library or found
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_HERE, "<"))
+
+
+@final
+class Recorder(TorchDispatchMode):
+    """Sees every operation of a step on the fake device, and writes down what it allocates and frees."""
+
+    def __init__(self, faked: Faked, rules: CudaRules) -> None:
+        super().__init__()
+        self.faked = faked
+        self.rules = rules
+        self.operation = ""
+        self._workspaces = Workspaces(rules)
+        self._sizes: list[int] = []
+        self._origins: list[Origin] = []
+        self._events: list[int] = []
+        self._step_ends: list[int] = []
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
+        self._modules: list[str] = []
+        self._in_optimizer = 0
+        self._lines: dict[tuple[Any, int], str] = {}
+        for name, tensor, kind in faked.held():
+            self._see(tensor, Origin(kind, "held", module=name))
+        self._begins = len(self._events)
+
+    # -- what happens around the operations
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows modules, optimizers and gradients, to say what a block is for."""
+        names = self.faked.module_names
+        module = torch.nn.modules.module
+
+
+        def enter(one: nn.Module, *_: Any) -> None:
+            self._modules.append(names.get(id(one), type(one).__name__))
+
+        def leave(*_: Any) -> None:
+            if self._modules:
+                self._modules.pop()
+
+        def begin(*_: Any) -> None:
+            self._in_optimizer += 1
+
+        def end(*_: Any) -> None:
+            self._in_optimizer -= 1
+
+        handles = [
+            module.register_module_forward_pre_hook(enter),
+            module.register_module_forward_hook(leave, always_call=True),
+            register_optimizer_step_pre_hook(begin),
+            register_optimizer_step_post_hook(end),
+        ]
+        handles += [
+            parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+            for parameter in self.faked.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._mark(parameter.grad, "gradients")
+
+    def _mark(self, tensor: Tensor, kind: str) -> None:
+        entry = self._known.get(_address(tensor))
+        if entry is not None:
+            block = entry[1]
+            if self._origins[block].kind != "weights":
+                self._origins[block] = replace(self._origins[block], kind=kind)
+
+    def end_step(self) -> None:
+        """A step is over: name what it leaves behind."""
+        for tensor in self.faked.optimizer_tensors():
+            self._mark(tensor, "optimizer")
+        self._modules.clear()
+        self._in_optimizer = 0
+        self._step_ends.append(len(self._events))
+
+    def trace(self, size: int) -> Trace:
+        found = Trace(
+            size,
+            tuple(self._sizes),
+            tuple(self._origins),
+            tuple(self._events),
+            self._begins,
+            tuple(self._step_ends),
+        )
+        self._known.clear()  # what dies after this is not the step's doing
+        return found.ordered()
+
+    # -- the operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.operation = str(func)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
+        tensors: list[Tensor] = []
+        _collect(args, tensors)
+        _collect(kwargs.values(), tensors)
+        if not any(isinstance(one, FakeTensor) for one in tensors):
+            place = kwargs.get("device")
+            place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
+            if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
+                with unset_fake_temporarily():
+                    return func(*args, **kwargs)
+        if len(tensors) and not all(isinstance(one, FakeTensor) for one in tensors):
+            args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
+        if func is _ITEM:
+            return self._item(args[0])
+        substituted = self.rules.substitute(func, args, kwargs)
+        if substituted is not NotImplemented:
+            return substituted
+        workspaces = self._workspaces.of(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._record(func, out, workspaces)
+        return out
+
+    def _is_host(self, tensors: list[Tensor]) -> bool:
+        for one in tensors:
+            if one.device.type != "cpu":
+                return False
+            if one.requires_grad and one.is_leaf and isinstance(one, nn.Parameter):
+                raise UntraceableError(
+                    self.operation,
+                    _calling_line(),
+                    "it uses a parameter of a model that is not in the workload's state: declare it, "
+                    "batchfit.Workload(step, state=[model, optimizer])",
+                )
+        return True
+
+    def _faked_arguments(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """Real tensors beside fake ones: from the host, or the program's own on the device."""
+        moves = func in _MOVES
+
+        def faked(value: Any) -> Any:
+            if isinstance(value, FakeTensor) or not isinstance(value, Tensor | list | tuple):
+                return value
+            if isinstance(value, Tensor):
+                return self._adopt(value, as_host=moves or value.dim() == 0)
+            return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
+
+        if any(one.requires_grad and isinstance(one, nn.Parameter) for one in tensors
+               if not isinstance(one, FakeTensor)):
+            self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
+        return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
+
+    def _adopt(self, real: Tensor, *, as_host: bool) -> Tensor:
+        """The fake that stands for a real tensor from now on."""
+        key = id(real)
+        found = self._adopted.get(key)
+        if found is not None and found[0]() is real:
+            return found[1]
+        on_device = real.device.type != "cpu" or (self.rules.host_means_device and not as_host)
+        with unset_fake_temporarily():
+            fake = self.faked.fake_of(real, self.rules.device if on_device else torch.device("cpu"))
+        if as_host and not on_device:
+            return fake
+        if on_device:
+            self._see(fake, self._origin("batch", "adopted"))
+        self._adopted[key] = (weakref.ref(real, lambda _: self._adopted.pop(key, None)), fake)
+        return fake
+
+    def _item(self, tensor: Any) -> Any:
+        constant = getattr(tensor, "constant", None)
+        if constant is not None:
+            return constant.item()
+        # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
+        caller = _library_caller()
+        if caller == "optim":
+            return 1.0
+        if caller == "grad_scaler":
+            return 0.0
+        raise UntraceableError(
+            ".item()", _calling_line(), "the program reads a value that depends on the data"
+        )
+
+    def _record(self, func: Any, out: Any, workspaces: Any) -> None:
+        made: list[Tensor] = []
+        _collect((out,), made)
+        operation = None
+        for index, tensor in enumerate(made):
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != self.rules.device.type:
+                continue
+            if tensor.fake_device != self.rules.device:
+                continue
+            if _address(tensor) in self._known:
+                continue
+            if operation is None:
+                operation = str(func)
+            longer = workspaces.outputs.get(index) if workspaces is not None else None
+            self._see(tensor, self._origin("activations", operation), longer)
+        if workspaces is not None:
+            origin = self._origin("workspaces", str(func))
+            blocks = [self._allocate(size, origin) for size in workspaces.temporaries if size > 0]
+            self._events.extend(~block for block in reversed(blocks))
+
+    def _see(self, tensor: Tensor, origin: Origin, size: int | None = None) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._known:
+            return
+        block = self._allocate(storage.nbytes() if size is None else size, origin)
+
+        def freed(_: Any, block: int = block, address: int = address) -> None:
+            if self._known.pop(address, None) is not None:
+                self._events.append(~block)
+
+        self._known[address] = (weakref.ref(storage, freed), block)
+
+    def _allocate(self, size: int, origin: Origin) -> int:
+        block = len(self._sizes)
+        self._sizes.append(size)
+        self._origins.append(origin)
+        self._events.append(block)
+        return block
+
+    # -- where we are
+
+    def _origin(self, kind: str, operation: str) -> Origin:
+        phase = self._phase()
+        if phase == "batch":
+            kind = "batch"
+        elif phase != "forward" and kind == "activations":
+            kind = "temporaries"
+        module = self._modules[-1] if self._modules else ""
+        return Origin(kind, phase, module, self._source(), operation)
+
+    def _phase(self) -> str:
+        if self._in_optimizer:
+            return "optimizer"
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "batch" if phases.current() == "batch" else "forward"
+
+    def _source(self) -> str:
+        """The innermost line outside torch and batchfit; nothing in a backward that runs in C++."""
+        frame: FrameType | None = sys._getframe(3)
+        while frame is not None:
+            code = frame.f_code
+            name = code.co_filename
+            if not name.startswith((_TORCH, _HERE)) and name[0] != "<":
+                key = (code, frame.f_lineno)
+                line = self._lines.get(key)
+                if line is None:
+                    line = self._lines[key] = f"{Path(name).name}:{frame.f_lineno} {code.co_name}"
+                return line
+            frame = frame.f_back
+        return ""
+
+
+_MOVES = frozenset(
+    {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor}
+)
+
+
+def _collect(values: Any, found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _calling_line() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_TORCH, _HERE)) and name[0] != "<":
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _library_caller() -> str:
+    """Which part of torch asks for a value: its optimizers, its gradient scaler, or none of them."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(12):
+        if frame is None:
+            break
+        name = frame.f_code.co_filename
+        if name.startswith(_TORCH):
+            if "/optim/" in name.replace("\\", "/"):
+                return "optim"
+            if name.endswith("grad_scaler.py"):
+                return "grad_scaler"
+        elif not name.startswith(_HERE):
+            break
+        frame = frame.f_back
+    return ""
