@@ -189,8 +189,8 @@ def _deberta(device: str) -> Any:
         share_att_key=True,
         pos_att_type=["p2c", "c2p"],
     )
-    model = hf.DebertaV2ForSequenceClassification(config)
-    return model, _tokens(128100, 256, device, labels="classes"), _hf_loss
+    model = hf.DebertaV2ForMaskedLM(config)
+    return model, _tokens(128100, 256, device), _hf_loss
 
 
 def _t5(device: str) -> Any:

@@ -23,6 +23,20 @@ class Card:
     usable_bytes: int
     capability: tuple[int, int]
     multiprocessors: int
+    threads_per_multiprocessor: int = 2048
     measured: bool = False
-    blas_workspace_bytes: int = 0
-    prefers_cudnn_attention: bool = False
+
+    @property
+    def blas_bytes(self) -> int:
+        """What cuBLAS keeps for each thread that uses it (at::cuda::getChosenWorkspaceSize)."""
+        return 32 * MIB if self.capability >= (9, 0) else 8 * MIB + 128 * 1024
+
+    @property
+    def blas_lt_bytes(self) -> int:
+        """What cuBLASLt keeps beside it."""
+        return MIB
+
+    @property
+    def prefers_cudnn_attention(self) -> bool:
+        """torch puts cuDNN's attention first from Hopper on."""
+        return self.capability >= (9, 0)

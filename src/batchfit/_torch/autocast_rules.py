@@ -107,11 +107,19 @@ class _Caster:
         return table
 
     def _eligible(self, value: Any) -> bool:
+        # A real tensor is the host's, which stands for the card where it meets the card's tensors.
         return (
-            isinstance(value, FakeTensor)
-            and value.fake_device == self._device
+            isinstance(value, Tensor)
+            and (not isinstance(value, FakeTensor) or value.fake_device == self._device)
             and value.is_floating_point()
             and value.dtype is not torch.float64
+        )
+
+    def _ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor of the traced device is among the arguments."""
+        return any(
+            isinstance(one, FakeTensor) and one.fake_device == self._device
+            for one in _flat((*args, *kwargs.values()))
         )
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
@@ -141,6 +149,8 @@ class _Caster:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = torch.get_autocast_dtype("cpu")
             with self._outside():
+                if not self._ours(args, kwargs):
+                    return operation(*args, **kwargs)
                 return operation(*self._cast(args, dtype), **self._named(kwargs, dtype))
 
         return kernel
@@ -148,6 +158,8 @@ class _Caster:
     def _fp32(self, operation: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with self._outside():
+                if not self._ours(args, kwargs):
+                    return operation(*args, **kwargs)
                 return operation(*self._cast(args, torch.float32), **self._named(kwargs, torch.float32))
 
         return kernel
@@ -157,7 +169,7 @@ class _Caster:
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
-            low = self._eligible(args[0]) and args[0].dtype in (torch.float16, torch.bfloat16)
+            low = self._ours(args, kwargs) and args[0].dtype in (torch.float16, torch.bfloat16)
             with self._outside():
                 if low and given.get("dtype") is None:
                     given["dtype"] = torch.float32
@@ -168,6 +180,9 @@ class _Caster:
 
     def _widest(self, operation: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not self._ours(args, kwargs):
+                with self._outside():
+                    return operation(*args, **kwargs)
             tensors = [one for one in _flat((args, *kwargs.values())) if self._eligible(one)]
             wide = any(one.dtype is torch.float32 for one in tensors)
             dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")

@@ -112,6 +112,7 @@ class CudaRules:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         if backend == "efficient":
+            mask = _padded(mask, query, key)
             return aten._scaled_dot_product_efficient_attention.default(
                 query, key, value, mask, needs, dropout_p, is_causal, scale=scale
             )[0]
@@ -124,28 +125,18 @@ class CudaRules:
         cuda = torch.backends.cuda
         low = query.dtype in (torch.float16, torch.bfloat16)
         head = query.shape[-1]
-        same_heads = query.dim() == 4 and query.shape[1] == key.shape[1]
-        if query.dim() != 4 or (mask is not None and mask.requires_grad and not _eight(mask)):
+        # Neither kernel reads a mask or a head whose neighbours are not side by side (T5's position bias).
+        apart = any(one is not None and one.stride(-1) != 1 for one in (query, key, value, mask))
+        if query.dim() != 4 or apart:
             return "math"
-        grouped = grouped and not same_heads
-        mask_learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
-        if (
-            self.card.prefers_cudnn_attention
-            and cuda.cudnn_sdp_enabled()
-            and low
-            and head % 8 == 0
-            and head <= 128
-            and value.shape[-1] <= 128
-            and not mask_learns
-            and query.shape[2] > 1
-            and (mask is None or _cudnn_takes(mask))
-        ):
+        learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+        small = head % 8 == 0 and max(head, value.shape[-1]) <= 128
+        if self.card.prefers_cudnn_attention and cuda.cudnn_sdp_enabled() and low and small and not learns:
             return "cudnn"
         if self.card.capability >= (8, 0) and cuda.flash_sdp_enabled() and low and mask is None and head <= 256:
             return "flash"
-        if cuda.mem_efficient_sdp_enabled() and not grouped:
-            return "efficient"
-        return "math"
+        grouped = grouped and query.shape[1] != key.shape[1]
+        return "efficient" if cuda.mem_efficient_sdp_enabled() and not grouped else "math"
 
     def _lstm(self, value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
         if not self._here(value):
@@ -155,7 +146,7 @@ class CudaRules:
         state = params[: 4 if has_biases else 2]
         width = len(state)
         out = aten._cudnn_rnn.default(
-            value, list(params), width, None, hx[0], hx[1], 2, hidden, 0, layers, batch_first, dropout,
+            value, list(params), width, value.new_empty(0), hx[0], hx[1], 2, hidden, 0, layers, batch_first, dropout,
             train, bidirectional, [], None,
         )
         return out[0], out[1], out[2]
@@ -168,9 +159,11 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
-def _eight(mask: Tensor) -> bool:
-    return mask.shape[-1] % 8 == 0
-
-
-def _cudnn_takes(mask: Tensor) -> bool:
-    return mask.shape[-1] % 2 == 0
+def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask as the kernel wants it: rows of a multiple of eight, one for every head of every sample."""
+    if mask is None:
+        return None
+    columns = mask.shape[-1]
+    if columns % 8:
+        mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
+    return mask.expand(*query.shape[:-1], key.shape[-2])

@@ -39,7 +39,7 @@ from batchfit._torch import phase as phases
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.faking import Faked
 from batchfit._torch.rng import global_states
-from batchfit._torch.workspaces import Workspaces
+from batchfit._torch.workspaces import Extra, extra_of, is_gemm
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         self.faked = faked
         self.rules = rules
         self.operation = ""
-        self._workspaces = Workspaces(rules)
+        self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self._sizes: list[int] = []
         self._origins: list[Origin] = []
         self._events: list[int] = []
@@ -234,9 +234,9 @@ class Recorder(TorchDispatchMode):
         substituted = self.rules.substitute(func, args, kwargs)
         if substituted is not NotImplemented:
             return substituted
-        workspaces = self._workspaces.of(func, args, kwargs)
+        extra = extra_of(func, args, self.rules.card)
         out = func(*args, **kwargs)
-        self._record(func, out, workspaces)
+        self._record(func, out, extra)
         return out
 
     def _is_host(self, tensors: list[Tensor]) -> bool:
@@ -298,25 +298,42 @@ class Recorder(TorchDispatchMode):
             ".item()", _calling_line(), "the program reads a value that depends on the data"
         )
 
-    def _record(self, func: Any, out: Any, workspaces: Any) -> None:
+    def _record(self, func: Any, out: Any, extra: Extra | None) -> None:
         made: list[Tensor] = []
         _collect((out,), made)
+        here = self.rules.device
         operation = None
         for index, tensor in enumerate(made):
-            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != self.rules.device.type:
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
                 continue
-            if tensor.fake_device != self.rules.device:
-                continue
-            if _address(tensor) in self._known:
-                continue
-            if operation is None:
-                operation = str(func)
-            longer = workspaces.outputs.get(index) if workspaces is not None else None
-            self._see(tensor, self._origin("activations", operation), longer)
-        if workspaces is not None:
-            origin = self._origin("workspaces", str(func))
-            blocks = [self._allocate(size, origin) for size in workspaces.temporaries if size > 0]
-            self._events.extend(~block for block in reversed(blocks))
+            if _address(tensor) not in self._known:
+                if operation is None:
+                    operation = str(func)
+                longer = extra.outputs.get(index) if extra is not None else None
+                self._see(tensor, self._origin("activations", operation), longer)
+            if extra is not None and extra.after.get(index):
+                self._briefly((extra.after[index],), func)
+        if is_gemm(func) and operation is not None:
+            self._keep_blas()
+        if extra is not None and extra.together:
+            self._briefly(extra.together, func)
+
+    def _briefly(self, sizes: tuple[int, ...], func: Any) -> None:
+        origin = self._origin("workspaces", str(func))
+        blocks = [self._allocate(size, origin) for size in sizes]
+        self._events.extend(~block for block in reversed(blocks))
+
+    def _keep_blas(self) -> None:
+        """cuBLAS takes a workspace at the first product in each thread, and backward has its own thread."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward in self._blas:
+            return
+        self._blas.add(in_backward)
+        card = self.rules.card
+        sizes = (card.blas_bytes,) if in_backward else (card.blas_bytes, card.blas_lt_bytes)
+        for size in sizes:
+            if size:
+                self._allocate(size, Origin("workspaces", self._phase(), operation="cuBLAS"))
 
     def _see(self, tensor: Tensor, origin: Origin, size: int | None = None) -> None:
         storage = tensor.untyped_storage()

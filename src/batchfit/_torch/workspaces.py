@@ -1,8 +1,343 @@
-from __future__ import annotations
-from typing import Any
+"""What CUDA's kernels take for themselves: memory that an operation allocates and frees inside.
 
-class Workspaces:
-    def __init__(self, rules: Any) -> None:
-        pass
-    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
+A fake run of an operation shows its results only. The temporaries below were read off allocation histories
+of an H200 (torch 2.11, `benchmarks/prediction_gpu.py history`), each next to the rule in torch's source or in
+cuDNN's choice that explains it. cuDNN's convolutions choose by heuristics of their own: what is here is the
+common case, the copies into its own layout.
+
+Rules: bytes only, as a function of shapes, strides and the card; an operation that is not here takes
+nothing. What a kernel keeps for good (cuBLAS) is told apart from what it gives back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from batchfit._decide.cards import Card
+
+aten = torch.ops.aten
+_FP32 = 4
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
+
+    `outputs` corrects the bytes of results that the fake kernel gets wrong.
+    """
+
+    together: tuple[int, ...] = ()
+    after: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+
+
+def extra_of(func: Any, args: Any, card: Card) -> Extra | None:
+    """What an operation takes beside its results; None for most."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(args, card)
+
+
+def is_gemm(func: Any) -> bool:
+    """Whether cuBLAS does this, which keeps a workspace for each thread that uses it."""
+    return func in _GEMMS
+
+
+_GEMMS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._addmm_activation.default,
+    }
+)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# -- reductions
+
+
+def reduction_bytes(
+    outputs: int, inputs: int, *, on_fastest: bool, whole: bool, card: Card, aligned: int = 1
+) -> int:
+    """The staging buffer of a reduction over thread blocks (aten/src/ATen/native/cuda/Reduce.cuh).
+
+    `inputs` values go into each of `outputs` results; `on_fastest` says that neighbours in memory are
+    summed, `whole` that all is summed into one; `aligned` is the number of results that one thread may take.
+    """
+    vector = 1
+    if on_fastest:
+        width, height = inputs, outputs
+        if whole and width > 128:
+            width //= 4
+    else:
+        vector = aligned
+        width, height = outputs // vector, inputs
+    most = 512 // vector
+    wide = _power(width, most)
+    high = _power(height, most)
+    block_width = min(wide, 32)
+    block_height = min(high, most // block_width)
+    block_width = min(wide, most // block_height)
+    step_input = step_output = 1
+    if on_fastest:
+        step_input *= block_width
+    else:
+        step_output *= block_width
+    values = -(-inputs // step_input)
+    split_over_height = values >= block_height * 16 or values >= 256
+    if split_over_height:
+        step_input *= block_height
+    else:
+        step_output *= block_height
+    values = -(-inputs // step_input)
+    target = card.multiprocessors * (card.threads_per_multiprocessor // (block_width * block_height))
+    grid = -(-(outputs // vector) // step_output)
+    if not split_over_height or values < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    if blocks <= 1:
+        return 0
+    size = _FP32 * outputs * blocks
+    return size if on_fastest else size * block_width * vector
+
+
+def _power(value: int, most: int) -> int:
+    return most if value >= most else 1 << max(value.bit_length() - 1, 0)
+
+
+def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
+    rank = tensor.dim()
+    over = {d % rank for d in dims} if dims else set(range(rank))
+    inputs = math.prod(tensor.shape[d] for d in over)
+    outputs = tensor.numel() // max(inputs, 1)
+    if inputs <= 1 or outputs == 0:
+        return 0
+    strides = [(tensor.stride(d), d in over) for d in range(rank) if tensor.shape[d] > 1]
+    least = min(strides, default=(1, True))
+    kept = [tensor.shape[d] for d in range(rank) if d not in over and tensor.shape[d] > 1]
+    whole = not kept
+    on_fastest = whole or least[1]
+    last = kept[-1] if kept else 1
+    aligned = 4 if last % 4 == 0 else 2 if last % 2 == 0 else 1
+    if least[0] != 1:
+        aligned = 1
+    return reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=whole, card=card, aligned=aligned)
+
+
+def _sum(args: Any, card: Card) -> Extra | None:
+    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
+    size = _reduced(args[0], dims, card)
+    return Extra((size,)) if size else None
+
+
+def _vector_norm(args: Any, card: Card) -> Extra | None:
+    dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
+    size = _reduced(args[0], dims, card)
+    return Extra((size,)) if size else None
+
+
+# -- softmax, normalisation, embedding
+
+
+def _softmax_backward(args: Any, card: Card) -> Extra:
+    return Extra((_bytes(args[0]),))  # gradient times output, before the sum is taken off
+
+
+def _safe_softmax(args: Any, card: Card) -> Extra:
+    rows = args[0].numel() // max(args[0].shape[args[1]], 1)
+    return Extra((args[0].numel(), rows))  # which scores are -inf, and which rows are nothing else
+
+
+def _layer_norm(args: Any, card: Card) -> Extra | None:
+    return None if args[0].is_contiguous() else Extra((_bytes(args[0]),))
+
+
+def _layer_norm_backward(args: Any, card: Card) -> Extra | None:
+    copies = tuple(_bytes(one) for one in args[:2] if not one.is_contiguous())
+    return Extra(copies) if copies else None
+
+
+def _embedding_backward(args: Any, card: Card) -> Extra | None:
+    gradient, indices, weights = args[:3]
+    count = indices.numel()
+    if count <= 3072:  # embedding_dense_backward_cuda: few indices need no sorting
         return None
+    width = gradient.shape[-1]
+    partial = (count // 10 + min(count, weights)) * width * _FP32
+    return Extra((*(8 * count,) * 6, partial))
+
+
+def _roll(args: Any, card: Card) -> Extra | None:
+    return Extra((_bytes(args[0]),)) if len(args[2]) > 1 else None  # one dimension after the other
+
+
+# -- attention
+
+
+def _cudnn_attention_backward(args: Any, card: Card) -> Extra:
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * length
+    size = rows * width * _FP32 + rows * _FP32 + 256  # the query's gradient in fp32, and row sums
+    if key.shape[1] != heads:
+        size += 2 * batch * heads * key.shape[2] * width * key.element_size()
+    return Extra((size,))
+
+
+def _efficient_attention_backward(args: Any, card: Card) -> Extra:
+    query, mask = args[1], args[4]
+    batch, heads, length, width = query.shape
+    blocks = -(-length // 64)
+    wide = -(-width // 64) * 64
+    rows = batch * heads * length
+    found = [batch * heads * (blocks * 64 * wide * _FP32 + blocks * 16), rows * _FP32]
+    if query.dtype not in _LOW:
+        found.append(query.numel() * _FP32)  # gradient times output
+    outputs = {}
+    if mask is not None and mask.shape[-1] % 8:
+        columns = -(-mask.shape[-1] // 64) * 64
+        outputs[3] = rows * columns * query.element_size()
+    return Extra(tuple(found), outputs=outputs)
+
+
+def _flash_attention_backward(args: Any, card: Card) -> Extra:
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * (-(-length // 128) * 128)
+    size = [rows * (-(-width // 32) * 32) * _FP32, rows * _FP32]
+    if key.shape[1] != heads:
+        size.append(2 * batch * heads * key.shape[2] * width * key.element_size())
+    return Extra(tuple(size))
+
+
+# -- convolutions
+
+
+def _layout(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+    """The layout in which cuDNN is asked to work: the one that the input or the weight is in."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if last is None:
+        return torch.contiguous_format
+    for one in (tensor, weight):
+        if one.is_contiguous(memory_format=last) and not one.is_contiguous():
+            return last
+    return torch.contiguous_format
+
+
+def _convolves(tensor: Tensor, other: Tensor, weight: Tensor, stride: Any, groups: int) -> int:
+    """cuDNN's copies of input, output and weight in its own layout; nothing where it works in place."""
+    if groups > 1:
+        return 0
+    if _layout(tensor, weight) is not torch.contiguous_format:
+        return 0
+    kernel = math.prod(weight.shape[2:])
+    copies = _bytes(tensor) + _bytes(other)
+    if kernel > 1:
+        return copies + _bytes(weight)
+    strided = any(step > 1 for step in stride)
+    # A product of matrices, done in place where the pictures are large enough for that.
+    return copies if strided or math.prod(tensor.shape[2:]) <= 196 else 0
+
+
+def _copied(tensor: Tensor, layout: torch.memory_format) -> int:
+    return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
+
+
+def _convolution(args: Any, card: Card) -> Extra | None:
+    tensor, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    layout = _layout(tensor, weight)
+    if transposed:
+        length = [
+            (n - 1) * s - 2 * p + d * (k - 1) + o + 1
+            for n, s, p, d, k, o in zip(
+                tensor.shape[2:], stride, padding, dilation, weight.shape[2:], output_padding, strict=False
+            )
+        ]
+        channels = weight.shape[1] * groups
+    else:
+        length = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, s, p, d, k in zip(tensor.shape[2:], stride, padding, dilation, weight.shape[2:], strict=False)
+        ]
+        channels = weight.shape[0]
+    out_bytes = tensor.shape[0] * channels * math.prod(length) * tensor.element_size()
+    size = 0
+    if groups == 1 and layout is torch.contiguous_format:
+        kernel = math.prod(weight.shape[2:])
+        strided = any(step > 1 for step in stride)
+        if kernel > 1:
+            size = _bytes(tensor) + out_bytes + _bytes(weight)
+        elif strided or math.prod(tensor.shape[2:]) <= 196:
+            size = _bytes(tensor) + out_bytes
+    found = tuple(one for one in (size, _copied(tensor, layout), _copied(weight, layout)) if one)
+    return Extra(found) if found else None
+
+
+def _convolution_backward(args: Any, card: Card) -> Extra | None:
+    gradient, tensor, weight, _, stride = args[:5]
+    groups, wanted = args[9], args[10]
+    layout = _layout(tensor, weight)
+    size = _convolves(tensor, gradient, weight, stride, groups)
+    after = {index: size for index in (0, 1) if size and wanted[index]}
+    if wanted[2]:
+        after[2] = _reduced(gradient, [0, *range(2, gradient.dim())], card)
+    copies = tuple(one for one in (_copied(gradient, layout), _copied(tensor, layout)) if one)
+    return Extra(copies, after)
+
+
+# -- recurrent layers
+
+
+def _rnn_sizes(args: Any) -> tuple[int, int, int, int]:
+    tensor, weights = args[0], args[1]
+    hidden, layers = args[7], args[9]
+    units = tensor.shape[0] * tensor.shape[1] * hidden
+    held = sum(_bytes(one) for one in weights)
+    return units, layers, held, tensor.element_size()
+
+
+def _rnn(args: Any, card: Card) -> Extra:
+    """cuDNN's LSTM: gates and cells of each layer are kept, dropout between layers too."""
+    units, layers, held, item = _rnn_sizes(args)
+    kept = units * item * (5 * layers + max(layers - 1, 0)) + (128 << 10)
+    return Extra((held + int(6.64 * units) * item // 4 * 4 + (16 << 20),), outputs={3: kept})
+
+
+def _rnn_backward(args: Any, card: Card) -> Extra:
+    tensor, weights = args[0], args[1]
+    held = sum(_bytes(one) for one in weights)
+    return Extra((held + 12 * _bytes(tensor) + (16 << 20), held))
+
+
+_RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.mean.dim: _sum,
+    aten.mean.default: _sum,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.roll.default: _roll,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten._cudnn_rnn.default: _rnn,
+    aten._cudnn_rnn_backward.default: _rnn_backward,
+}
