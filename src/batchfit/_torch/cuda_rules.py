@@ -66,15 +66,15 @@ class CudaRules:
         finally:
             library._destroy()
 
-    def substitute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """CUDA's result for an operation that reaches the trace whole (in inference mode); or nothing."""
+    def composite(self, func: Any) -> Any:
+        """CUDA's way through an operation that reaches the trace whole (in inference mode); None for most."""
         if not self.host_means_device:
-            return NotImplemented
+            return None
         if func is aten.scaled_dot_product_attention.default:
-            return self._attention(*args, **kwargs)
+            return self._attention
         if func is aten.dropout.default:
-            return self._dropout(*args, **kwargs)
-        return NotImplemented
+            return self._dropout
+        return self._lstm if func is aten.lstm.input else None
 
     def _here(self, *tensors: Any) -> bool:
         return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
@@ -142,14 +142,34 @@ class CudaRules:
         if not self._here(value):
             return aten.lstm.input.decompose(value, hx, params, *options, **named)
         has_biases, layers, dropout, train, bidirectional, batch_first = options
-        hidden = hx[0].shape[-1]
-        state = params[: 4 if has_biases else 2]
-        width = len(state)
+        hidden, cell = hx
+        if torch.is_autocast_enabled("cpu"):
+            # cuDNN's recurrent layers go to fp16 under autocast whatever its dtype, weights in one buffer.
+            value, hidden, cell = (one.to(torch.float16) for one in (value, hidden, cell))
+            flat = value.new_zeros(sum(one.numel() for one in params))
+            params = [one.to(torch.float16) for one in params]
+        else:
+            flat = value.new_empty(0)
+        turned = value.transpose(0, 1) if batch_first else value
         out = aten._cudnn_rnn.default(
-            value, list(params), width, value.new_empty(0), hx[0], hx[1], 2, hidden, 0, layers, batch_first, dropout,
-            train, bidirectional, [], None,
+            turned,
+            list(params),
+            4 if has_biases else 2,
+            flat,
+            hidden,
+            cell,
+            2,
+            hidden.shape[-1],
+            0,
+            layers,
+            False,
+            dropout,
+            train,
+            bidirectional,
+            [],
+            None,
         )
-        return out[0], out[1], out[2]
+        return out[0].transpose(0, 1) if batch_first else out[0], out[1], out[2]
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -167,3 +187,31 @@ def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if columns % 8:
         mask = torch.nn.functional.pad(mask, (0, 8 - columns % 8))[..., :columns]
     return mask.expand(*query.shape[:-1], key.shape[-2])
+
+
+def _grouped_mm(
+    first: Tensor, second: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Products of groups of rows, one group an expert: the fake kernel takes bf16 only, CUDA fp32 too."""
+    dtype = out_dtype or first.dtype
+    groups = 0 if offs is None else offs.shape[0]
+    if first.dim() == 2 and second.dim() == 2:
+        return first.new_empty((groups, first.shape[0], second.shape[1]), dtype=dtype)
+    if first.dim() == 2:
+        return first.new_empty((first.shape[0], second.shape[-1]), dtype=dtype)
+    if second.dim() == 2:
+        return first.new_empty((first.shape[1], second.shape[1]), dtype=dtype)
+    return first.new_empty((first.shape[0], first.shape[1], second.shape[-1]), dtype=dtype)
+
+
+def _rnn_backward(value: Tensor, weight: list[Tensor], *rest: Any, **_: Any) -> Any:
+    """cuDNN's gradients have the shapes of what they are gradients of; torch has no fake kernel for them."""
+    hx, cx = rest[2], rest[3]
+    made = [None if one is None else torch.empty_like(one) for one in (value, hx, cx)]
+    return *made, [torch.empty_like(one) for one in weight]
+
+
+# Where torch's fake kernel is missing, or stricter than CUDA's.
+STAND_INS: dict[Any, Any] = {aten._cudnn_rnn_backward.default: _rnn_backward}
+if hasattr(aten, "_grouped_mm"):
+    STAND_INS[aten._grouped_mm.default] = _grouped_mm

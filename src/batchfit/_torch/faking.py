@@ -31,7 +31,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._parts = parts
         self._fakes: dict[int, Tensor] = {}  # by the id of the real tensor, which `_real` keeps alive
         self._real: list[Tensor] = []
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._bases: dict[int, Tensor] = {}  # by the address of the real storage
         self._held: list[tuple[str, Tensor, str]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: dict[int, Tensor] = {}
@@ -80,9 +80,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         known = self._fakes.get(id(real))
         if known is not None:
             return known
-        place = self.device if device is None else device
-        with self.mode:
-            fake = self._shaped(real, place)
+        fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
         if real.dim() == 0 and not real.requires_grad and real.device.type == "cpu":
             fake.constant = real.detach().clone()  # type: ignore[attr-defined]  # a counter that is read
         if isinstance(real, nn.Parameter):
@@ -96,28 +94,25 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._real.append(real)
         return fake
 
-    def _shaped(self, real: Tensor, place: torch.device) -> Tensor:
-        storage = real.untyped_storage()
-        address = storage._cdata
-        base = self._bases.get(address) if real.device.type != "meta" else None
-        if base is None:
-            if real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real):
-                fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
-                self._bases[address] = fake
-                return fake
-            count = storage.nbytes() // max(real.element_size(), 1)
-            base = torch.empty(count, dtype=real.dtype, device=place)
-            self._bases[address] = base
-        elif base.shape == real.shape and base.stride() == real.stride() and base.dtype == real.dtype:
-            return base.detach()
-        flat = base if base.dtype == real.dtype else base.reshape(-1).view(real.dtype)
-        return torch.as_strided(flat, real.shape, real.stride(), real.storage_offset())
-
-    @property
-    def _bases(self) -> dict[int, Tensor]:
-        if not hasattr(self, "_base_map"):
-            self._base_map: dict[int, Tensor] = {}
-        return self._base_map
+    def shaped_like(self, real: Tensor, device: torch.device, *, sharing: bool = False) -> Tensor:
+        """A fake of that shape; with `sharing` it has its memory in common with earlier ones, as the real."""
+        with self.mode:
+            if not sharing or real.device.type == "meta":
+                return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+            storage = real.untyped_storage()
+            base = self._bases.get(storage._cdata)
+            if base is None:
+                whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
+                if whole:
+                    base = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+                else:
+                    count = storage.nbytes() // max(real.element_size(), 1)
+                    base = torch.empty(count, dtype=real.dtype, device=device)
+                self._bases[storage._cdata] = base
+                if whole:
+                    return base
+            flat = base if base.dtype == real.dtype else base.reshape(-1).view(real.dtype)
+            return torch.as_strided(flat, real.shape, real.stride(), real.storage_offset())
 
     def _fake_module(self, module: nn.Module) -> None:
         for path, one in module.named_modules():

@@ -36,8 +36,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._decide.footprint import Origin, Trace
 from batchfit._torch import phase as phases
-from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
+from batchfit._torch.known_values import KnownValues
+from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.rng import global_states
 from batchfit._torch.workspaces import Extra, extra_of, is_gemm
 from batchfit.errors import UntraceableError
@@ -58,7 +60,7 @@ def trace(workload: Workload, size: int, *, rules: CudaRules, steps: int = STEPS
     try:
         with Faked.of(workload, device=rules.device) as faked:
             recorder = Recorder(faked, rules)
-            with rules.active(), recorder.watching():
+            with rules.active(), not_called_a_trace(), recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)
                     recorder.end_step()
@@ -134,6 +136,7 @@ class Recorder(TorchDispatchMode):
         self._step_ends: list[int] = []
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
+        self._values = KnownValues()
         self._modules: list[str] = []
         self._in_optimizer = 0
         self._lines: dict[tuple[Any, int], str] = {}
@@ -231,13 +234,32 @@ class Recorder(TorchDispatchMode):
             args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
         if func is _ITEM:
             return self._item(args[0])
-        substituted = self.rules.substitute(func, args, kwargs)
-        if substituted is not NotImplemented:
-            return substituted
+        if func in _SHAPED_BY_DATA:
+            known = self._counted(func, args, kwargs, tensors)
+            if known is not None:
+                self._record(func, known, None)
+                return known
+        composite = self.rules.composite(func)
+        if composite is not None:
+            with self:
+                return composite(*args, **kwargs)
         extra = extra_of(func, args, self.rules.card)
-        out = func(*args, **kwargs)
+        stand_in = STAND_INS.get(func)
+        out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
         self._record(func, out, extra)
+        self._values.follow(func, args, kwargs, tensors, out)
         return out
+
+    def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
+        """The result of an operation whose shape depends on values, where these are known."""
+        values = {id(one): self._values.of(one) for one in tensors}
+        if not values or any(value is None for value in values.values()):
+            return None
+        with unset_fake_temporarily():
+            real = func(*(values.get(id(one), one) for one in args), **kwargs)
+        fake = self.faked.shaped_like(real, self.rules.device)
+        self._values.put(fake, real)
+        return fake
 
     def _is_host(self, tensors: list[Tensor]) -> bool:
         for one in tensors:
@@ -276,7 +298,10 @@ class Recorder(TorchDispatchMode):
             return found[1]
         on_device = real.device.type != "cpu" or (self.rules.host_means_device and not as_host)
         with unset_fake_temporarily():
-            fake = self.faked.fake_of(real, self.rules.device if on_device else torch.device("cpu"))
+            place = self.rules.device if on_device else torch.device("cpu")
+            fake = self.faked.shaped_like(real.detach(), place)
+            if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
+                fake.constant = real.detach().clone()  # type: ignore[attr-defined]
         if as_host and not on_device:
             return fake
         if on_device:
@@ -285,9 +310,11 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _item(self, tensor: Any) -> Any:
-        constant = getattr(tensor, "constant", None)
-        if constant is not None:
-            return constant.item()
+        known = self._values.of(tensor)
+        known = getattr(tensor, "constant", None) if known is None else known
+        if known is not None:
+            with unset_fake_temporarily():
+                return known.item()
         # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
         caller = _library_caller()
         if caller == "optim":
@@ -389,6 +416,7 @@ class Recorder(TorchDispatchMode):
         return ""
 
 
+_SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
 _MOVES = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor}
 )

@@ -1,0 +1,113 @@
+"""Values on the traced device that depend on neither data nor weights: positions, masks, counters.
+
+A program may branch on them (is this causal mask all true? are these positions one sequence?), and a fake
+tensor has no values. Those that a program makes from shapes alone are computed beside the trace, on the host,
+so that such a branch is taken as it would be and not guessed.
+
+Rules: a value is known only if everything it was made of is known; what came from the batch, from a weight or
+from a random generator is not; a tensor that is written with something unknown is unknown from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+aten = torch.ops.aten
+_LARGEST = 1 << 20  # elements: more is no mask or position but a computation
+_MAKERS = frozenset(
+    {
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+        aten.eye.default,
+        aten.scalar_tensor.default,
+        aten.linspace.default,
+    }
+)
+_LIKE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+
+
+@final
+class KnownValues:
+    """The known values, by the fake tensor that stands for them."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def of(self, fake: Any) -> Tensor | None:
+        """The value of a fake tensor, where it is known."""
+        found = self._values.get(id(fake))
+        return found[1] if found is not None and found[0]() is fake else None
+
+    def put(self, fake: Tensor, value: Tensor) -> None:
+        """From now on `fake` has this value."""
+        key = id(fake)
+        self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value)
+
+    def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
+        """After an operation: the values of its results, or that they are no longer known."""
+        if func in _MAKERS:
+            known: list[Tensor] | None = []
+        elif func in _LIKE:
+            known = None if not isinstance(out, Tensor) or out.numel() > _LARGEST else []
+            if known is not None:
+                self._compute_like(func, args, kwargs, out)
+            return
+        elif not tensors or not self._values:
+            return
+        else:
+            values = [self.of(one) for one in tensors]
+            known = None if any(one is None for one in values) else [one for one in values if one is not None]
+        if known is None or torch.Tag.nondeterministic_seeded in func.tags:
+            if self._values and func._schema.is_mutable:
+                self._forget(func, args)
+            return
+        if isinstance(out, Tensor) and out.numel() <= _LARGEST:
+            self._compute(func, args, kwargs, out)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        with unset_fake_temporarily():
+            value = func(*self._real(args), **self._real(kwargs))
+        if isinstance(value, Tensor):
+            self.put(out, value)
+
+    def _compute_like(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        """These look at a shape only; the values of what they are like do not matter."""
+        with unset_fake_temporarily():
+            shaped = torch.zeros(args[0].shape, dtype=args[0].dtype)
+            self.put(out, func(shaped, *self._real(args[1:]), **self._real(kwargs)))
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.of(value)
+        if isinstance(value, list | tuple):
+            return type(value)(self._real(one) for one in value)
+        if isinstance(value, dict):
+            return {name: self._real(one) for name, one in value.items() if name != "pin_memory"}
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    def _forget(self, func: Any, args: Any) -> None:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                address = value.untyped_storage()._cdata
+                for key, (fake, _) in list(self._values.items()):
+                    living = fake()
+                    if living is None or living.untyped_storage()._cdata == address:
+                        self._values.pop(key, None)

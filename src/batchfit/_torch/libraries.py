@@ -1,0 +1,30 @@
+"""What libraries do differently when they see that they are being traced.
+
+transformers looks for fake tensors and then leaves out decisions that depend on values (whether positions are
+one sequence, so that no mask is needed): right for an exported graph, wrong for a picture of the program as it
+runs. While a trace lasts it is told that nothing is fake.
+
+Rules: nothing is imported that the program did not import; what was there before is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def not_called_a_trace() -> Iterator[None]:
+    """Inside, transformers takes its decisions as in an eager run."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before
