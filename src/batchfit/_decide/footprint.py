@@ -18,6 +18,8 @@ from typing import final
 
 # What a block is for, in the order in which people ask.
 KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
+# How the operation of a block begins that a kernel does without where there is no room for it.
+OPTIONAL = "plan of "
 
 
 class ShapeChangedError(Exception):
@@ -182,6 +184,41 @@ class Footprint:
             if ends > 1 and starts[index] <= largest:
                 found.append(Piece(max(1.0, starts[index]), moment, Line(at_zero, slope)))
         return found
+
+    @property
+    def carried(self) -> tuple[tuple[int, int], ...] | None:
+        """Which blocks of the last step take the place of which of the step before (gradients, as a rule).
+
+        What a step frees of the one before it, the next step must free of this one: pairs of (block of the
+        step before, block of the last step). None where the steps are not alike, so that they cannot be
+        repeated.
+        """
+        if len(self.step_ends) < 2:
+            return None
+        begin, end = self.step_ends[-2:]
+        made = {event for event in self.events[begin:end] if event >= 0}
+        freed = [~event for event in self.events[begin:end] if event < 0]
+        old = sorted(block for block in freed if block not in made)
+        new = sorted(made - set(freed))
+
+        def shape(block: int) -> tuple[float, float]:
+            return self.fixed[block], self.per_sample[block]
+
+        # The same number of blocks of each size: which of two equal ones it is does not matter.
+        by_shape = sorted(old, key=shape), sorted(new, key=shape)
+        if [shape(one) for one in by_shape[0]] != [shape(one) for one in by_shape[1]]:
+            return None
+        return tuple(zip(*by_shape, strict=True))
+
+    @property
+    def optional(self) -> dict[int, tuple[int, ...]]:
+        """Each block that a kernel does without if need be, with all blocks of the same plan."""
+        plans: dict[tuple[str, float, float], list[int]] = {}
+        for block, origin in enumerate(self.origins):
+            if origin.operation.startswith(OPTIONAL):
+                key = (origin.operation, self.fixed[block], self.per_sample[block])
+                plans.setdefault(key, []).append(block)
+        return {block: tuple(blocks) for blocks in plans.values() for block in blocks}
 
     def moment_of_peak(self, size: float) -> int:
         """The event after which the most is live; the first of several."""

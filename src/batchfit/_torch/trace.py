@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfit._decide.footprint import Origin, Trace
+from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch import phase as phases
 from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
@@ -338,15 +338,17 @@ class Recorder(TorchDispatchMode):
                     operation = str(func)
                 longer = extra.outputs.get(index) if extra is not None else None
                 self._see(tensor, self._origin("activations", operation), longer)
-            if extra is not None and extra.after.get(index):
-                self._briefly((extra.after[index],), func)
+            if extra is not None and index in extra.after:
+                self._briefly((extra.after[index],), str(func))
+            if extra is not None and index in extra.plans:
+                self._briefly((extra.plans[index],), OPTIONAL + str(func))
         if is_gemm(func) and operation is not None:
             self._keep_blas()
         if extra is not None and extra.together:
-            self._briefly(extra.together, func)
+            self._briefly(extra.together, str(func))
 
-    def _briefly(self, sizes: tuple[int, ...], func: Any) -> None:
-        origin = self._origin("workspaces", str(func))
+    def _briefly(self, sizes: tuple[int, ...], operation: str) -> None:
+        origin = self._origin("workspaces", operation)
         blocks = [self._allocate(size, origin) for size in sizes]
         self._events.extend(~block for block in reversed(blocks))
 

@@ -31,11 +31,14 @@ _LOW = (torch.float16, torch.bfloat16)
 class Extra:
     """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
 
-    `outputs` corrects the bytes of results that the fake kernel gets wrong.
+    `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
+    plan. `outputs` corrects the bytes of results that the fake kernel gets wrong. A rule that takes nothing
+    at this size says 0, so that the stream of allocations is the same at every size.
     """
 
     together: tuple[int, ...] = ()
     after: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
 
 
@@ -138,14 +141,12 @@ def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
 
 def _sum(args: Any, card: Card) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
-    size = _reduced(args[0], dims, card)
-    return Extra((size,)) if size else None
+    return Extra((_reduced(args[0], dims, card),))
 
 
 def _vector_norm(args: Any, card: Card) -> Extra | None:
     dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
-    size = _reduced(args[0], dims, card)
-    return Extra((size,)) if size else None
+    return Extra((_reduced(args[0], dims, card),))
 
 
 # -- softmax, normalisation, embedding
@@ -173,7 +174,7 @@ def _embedding_backward(args: Any, card: Card) -> Extra | None:
     gradient, indices, weights = args[:3]
     count = indices.numel()
     if count <= 3072:  # embedding_dense_backward_cuda: few indices need no sorting
-        return None
+        return Extra((0,) * 7)
     width = gradient.shape[-1]
     partial = (count // 10 + min(count, weights)) * width * _FP32
     return Extra((*(8 * count,) * 6, partial))
@@ -236,19 +237,15 @@ def _layout(tensor: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _convolves(tensor: Tensor, other: Tensor, weight: Tensor, stride: Any, groups: int) -> int:
+def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride: Any, groups: int) -> int:
     """cuDNN's copies of input, output and weight in its own layout; nothing where it works in place."""
-    if groups > 1:
+    if groups > 1 or _layout(tensor, weight) is not torch.contiguous_format:
         return 0
-    if _layout(tensor, weight) is not torch.contiguous_format:
-        return 0
-    kernel = math.prod(weight.shape[2:])
-    copies = _bytes(tensor) + _bytes(other)
-    if kernel > 1:
-        return copies + _bytes(weight)
-    strided = any(step > 1 for step in stride)
+    if math.prod(weight.shape[2:]) > 1:
+        return in_bytes + out_bytes + _bytes(weight)
     # A product of matrices, done in place where the pictures are large enough for that.
-    return copies if strided or math.prod(tensor.shape[2:]) <= 196 else 0
+    in_place = all(step == 1 for step in stride) and math.prod(tensor.shape[2:]) > 196
+    return 0 if in_place else in_bytes + out_bytes
 
 
 def _copied(tensor: Tensor, layout: torch.memory_format) -> int:
@@ -273,28 +270,18 @@ def _convolution(args: Any, card: Card) -> Extra | None:
         ]
         channels = weight.shape[0]
     out_bytes = tensor.shape[0] * channels * math.prod(length) * tensor.element_size()
-    size = 0
-    if groups == 1 and layout is torch.contiguous_format:
-        kernel = math.prod(weight.shape[2:])
-        strided = any(step > 1 for step in stride)
-        if kernel > 1:
-            size = _bytes(tensor) + out_bytes + _bytes(weight)
-        elif strided or math.prod(tensor.shape[2:]) <= 196:
-            size = _bytes(tensor) + out_bytes
-    found = tuple(one for one in (size, _copied(tensor, layout), _copied(weight, layout)) if one)
-    return Extra(found) if found else None
+    plan = _plan(_bytes(tensor), out_bytes, tensor, weight, stride, groups)
+    return Extra((_copied(tensor, layout), _copied(weight, layout)), plans={0: plan})
 
 
 def _convolution_backward(args: Any, card: Card) -> Extra | None:
     gradient, tensor, weight, _, stride = args[:5]
     groups, wanted = args[9], args[10]
     layout = _layout(tensor, weight)
-    size = _convolves(tensor, gradient, weight, stride, groups)
-    after = {index: size for index in (0, 1) if size and wanted[index]}
-    if wanted[2]:
-        after[2] = _reduced(gradient, [0, *range(2, gradient.dim())], card)
-    copies = tuple(one for one in (_copied(gradient, layout), _copied(tensor, layout)) if one)
-    return Extra(copies, after)
+    plan = _plan(_bytes(tensor), _bytes(gradient), tensor, weight, stride, groups)
+    plans = {index: plan for index in (0, 1) if wanted[index]}
+    after = {2: _reduced(gradient, [0, *range(2, gradient.dim())], card)} if wanted[2] else {}
+    return Extra((_copied(gradient, layout), _copied(tensor, layout)), after, plans)
 
 
 # -- recurrent layers
