@@ -17,12 +17,16 @@ __version__ = "0.1.0"
 # name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
 _EXPORTS = {
     "FitResult": "batchfit.results",
+    "MemoryExplanation": "batchfit.results",
+    "Prediction": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
+    "explain_memory": "batchfit._explain",
     "find_batch_size": "batchfit._find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
+    "predict_batch_size": "batchfit._predict",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -30,12 +34,16 @@ _EXPORTS = {
 
 __all__ = [
     "FitResult",
+    "MemoryExplanation",
+    "Prediction",
     "Trial",
     "Workload",
     "errors",
+    "explain_memory",
     "find_batch_size",
     "generation",
     "inference",
+    "predict_batch_size",
     "testing",
     "training",
     "virtual_memory",
@@ -44,9 +52,11 @@ __all__ = [
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
+    from batchfit._predict import predict_batch_size
     from batchfit._torch.virtual import virtual_memory
-    from batchfit.results import FitResult, Trial
+    from batchfit.results import FitResult, MemoryExplanation, Prediction, Trial
     from batchfit.workload import Workload, generation, inference, training
 
 

@@ -55,6 +55,19 @@ class Trace:
     begins: int
     step_ends: tuple[int, ...]
 
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes asked for and live at the highest moment."""
+        return max(accumulate(self.sizes[e] if e >= 0 else -self.sizes[~e] for e in self.events), default=0)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch that one step is given."""
+        whole = sum(
+            size for size, origin in zip(self.sizes, self.origins, strict=True) if origin.kind == "batch"
+        )
+        return whole // max(len(self.step_ends), 1)
+
     def ordered(self) -> Trace:
         """The same trace with each run of frees in the order of its blocks.
 
@@ -117,9 +130,14 @@ class Footprint:
         gap = second.size - first.size
         slopes = [(two - one) / gap for one, two in zip(first.sizes, second.sizes, strict=True)]
         fixed = [one - slope * first.size for one, slope in zip(first.sizes, slopes, strict=True)]
-        return cls(
-            tuple(fixed), tuple(slopes), first.origins, first.events, first.begins, first.step_ends
-        )
+        return cls(tuple(fixed), tuple(slopes), first.origins, first.events, first.begins, first.step_ends)
+
+    @classmethod
+    def of(cls, only: Trace) -> Footprint:
+        """The footprint of one trace, for its own size alone."""
+        nothing = (0.0,) * len(only.sizes)
+        fixed = tuple(map(float, only.sizes))
+        return cls(fixed, nothing, only.origins, only.events, only.begins, only.step_ends)
 
     def sizes_at(self, size: int) -> list[int]:
         """The bytes of each block at `size`."""

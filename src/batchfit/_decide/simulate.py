@@ -128,9 +128,7 @@ def largest(
 
     def run(size: int) -> Simulation:
         extra_bytes = max(0.0, extra[0] + extra[1] * size)
-        return simulate(
-            footprint, size, capacity_bytes=capacity_bytes, rules=rules, extra_bytes=extra_bytes
-        )
+        return simulate(footprint, size, capacity_bytes=capacity_bytes, rules=rules, extra_bytes=extra_bytes)
 
     high = upper_bound(footprint, capacity_bytes, extra, most)
     if high < 1:
@@ -158,7 +156,10 @@ def largest(
 
 
 def upper_bound(
-    footprint: Footprint, capacity_bytes: float, extra: tuple[float, float] = (0.0, 0.0), most: int | None = None
+    footprint: Footprint,
+    capacity_bytes: float,
+    extra: tuple[float, float] = (0.0, 0.0),
+    most: int | None = None,
 ) -> int:
     """The largest size whose live bytes alone are within the capacity; 0 where none is."""
     bound = float("inf") if most is None else float(most)

@@ -35,7 +35,9 @@ class CudaRules:
 
     @classmethod
     def for_card(cls, card: Card, *, with_gpu: bool) -> CudaRules:
-        return cls(card, torch.device("cuda", torch.cuda.current_device()) if with_gpu else torch.device("cpu", 1))
+        return cls(
+            card, torch.device("cuda", torch.cuda.current_device()) if with_gpu else torch.device("cpu", 1)
+        )
 
     @property
     def host_means_device(self) -> bool:
@@ -133,7 +135,13 @@ class CudaRules:
         small = head % 8 == 0 and max(head, value.shape[-1]) <= 128
         if self.card.prefers_cudnn_attention and cuda.cudnn_sdp_enabled() and low and small and not learns:
             return "cudnn"
-        if self.card.capability >= (8, 0) and cuda.flash_sdp_enabled() and low and mask is None and head <= 256:
+        if (
+            self.card.capability >= (8, 0)
+            and cuda.flash_sdp_enabled()
+            and low
+            and mask is None
+            and head <= 256
+        ):
             return "flash"
         grouped = grouped and query.shape[1] != key.shape[1]
         return "efficient" if cuda.mem_efficient_sdp_enabled() and not grouped else "math"

@@ -1,8 +1,8 @@
 """What libraries do differently when they see that they are being traced.
 
-transformers looks for fake tensors and then leaves out decisions that depend on values (whether positions are
-one sequence, so that no mask is needed): right for an exported graph, wrong for a picture of the program as it
-runs. While a trace lasts it is told that nothing is fake.
+transformers looks for fake tensors and then leaves out decisions that depend on values (whether positions
+are one sequence, so that no mask is needed): right for an exported graph, wrong for a picture of the program
+as it runs. While a trace lasts it is told that nothing is fake.
 
 Rules: nothing is imported that the program did not import; what was there before is put back.
 """

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
@@ -51,16 +50,26 @@ _ITEM = torch.ops.aten._local_scalar_dense.default
 STEPS = 2
 
 
-def trace(workload: Workload, size: int, *, rules: CudaRules, steps: int = STEPS) -> Trace:
-    """The allocations and frees of `steps` steps of `size` samples."""
+def trace(
+    workload: Workload, size: int, *, rules: CudaRules, steps: int = STEPS, changes: tuple[Any, ...] = ()
+) -> Trace:
+    """The allocations and frees of `steps` steps of `size` samples.
+
+    `changes` are contexts that change the step for the trace only: `change(workload, faked)`.
+    """
     undo = global_states()
     collects = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection would free things at moments of its own
     try:
-        with Faked.of(workload, device=rules.device) as faked:
+        with contextlib.ExitStack() as stack:
+            faked = stack.enter_context(Faked.of(workload, device=rules.device))
+            stack.enter_context(rules.active())
+            stack.enter_context(not_called_a_trace())
+            for change in changes:
+                stack.enter_context(change(workload, faked))
             recorder = Recorder(faked, rules)
-            with rules.active(), not_called_a_trace(), recorder.watching():
+            with recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)
                     recorder.end_step()
@@ -151,7 +160,6 @@ class Recorder(TorchDispatchMode):
         """Follows modules, optimizers and gradients, to say what a block is for."""
         names = self.faked.module_names
         module = torch.nn.modules.module
-
 
         def enter(one: nn.Module, *_: Any) -> None:
             self._modules.append(names.get(id(one), type(one).__name__))
@@ -285,8 +293,11 @@ class Recorder(TorchDispatchMode):
                 return self._adopt(value, as_host=moves or value.dim() == 0)
             return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
 
-        if any(one.requires_grad and isinstance(one, nn.Parameter) for one in tensors
-               if not isinstance(one, FakeTensor)):
+        if any(
+            one.requires_grad and isinstance(one, nn.Parameter)
+            for one in tensors
+            if not isinstance(one, FakeTensor)
+        ):
             self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
         return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
 

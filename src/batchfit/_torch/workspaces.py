@@ -266,7 +266,9 @@ def _convolution(args: Any, card: Card) -> Extra | None:
     else:
         length = [
             (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, s, p, d, k in zip(tensor.shape[2:], stride, padding, dilation, weight.shape[2:], strict=False)
+            for n, s, p, d, k in zip(
+                tensor.shape[2:], stride, padding, dilation, weight.shape[2:], strict=False
+            )
         ]
         channels = weight.shape[0]
     out_bytes = tensor.shape[0] * channels * math.prod(length) * tensor.element_size()

@@ -1,0 +1,308 @@
+"""`predict_batch_size`: the largest size, from a trace with fake tensors. Nothing is run out of memory.
+
+Rules:
+- A trace shows what each operation allocates; a replay of the caching allocator says what fits. With a GPU,
+  two small real runs tell what neither of them saw.
+- The margin is stated and applied to the budget: the smaller, the more was measured.
+- What cannot be traced is an `UntraceableError` that names operation and line; it is never guessed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+import batchfit
+from batchfit._decide.allocator import Rules
+from batchfit._decide.cards import Card, card_named
+from batchfit._decide.footprint import Footprint
+from batchfit._decide.simulate import Simulation, largest, simulate
+from batchfit._decide.units import parse_bytes
+from batchfit._torch.device import resolve_device, tensors_in
+from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.tracing import Traced, rules_for, trace_workload
+from batchfit._torch.trial import run_trial
+from batchfit.errors import NothingFitsError
+from batchfit.results import Answer, Point, Prediction, Trial
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+
+# The share of the budget that is left free, by what is known.
+MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
+Basis = Literal["no GPU", "GPU, not run", "calibrated"]
+Budget = int | str
+
+
+def predict_batch_size(
+    workload: Workload | Callable[[int], object],
+    *,
+    budget: Budget | Sequence[Budget] | None = None,
+    gpu: str | None = None,
+    max_size: int | None = None,
+    margin: float | None = None,
+    calibrate: bool | None = None,
+    expandable_segments: bool | None = None,
+) -> Prediction:
+    """Predict the largest batch size that fits, without a GPU and without running out of memory.
+
+    ```python
+    pred = batchfit.predict_batch_size(workload, budget="80GiB")
+    print(pred.batch_size, pred.peak_bytes_at(64))
+    ```
+
+    Args:
+        workload: what one step is. Its state must be declared: the trace works on fakes of it.
+        budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
+            `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
+        gpu: the card to predict for ("h100", "rtx4090"): its memory and its choice of kernels.
+        max_size: the largest size that is wanted.
+        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
+            not run, 1 % calibrated.
+        calibrate: run two small sizes on the GPU; default: where the workload is on one.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says.
+
+    Raises:
+        UntraceableError: the step cannot be traced; names the operation and the line.
+        NothingFitsError: not even one sample fits (with one budget).
+    """
+    begun = time.perf_counter()
+    work = as_workload(workload)
+    _check_arguments(max_size, margin, calibrate)
+    card = None if gpu is None else card_named(gpu)
+    rules = rules_for(work, card)
+    here = rules.device.type == "cuda"
+    if calibrate and not here:
+        raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
+    budgets = _budgets(budget, card, work if here else None)
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
+    settings = allocator_rules(expandable_segments)
+    basis: Basis = "GPU, not run" if here else "no GPU"
+    residual, trials = (0.0, 0.0), ()
+    if here and calibrate is not False:
+        residual, trials = calibration(traced, settings, budget_bytes=max(budgets))
+        basis = "calibrated" if trials else basis
+    share = MARGINS[basis] if margin is None else margin
+    oracle = Oracle(traced, settings, residual)
+    found = [oracle.largest(round(one * (1 - share)), max_size) for one in budgets]
+    if found[0] is None and len(budgets) == 1:
+        raise NothingFitsError(
+            1,
+            device=rules.card.name,
+            budget_bytes=budgets[0],
+            peak_bytes=oracle.peak(1),
+            detail="predicted",
+        )
+    return _prediction(oracle, budgets, found, basis, share, trials, card, begun)
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """Answers for any size, from a trace and what a calibration added."""
+
+    traced: Traced
+    rules: Rules
+    residual: tuple[float, float]
+
+    def run(self, size: int, capacity_bytes: int | None) -> Simulation:
+        """A replay of `size`, under a capacity or without."""
+        extra = max(0.0, self.residual[0] + self.residual[1] * size)
+        return simulate(
+            self.traced.at(size), size, capacity_bytes=capacity_bytes, rules=self.rules, extra_bytes=extra
+        )
+
+    def peak(self, size: int) -> int:
+        """Live bytes at the highest moment, in the allocator's blocks."""
+        return self.run(size, None).peak_allocated_bytes
+
+    def largest(self, capacity_bytes: int, most: int | None) -> Simulation | None:
+        """The largest size that is sustained under a capacity."""
+        if self.traced.footprint is not None:
+            return largest(
+                self.traced.footprint,
+                capacity_bytes=capacity_bytes,
+                rules=self.rules,
+                extra=self.residual,
+                most=most,
+            )
+        return self._by_single_traces(capacity_bytes, most)
+
+    def _by_single_traces(self, capacity_bytes: int, most: int | None) -> Simulation | None:
+        """Doubling and halving, with a trace for each size: for steps that no lines fit."""
+        low, best, high = 0, None, 1
+        while most is None or high <= most:
+            found = self.run(high, capacity_bytes)
+            if not found.sustained or high >= 2**20:
+                break
+            low, best, high = high, found, high * 2
+        top = high if most is None else min(high, most + 1)
+        while top - low > max(1, low // 50):
+            middle = (low + top) // 2
+            found = self.run(middle, capacity_bytes)
+            if found.sustained:
+                low, best = middle, found
+            else:
+                top = middle
+        return best
+
+
+def allocator_rules(expandable_segments: bool | None = None) -> Rules:
+    """The allocator's settings: the environment's, and what is asked for."""
+    from dataclasses import replace
+
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    rules = Rules.from_environment(text)
+    if expandable_segments is None:
+        return rules
+    return replace(rules, expandable_segments=expandable_segments)
+
+
+def calibration(
+    traced: Traced, rules: Rules, *, budget_bytes: int
+) -> tuple[tuple[float, float], tuple[Trial, ...]]:
+    """What two small real runs need beyond the trace: fixed bytes, and bytes a sample.
+
+    Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
+    """
+    footprint = traced.footprint
+    if footprint is None:
+        return (0.0, 0.0), ()
+    end = largest(footprint, capacity_bytes=round(budget_bytes * 0.9), rules=rules)
+    if end is None or end.size < 4:
+        return (0.0, 0.0), ()
+    knee = max(piece.size for piece in footprint.pieces(end.size))
+    first = min(max(int(knee) + 1, end.size // 8, 1), max(1, end.size // 4))
+    second = max(first + 1, end.size // 3)
+    work = traced.workload
+    place = resolve_device(None, near=(*work.state, work.model))
+    snapshot = Snapshot.take(work.state)
+    parameters = [one for one in tensors_in(work.state) if one.requires_grad]
+    trials = []
+    with place.limit(budget_bytes):
+        for size in (first, second):
+            trial = run_trial(
+                work.step, size, device=place, snapshot=snapshot, parameters=parameters, steps=3
+            )
+            trials.append(trial)
+            if not trial.fits or trial.peak_bytes is None:
+                log.warning("batch size %d did not run, so the prediction is not calibrated", size)
+                return (0.0, 0.0), ()
+    gaps = [
+        (trial.peak_bytes or 0)
+        - simulate(footprint, trial.size, capacity_bytes=None, rules=rules, steps=3).peak_allocated_bytes
+        for trial in trials
+    ]
+    slope = max(0.0, (gaps[1] - gaps[0]) / (second - first))
+    return (gaps[1] - slope * second, slope), tuple(trials)
+
+
+def _prediction(
+    oracle: Oracle,
+    budgets: list[int],
+    found: list[Simulation | None],
+    basis: Basis,
+    margin: float,
+    trials: Sequence[Trial],
+    card: Card | None,
+    begun: float,
+) -> Prediction:
+    traced = oracle.traced
+    answers = tuple(
+        Answer(
+            budget_bytes=budget,
+            batch_size=0 if one is None else one.size,
+            peak_bytes=0 if one is None else one.peak_allocated_bytes,
+            name=card.name if card is not None and budget == card.usable_bytes else "",
+        )
+        for budget, one in zip(budgets, found, strict=True)
+    )
+    top = max((answer.batch_size for answer in answers), default=0)
+    size = answers[0].batch_size or 1
+    phase, operation = peak_of(traced.at(size), size)
+    pieces = [] if traced.footprint is None else traced.footprint.pieces(max(top, 1))
+    return Prediction(
+        batch_size=answers[0].batch_size,
+        budget_bytes=budgets[0],
+        peak_bytes=answers[0].peak_bytes,
+        peak_phase=phase,
+        peak_operation=operation,
+        margin=margin,
+        based_on=basis,
+        card=traced.rules.card.name,
+        card_measured=traced.rules.card.measured,
+        answers=answers,
+        curve=tuple(_curve(oracle, max(top, 2))),
+        knees=tuple(piece.size for piece in pieces[1:]),
+        unseen=_unseen(traced),
+        check=traced.check,
+        trace_sizes=traced.sizes,
+        trials=tuple(trials),
+        trace_s=traced.trace_s,
+        elapsed_s=time.perf_counter() - begun,
+        batchfit_version=batchfit.__version__,
+        torch_version=torch.__version__,
+    )
+
+
+def _curve(oracle: Oracle, top: int) -> list[Point]:
+    """Memory at sizes from 1 to a little beyond the answer."""
+    if oracle.traced.footprint is None:
+        sizes = sorted({1, top})
+    else:
+        shares = (0.03, 0.06, 0.12, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3)
+        sizes = sorted({1, 2, *(max(1, round(top * share)) for share in shares)})
+    points = []
+    for size in sizes:
+        found = oracle.run(size, None)
+        points.append(
+            Point(size=size, peak_bytes=found.peak_allocated_bytes, reserved_bytes=found.peak_reserved_bytes)
+        )
+    return points
+
+
+def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
+    """The phase and the operation at the highest moment."""
+    event = footprint.events[footprint.moment_of_peak(size)]
+    origin = footprint.origins[event if event >= 0 else ~event]
+    return origin.phase, origin.operation
+
+
+def _unseen(traced: Traced) -> tuple[str, ...]:
+    notes = list(traced.unseen)
+    if traced.footprint is None:
+        notes.append("the step allocates in another order at each size, so each size was traced")
+    elif traced.check > 0.01:
+        notes.append(f"memory is no straight line in the batch size: a check was {traced.check:.1%} off")
+    if not traced.rules.card.measured:
+        notes.append(f"{traced.rules.card.name} itself: its figures are the vendor's, not measured by us")
+    return tuple(notes)
+
+
+def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[int]:
+    if budget is None:
+        if card is not None:
+            return [card.usable_bytes]
+        if on_gpu is None:
+            raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
+        return [resolve_device(None, near=(*on_gpu.state, on_gpu.model)).budget_bytes()]
+    if isinstance(budget, str | int):
+        return [parse_bytes(budget)]
+    found = [parse_bytes(one) for one in budget]
+    if not found:
+        raise ValueError("budget must name at least one budget, not an empty list")
+    return found
+
+
+def _check_arguments(max_size: Any, margin: Any, calibrate: Any) -> None:
+    if max_size is not None and (type(max_size) is not int or max_size < 1):
+        raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
+    if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
+        raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
+    if calibrate is not None and not isinstance(calibrate, bool):
+        raise TypeError(f"calibrate must be True, False or None, not {calibrate!r}")

@@ -1,0 +1,149 @@
+"""From a workload to its footprint: traces at a few sizes, lines through them, and a check.
+
+Rules:
+- Two small traces tell about where the end is; two more near the end give the lines, because what kernels
+  take for themselves is not a straight line from 1 to 1000. A trace costs the same at any size, as long as
+  the host can make the batch.
+- The lines are checked against a trace that they do not go through. Where the streams differ from size to
+  size, the lines are not used: each size is traced (`Traced.at`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._decide.cards import DEFAULT, Card
+from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace
+from batchfit._decide.simulate import upper_bound
+from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.trace import trace
+from batchfit.workload import Workload
+
+SMALL = (2, 3)
+_HOST_BYTES = 2**30  # the largest batch that a trace makes on the host
+
+Change = Callable[[Workload, Any], AbstractContextManager[Any]]
+
+
+@final
+@dataclass(slots=True)
+class Traced:
+    """A workload's footprint, and how it came about."""
+
+    workload: Workload
+    rules: CudaRules
+    footprint: Footprint | None
+    sizes: tuple[int, ...]
+    check: float  # how far the lines were from the trace that checks them, as a share of its peak
+    trace_s: float
+    unseen: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    _single: dict[int, Footprint] = field(default_factory=dict)
+
+    def at(self, size: int) -> Footprint:
+        """The footprint to replay for `size`."""
+        if self.footprint is not None:
+            return self.footprint
+        if size not in self._single:
+            self._single[size] = Footprint.of(
+                trace(self.workload, size, rules=self.rules, changes=self.changes)
+            )
+        return self._single[size]
+
+
+def card_of(device: torch.device) -> Card:
+    """The card that is really here."""
+    properties = torch.cuda.get_device_properties(device)
+    return Card(
+        name=properties.name,
+        usable_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        threads_per_multiprocessor=getattr(properties, "max_threads_per_multi_processor", 2048),
+        measured=True,
+    )
+
+
+def rules_for(workload: Workload, card: Card | None = None) -> CudaRules:
+    """A fake `cuda` where the workload is on one, a fake card on the CPU otherwise.
+
+    Another card than the one that is here is always traced on the CPU: torch would make the choices of the
+    card that it sees.
+    """
+    device = _cuda_device(workload)
+    if device is not None and card is None:
+        return CudaRules(card_of(device), device)
+    return CudaRules(card or DEFAULT, torch.device("cpu", 1))
+
+
+def trace_workload(
+    workload: Workload, *, rules: CudaRules, budget_bytes: int, changes: tuple[Change, ...] = ()
+) -> Traced:
+    """The footprint of a workload, from traces around the largest size that may fit the budget."""
+    begun = time.perf_counter()
+    done: dict[int, Trace] = {}
+
+    def at(size: int) -> Trace:
+        if size not in done:
+            done[size] = trace(workload, size, rules=rules, changes=changes)
+        return done[size]
+
+    # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
+    # differs by a few operations that are done once.
+    first, second = (trace(workload, size, rules=rules, steps=1, changes=changes) for size in SMALL)
+    low, high = around(first, second, budget_bytes)
+    footprint: Footprint | None
+    check = 0.0
+    try:
+        footprint = Footprint.between(at(low), at(high))
+        check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
+    except ShapeChangedError:
+        footprint = None
+    return Traced(
+        workload,
+        rules,
+        footprint,
+        tuple(sorted(done)),
+        check,
+        time.perf_counter() - begun,
+        unseen=tuple(unseen(workload)),
+        changes=changes,
+    )
+
+
+def around(first: Trace, second: Trace, budget_bytes: int) -> tuple[int, int]:
+    """Two sizes near the largest that the budget may allow and the host can make."""
+    try:
+        most = upper_bound(Footprint.between(first, second), budget_bytes)
+    except ShapeChangedError:
+        slope = (second.peak_bytes - first.peak_bytes) / (second.size - first.size)
+        most = int((budget_bytes - first.peak_bytes) / slope) if slope > 0 else 0
+    batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
+    high = most if batch <= 0 else min(most, int(_HOST_BYTES / batch))
+    return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
+
+
+def unseen(workload: Workload) -> Iterator[str]:
+    """What a trace cannot see of this workload."""
+    for part in (*workload.state, workload.model):
+        if not isinstance(part, nn.Module):
+            continue
+        for name, module in part.named_modules():
+            if hasattr(module, "_orig_mod"):
+                yield f"torch.compile of {name or type(module._orig_mod).__name__}: traced as if not compiled"
+
+
+def _cuda_device(workload: Workload) -> torch.device | None:
+    for part in (workload.model, *workload.state):
+        if isinstance(part, nn.Module):
+            for tensor in part.parameters():
+                if tensor.device.type == "cuda":
+                    return tensor.device
+    return None
