@@ -1,7 +1,8 @@
 """Prediction against the truth on one GPU: how far off is the size that nobody ran?
 
     python benchmarks/prediction_gpu.py truth --out results.json            # the sustained maxima, resumes
-    python benchmarks/prediction_gpu.py predict --out results.json --as gpu  # fake `cuda` traces, not run
+    python benchmarks/prediction_gpu.py predict --out gpu.json --mode gpu    # or none, calibrated
+    python benchmarks/prediction_gpu.py find --out find.json                 # find, which begins with it
     python benchmarks/prediction_gpu.py history --folder histories           # allocations as they really came
 
 The truth is a bracket under a cap (`set_per_process_memory_fraction`): the size survives 25 steps, the one
@@ -66,9 +67,8 @@ def capped(cap_gib: float) -> None:
 
 def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
     """The largest size that survives a soak, by find and then by single soaks upwards."""
-    import zoo
-
     import batchfit
+    import zoo
     from batchfit._torch.device import resolve_device, tensors_in
     from batchfit._torch.snapshot import Snapshot
     from batchfit._torch.trial import run_trial
@@ -110,6 +110,57 @@ def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
             "ooms": sum(not t.fits for t in fit.trials),
         },
         "trials": [t.model_dump() for t in fit.trials] + soaks,
+    }
+
+
+def run_find(model: str, precision: str, cap: str) -> dict[str, Any]:
+    """What find answers, beginning with a prediction; and in how many sizes, failures and seconds."""
+    import logging
+
+    import torch
+
+    import batchfit
+    import zoo
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    workload = zoo.make(model, precision)
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    fit = batchfit.find_batch_size(workload)
+    seconds = time.perf_counter() - begun
+    return {
+        "answer": fit.batch_size,
+        "seconds": seconds,
+        "sizes": [t.size for t in fit.trials],
+        "ooms": sum(not t.fits for t in fit.trials),
+        "stopped_because": fit.stopped_because,
+        "trials": [t.model_dump() for t in fit.trials],
+    }
+
+
+def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, Any]:
+    """The prediction at the default margin, and the same without a margin."""
+    import batchfit
+    import zoo
+    from batchfit._predict import MARGINS
+
+    here = mode != "none"
+    basis = {"none": "no GPU", "gpu": "GPU, not run", "calibrated": "calibrated"}[mode]
+    budget = round(float(cap) * GIB)
+    begun = time.perf_counter()
+    workload = zoo.make(model, precision, device="cuda" if here else "cpu")
+    build_s = time.perf_counter() - begun
+    prediction = batchfit.predict_batch_size(
+        workload,
+        budget=[budget, round(budget / (1 - MARGINS[basis]))],
+        gpu=None if here else "h200",
+        calibrate=mode == "calibrated",
+    )
+    return {
+        "default": prediction.batch_size,
+        "raw": prediction.answers[1].batch_size,
+        "build_s": build_s,
+        "prediction": json.loads(prediction.to_json()),
     }
 
 
@@ -165,7 +216,7 @@ def run_history(model: str, precision: str, cap: str, size: str, steps: str) -> 
             break
     stats = torch.cuda.memory_stats()
     events = [
-        [entry["action"], entry["addr"], entry["size"]]
+        [entry["action"], entry.get("addr", 0), entry["size"]]
         for entry in torch.cuda.memory._snapshot()["device_traces"][0]
     ]
     return {
@@ -222,7 +273,8 @@ class Pool:
             try:
                 if time.monotonic() < self.ends:
                     begun = time.perf_counter()
-                    answer = child(arguments)
+                    blind = arguments[1] == "predict" and arguments[-1] == "none"
+                    answer = child(arguments, {"CUDA_VISIBLE_DEVICES": ""} if blind else None)
                     with self.turn:
                         done(key, answer, time.perf_counter() - begun)
             finally:
@@ -238,7 +290,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("truth", "history", "child"))
+    parser.add_argument("what", choices=("truth", "find", "predict", "history", "child"))
+    parser.add_argument("--mode", choices=("none", "gpu", "calibrated"), default="gpu")
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("prediction_gpu.json"))
     parser.add_argument("--folder", type=Path, default=Path("histories"))
@@ -246,12 +299,14 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--deadline-s", type=float, default=500)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
 
     if given.what == "child":
         name, *rest = given.rest
-        capped(float(rest[2]))
-        answer = {"truth": run_truth, "history": run_history}[name](*rest)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            capped(float(rest[2]))
+        runs = {"truth": run_truth, "find": run_find, "predict": run_predict, "history": run_history}
+        answer = runs[name](*rest)
         print(json.dumps(answer))
         return
 
@@ -274,13 +329,17 @@ def main() -> None:
     jobs = []
     for model, precision, cap in cases(given.models or list(CAPS), given.precisions):
         key = f"{model}/{precision}/{cap}"
-        if "sustained" not in results.get(key, {}):
-            jobs.append((key, float(cap), ["child", "truth", model, precision, str(cap)]))
+        if results.get(key) and "error" not in results[key]:
+            continue
+        rest = [model, precision, str(cap)] + ([given.mode] if given.what == "predict" else [])
+        # What runs nothing on the card waits for no room on it.
+        room = 0.0 if given.what == "predict" and given.mode != "calibrated" else float(cap)
+        jobs.append((key, room, ["child", given.what, *rest]))
 
     def keep(key: str, answer: dict[str, Any], seconds: float) -> None:
         results[key] = {**answer, "seconds": seconds}
         given.out.write_text(json.dumps(results))
-        shown = {k: v for k, v in answer.items() if k not in ("trials",)}
+        shown = {k: v for k, v in answer.items() if k not in ("trials", "prediction")}
         print(key, round(seconds, 1), json.dumps(shown)[-400:], flush=True)
 
     pool.run(jobs, keep)

@@ -23,6 +23,7 @@ import torch
 import batchfit
 from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
+from batchfit._predict import Foresight
 from batchfit._torch import oom
 from batchfit._torch.device import Device, resolve_device, tensors_in
 from batchfit._torch.ranks import Ranks
@@ -53,6 +54,7 @@ def find_batch_size(
     soak_steps: int = 25,
     max_trials: int | None = None,
     time_limit_s: float | None = None,
+    predict: bool = True,
     device: str | torch.device | Device | None = None,
     on_trial: OnTrial | None = None,
 ) -> FitResult:
@@ -75,6 +77,7 @@ def find_batch_size(
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
         soak_steps: steps in the soak that the answer has to survive; 0 for none.
         max_trials, time_limit_s: end the search early with what it has.
+        predict: "guided" on a GPU begins with what a prediction says, where the step can be traced.
         device: where the workload runs; default: where its state is.
         on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
 
@@ -117,6 +120,7 @@ def find_batch_size(
             steps=steps,
             soak_steps=soak_steps,
             time_limit_s=time_limit_s,
+            predict=predict and strategy == "guided" and start is None,
             on_trial=on_trial,
         )
 
@@ -130,6 +134,7 @@ def _search(
     steps: int,
     soak_steps: int,
     time_limit_s: float | None,
+    predict: bool,
     on_trial: OnTrial | None,
 ) -> FitResult:
     begun = time.perf_counter()
@@ -163,8 +168,9 @@ def _search(
             collections.thorough()
         return told(trial)
 
+    sight = Foresight.of(work, budget_bytes=budget_bytes) if predict and _traceable(work, place) else None
     with place.limit(budget_bytes), QuickCollections() as collections:
-        ended = run(search, attempt)
+        ended = run(_foreseen(search, sight, attempt, ranks), attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
     ranks.settle()
     if ended.stopped_because == "largest" and ranks.is_main:
@@ -177,6 +183,32 @@ def _search(
         device=place.name,
         elapsed_s=elapsed_s,
     )
+
+
+def _traceable(work: Workload, place: Device) -> bool:
+    """Whether a trace can say something about this device: real CUDA memory, state known."""
+    return place.name.startswith("cuda") and work.declared
+
+
+def _foreseen(
+    search: Search, sight: Foresight | None, attempt: Callable[[Ask], Told | None], ranks: Ranks
+) -> Search:
+    """The search after one small trial that checks the prediction, with what it then predicts."""
+    look = ranks.minimum(0 if sight is None else sight.look_first() or 0, doing="the prediction")
+    if sight is None or look not in search.sizes:
+        look = 0
+    if ranks.minimum(look, doing="the size to look at first"):
+        assert sight is not None
+        seen = attempt(Ask(look, False))
+        if seen is None:
+            return search
+        search = search.tell(seen)
+        if not seen.fits or seen.allocated_bytes is None:
+            return search
+        sight = sight.corrected(look, seen.allocated_bytes)
+    found = 0 if sight is None else sight.largest(search.max_size) or 0
+    found = ranks.minimum(found, doing="the predicted size")
+    return replace(search, predicted=found) if found >= search.sizes.first else search
 
 
 def fit_result(

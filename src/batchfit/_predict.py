@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,7 +28,7 @@ from batchfit._torch.device import resolve_device, tensors_in
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.tracing import Traced, rules_for, trace_workload
 from batchfit._torch.trial import run_trial
-from batchfit.errors import NothingFitsError
+from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -152,10 +152,49 @@ class Oracle:
         return best
 
 
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """A prediction for a search on the GPU: where to look first, and what a look changes."""
+
+    oracle: Oracle
+    budget_bytes: int
+    margin: float = MARGINS["calibrated"]
+
+    @classmethod
+    def of(cls, work: Workload, *, budget_bytes: int) -> Foresight | None:
+        """None where the step cannot be traced: then the search measures only."""
+        rules = rules_for(work)
+        if rules.device.type != "cuda":
+            return None
+        try:
+            traced = trace_workload(work, rules=rules, budget_bytes=budget_bytes, quick=True)
+        except UntraceableError as error:
+            log.info("no prediction: %s", error)
+            return None
+        return cls(Oracle(traced, allocator_rules(), (0.0, 0.0)), budget_bytes)
+
+    def largest(self, most: int | None = None) -> int | None:
+        """The largest size, the margin taken off; None where not even one sample fits."""
+        found = self.oracle.largest(round(self.budget_bytes * (1 - self.margin)), most)
+        return None if found is None else found.size
+
+    def look_first(self) -> int | None:
+        """A small size above the last knee, to compare the prediction with; None where none is small."""
+        end = self.largest()
+        if end is None or end < 8 or self.oracle.traced.footprint is None:
+            return None
+        knee = max(piece.size for piece in self.oracle.traced.footprint.pieces(end))
+        return min(max(int(knee) + 1, end // 8), end // 3)
+
+    def corrected(self, size: int, peak_bytes: int) -> Foresight:
+        """The same with what a real run of `size` needed beyond the trace, in proportion to the size."""
+        gap = peak_bytes - self.oracle.peak(size)
+        residual = (float(gap), 0.0) if gap < 64 * 2**20 else (0.0, gap / size)
+        return Foresight(replace(self.oracle, residual=residual), self.budget_bytes, self.margin)
+
+
 def allocator_rules(expandable_segments: bool | None = None) -> Rules:
     """The allocator's settings: the environment's, and what is asked for."""
-    from dataclasses import replace
-
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     rules = Rules.from_environment(text)
     if expandable_segments is None:

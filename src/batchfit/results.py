@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 
 REASONS = {
     "within_tolerance": "the memory left is too little for a size worth trying",
+    "predicted": "it is the largest size by the prediction, and it ran",
     "bracketed": "the next larger size was tried and does not fit",
     "max_size": "max_size was reached",
     "largest": "no batch is larger than this, and the memory has not ended",

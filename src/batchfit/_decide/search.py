@@ -38,7 +38,7 @@ class Search(State):
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
         for name in ("min_size", "multiple_of", "attempts"):
             _positive(name, getattr(self, name))
-        for name in ("budget_bytes", "max_size", "start", "max_trials"):
+        for name in ("budget_bytes", "max_size", "start", "max_trials", "predicted"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         for name in ("power_of_two", "soak"):

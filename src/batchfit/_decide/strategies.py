@@ -146,6 +146,7 @@ class State:
     attempts: int = 5
     max_trials: int | None = None
     soak: bool = True
+    predicted: int | None = None  # the largest size by a prediction, a little margin taken off
     told: tuple[Told, ...] = ()
 
     @property
@@ -263,6 +264,10 @@ def guided(state: State) -> Ask | str:
         return descend(state, bracket, tolerance=state.tolerance)
     if bracket.closed:
         return settle(state, bracket, "bracketed")
+    if state.predicted is not None and bracket.bad is None:
+        step = _as_predicted(state, bracket, state.predicted)
+        if step is not None:
+            return step
     if bracket.good is None:
         return _first(state, bracket)
     if _settled(state) or enough(bracket.good, bracket.largest, state.tolerance):
@@ -272,6 +277,20 @@ def guided(state: State) -> Ask | str:
     if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
         return _bisected(state, bracket)
     return step
+
+
+def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str | None:
+    """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
+
+    A failure says that the prediction is wrong, and the search goes on without it. So does an exact search,
+    from there on.
+    """
+    size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
+    if (bracket.good or 0) < size:
+        return Ask(size, state.soak)
+    if not state.tolerance or bracket.good != size:
+        return None
+    return settle(state, bracket, "predicted")
 
 
 def _settled(state: State) -> bool:
