@@ -8,6 +8,7 @@ apart. Each model is a training step with AdamW: fp32 (TF32 off), "bf16" (autoca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -330,7 +331,7 @@ class Gan(nn.Module):
             nn.BatchNorm2d(widths[0]),
             nn.ReLU(),
         ]
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [
                 nn.ConvTranspose2d(before, after, 4, stride=2, padding=1),
                 nn.BatchNorm2d(after),

@@ -37,13 +37,11 @@ def bar(share: float, width: int, *, plain: bool = False) -> str:
 
 
 def shortened(text: str, width: int, *, plain: bool = False) -> str:
-    """The text in at most `width` characters: what is left out is in the middle, since names differ at ends."""
+    """The text in at most `width` characters. Paths differ at their ends: the beginning is left out."""
     if len(text) <= width:
         return text
     dots = ".." if plain else "…"
-    room = max(width - len(dots), 0)
-    head = room // 3
-    return (text[:head] + dots + text[len(text) - (room - head) :])[:width]
+    return (dots + text[len(text) - max(width - len(dots), 0) :])[:width]
 
 
 def ticks(top: float, most: int) -> list[float]:
@@ -103,7 +101,7 @@ def curves(
         if row in labels:
             line.append((" " + labels[row], "level"))
         drawn.append(line)
-    return [*drawn, *_bottom(right, room, margin, x_name, plain=plain)]
+    return [*drawn, *_bottom(right, room, margin, x_name, width=width, plain=plain)]
 
 
 def _labels(levels: Sequence[Level], top: float, height: int) -> dict[int, str]:
@@ -182,7 +180,7 @@ def _joined(cells: Iterable[Piece]) -> Line:
     return line
 
 
-def _bottom(right: float, room: int, margin: int, name: str, *, plain: bool) -> list[Line]:
+def _bottom(right: float, room: int, margin: int, name: str, *, width: int, plain: bool) -> list[Line]:
     """The x axis, its numbers and its name."""
     rule, corner, tick = ("-", "+", "+") if plain else ("─", "└", "┬")
     axis, numbers = [rule] * room, [" "] * (room + margin)
@@ -197,11 +195,7 @@ def _bottom(right: float, room: int, margin: int, name: str, *, plain: bool) -> 
         numbers[begin : begin + len(text)] = text
         end = begin + len(text)
     line = "".join(numbers).rstrip()
-    named = f"{line}  {name}"
-    if len(named) > room + margin:  # no room behind the last number: a line of its own
-        return [
-            [(" " * (margin - 1) + corner + "".join(axis), "dim")],
-            [(line, "dim")],
-            [(f"{name:>{room + margin}}", "dim")],
-        ]
-    return [[(" " * (margin - 1) + corner + "".join(axis), "dim")], [(named, "dim")]]
+    first: Line = [(" " * (margin - 1) + corner + "".join(axis), "dim")]
+    if len(line) + 2 + len(name) <= width:
+        return [first, [(f"{line}  {name}", "dim")]]
+    return [first, [(line, "dim")], [(f"{name:>{width}}"[-width:], "dim")]]

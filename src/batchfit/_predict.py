@@ -36,6 +36,7 @@ log = logging.getLogger("batchfit")
 
 # The share of the budget that is left free, by what is known.
 MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
+_PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
 Basis = Literal["no GPU", "GPU, not run", "calibrated"]
 Budget = int | str
 
@@ -84,7 +85,8 @@ def predict_batch_size(
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
     settings = allocator_rules(expandable_segments)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual, trials = (0.0, 0.0), ()
+    residual: tuple[float, float] = (0.0, 0.0)
+    trials: tuple[Trial, ...] = ()
     if here and calibrate is not False:
         residual, trials = calibration(traced, settings, budget_bytes=max(budgets))
         basis = "calibrated" if trials else basis
@@ -167,7 +169,9 @@ class Foresight:
         if rules.device.type != "cuda":
             return None
         try:
-            traced = trace_workload(work, rules=rules, budget_bytes=budget_bytes, quick=True)
+            traced = trace_workload(
+                work, rules=rules, budget_bytes=budget_bytes, quick=True, limit_s=_PATIENCE_S
+            )
         except UntraceableError as error:
             log.info("no prediction: %s", error)
             return None

@@ -14,6 +14,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchfit._decide.units import format_bytes
+from batchfit._draw import as_text
+from batchfit._screen import headline, memory_lines
 from batchfit.errors import ResultFileError
 
 Outcome = Literal["fits", "oom", "too_large", "killed", "timeout"]
@@ -268,6 +270,9 @@ class Holder(Result):
     share: float
     count: int = 1  # blocks
     kinds: dict[str, int] = {}  # its bytes by kind
+    repeats: int = 1  # alike modules that are told together ("transformer.h.*")
+    operations: tuple[str, ...] = ()  # those that made the most of it, the most first
+    parts: tuple[Holder, ...] = ()  # what it consists of, where that says more
 
 
 class WhatIf(Result):
@@ -275,15 +280,17 @@ class WhatIf(Result):
 
     change: str  # "activation checkpointing of each of 12 GPT2Block"
     how: str  # what to write
-    largest_before: int
-    largest_after: int
+    largest_before: int | None  # None where no budget is known
+    largest_after: int | None
     peak_bytes_before: int
     peak_bytes_after: int
     cost: str = ""  # what it costs besides ("one more forward pass")
 
     @property
     def gain(self) -> float:
-        """How many times as many samples."""
+        """How many times as many samples; without a budget, how many times less memory."""
+        if self.largest_before is None or self.largest_after is None:
+            return self.peak_bytes_before / max(self.peak_bytes_after, 1)
         return self.largest_after / max(self.largest_before, 1)
 
 
@@ -319,6 +326,19 @@ class MemoryExplanation(Result):
     elapsed_s: float = 0.0
     batchfit_version: str = ""
     torch_version: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The answer in one sentence."""
+        return headline(self)
+
+    def __str__(self) -> str:
+        return as_text(memory_lines(self))
+
+    def _repr_html_(self) -> str:
+        # A notebook has room: the same screen, wider, in letters of one width.
+        text = as_text(memory_lines(self, width=100))
+        return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>"
 
 
 TRIAL_COLUMNS = ("size", "outcome", "steps", "peak", "reserved", "of budget", "s/step")

@@ -81,7 +81,17 @@ def batchfit_light(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 class TestHelp:
     @pytest.mark.parametrize(
-        "arguments", [("--help",), ("find", "--help"), ("doctor", "-h"), ("demo", "--help"), ("--version",)]
+        "arguments",
+        [
+            ("--help",),
+            ("find", "--help"),
+            ("predict", "--help"),
+            ("explain", "-h"),
+            ("doctor", "-h"),
+            ("demo", "--help"),
+            ("--version",),
+            ("predict", "--list-gpus"),
+        ],
     )
     def test_imports_nothing_heavy(self, arguments: tuple[str, ...]) -> None:
         ran = batchfit_light(*arguments)
@@ -89,7 +99,9 @@ class TestHelp:
         assert ran.stderr.splitlines() == ["HEAVY []"]
         assert "\x1b" not in ran.stdout
 
-    @pytest.mark.parametrize("arguments", [("--help",), ("find", "--help")])
+    @pytest.mark.parametrize(
+        "arguments", [("--help",), ("find", "--help"), ("predict", "--help"), ("explain", "--help")]
+    )
     def test_lists_every_exit_code(self, arguments: tuple[str, ...]) -> None:
         lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
         for code in Code:
@@ -98,7 +110,7 @@ class TestHelp:
     def test_the_numbers_are_a_promise(self) -> None:
         promised = {
             "FOUND": 0, "BROKEN": 1, "USAGE": 2, "NOTHING_FITS": 3, "RAISED": 4, "STOPPED": 5,
-            "INTERRUPTED": 130, "TERMINATED": 143,
+            "UNTRACEABLE": 6, "INTERRUPTED": 130, "TERMINATED": 143,
         }  # fmt: skip
         assert {code.name: int(code) for code in Code} == promised
 
@@ -126,6 +138,20 @@ class TestHelp:
             ("find", "no_such_file.py:make"),
             ("find", "train.py"),
             ("find", "no/such/folder/x.py:make", "--output", "no/such/folder/fit.json"),
+            ("predict",),
+            ("predict", "train.py:make", "--budget", "24GiB", "--budget", "24 gigs"),
+            ("predict", "train.py:make", "--gpu", "h100", "--gpu", "toaster"),
+            ("predict", "train.py:make", "--gpu", "a100"),
+            ("predict", "train.py:make", "--gpu", "h100", "--margin", "1"),
+            ("predict", "train.py:make", "--gpu", "h100", "--max-size", "0"),
+            ("predict", "train.py:make", "--gpu", "h100", "--calibrate"),
+            ("predict", "train.py:make", "--gpu", "h100", "--plot", "memory.gif"),
+            ("predict", "no_such_file.py:make", "--gpu", "h100", "--expandable-segments"),
+            ("explain", "train.py:make"),
+            ("explain", "train.py:make", "--batch-size", "0"),
+            ("explain", "train.py:make", "--batch-size", "8", "--budget", "much"),
+            ("explain", "train.py:make", "--batch-size", "8", "--gpu", "toaster"),
+            ("explain", "no_such_file.py:make", "--batch-size", "8"),
         ],
     )
     def test_bad_usage_is_2_and_needs_no_torch(self, arguments: tuple[str, ...]) -> None:
@@ -140,6 +166,17 @@ class TestHelp:
         assert "budget must be bytes" in ran.stderr
         assert "24 gigs" in ran.stderr
         assert "no_such_file" not in ran.stderr
+
+    def test_an_unknown_card_is_told_which_there_are(self) -> None:
+        ran = batchfit_light("predict", "train.py:make", "--gpu", "toaster")
+        assert "gpu must be one of b200, h200," in ran.stderr
+        assert "'toaster'" in ran.stderr
+        assert "predict --list-gpus" in ran.stderr
+
+    def test_the_cards_are_listed_with_what_is_known_of_them(self) -> None:
+        rows = batchfit_light("predict", "--list-gpus").stdout.splitlines()
+        assert "h200         139.3 GiB         9.0  measured" in rows
+        assert "t4            14.1 GiB         7.5  the vendor's figures" in rows
 
 
 class TestTargetText:

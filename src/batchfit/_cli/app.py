@@ -1,8 +1,8 @@
 """The commands and their flags.
 
-Rules: a flag of `find` is a keyword of `find_batch_size` with the same name and default (a test
-compares the two); this module imports typer and nothing heavy, so that `--help` is quick; each command
-does its work in a module of its own.
+Rules: a flag of `find`, `predict` or `explain` is a keyword of the function behind it, with the same name and
+default (a test compares the two; a flag that may be repeated is a list); this module imports typer and
+nothing heavy, so that `--help` is quick; each command does its work in a module of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Find the right batch size for a PyTorch program, and keep it from running out of
 Examples:
   batchfit demo
   batchfit find train.py:make_workload --budget 24GiB
+  batchfit predict train.py:make_workload --gpu h100
+  batchfit explain train.py:make_workload --batch-size 32 --gpu h100
   batchfit doctor
 
 {CODES}
@@ -51,6 +53,37 @@ where train.py has:
 {CODES}
 """
 
+PREDICT_HELP = f"""\
+Predict the largest batch size of TARGET, for any card and without a GPU.
+
+The step is traced with fake tensors, which take no memory, and replayed
+through a model of the CUDA allocator. On a GPU, and without --gpu, two small
+sizes are run to correct it.
+
+Examples:
+  batchfit predict train.py:make --gpu h100
+  batchfit predict train.py:make --gpu h100 --gpu a100-40gb --gpu rtx4090
+  batchfit predict train.py:make --budget 24GiB --budget 80GiB
+  batchfit predict train.py:make --gpu h100 --json | jq .batch_size
+  batchfit predict --list-gpus
+
+{CODES}
+"""
+
+EXPLAIN_HELP = f"""\
+Show what holds the memory of a step of TARGET, and what would change it.
+
+The peak with its phase and operation; weights, gradients, optimizer and
+activations; the modules and source lines that hold the most; and the largest
+batch with each change that may help. Traced: no GPU is needed.
+
+Examples:
+  batchfit explain train.py:make --batch-size 32 --gpu h100
+  batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
+
+{CODES}
+"""
+
 DOCTOR_HELP = """\
 Show what batchfit finds on this machine, and test that it works here.
 
@@ -63,9 +96,9 @@ Examples:
 """
 
 DEMO_HELP = """\
-Find the largest batch of a small GPT, on a GPU if there is one, in well under a minute.
+Find the largest batch of a small GPT, on a GPU if there is one, and predict it for other cards.
 
-Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's.
+Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's. Under a minute.
 
 Examples:
   batchfit demo
@@ -112,6 +145,10 @@ def batchfit_command(
 SEARCH = "Search"
 TRIAL = "Trials"
 OUTPUT = "Output"
+TARGET_HELP = (
+    "file.py:function or package.module:function: a function without required arguments that returns a "
+    "Workload or a step(batch_size) callable."
+)
 
 
 @app.command(help=FIND_HELP)
@@ -121,8 +158,7 @@ def find(
         typer.Argument(
             metavar="TARGET",
             show_default=False,
-            help="file.py:function or package.module:function: a function without required arguments that "
-            "returns a Workload or a step(batch_size) callable.",
+            help=TARGET_HELP,
         ),
     ],
     budget: Annotated[
@@ -245,6 +281,169 @@ def find(
         device=device,
     )
     _end(lambda: find_target(target, settings, as_json=json, output=output, full_traceback=traceback))
+
+
+def _list_gpus(wanted: bool) -> None:
+    if wanted:
+        from batchfit._cli.predict import card_lines
+        from batchfit._draw import as_text
+
+        typer.echo(as_text(card_lines()))
+        raise typer.Exit()
+
+
+@app.command(help=PREDICT_HELP)
+def predict(
+    target: Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)],
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BYTES",
+            show_default="what is free on the GPU, or all of --gpu",
+            help="Memory the program may use, such as 80GiB. May be given several times.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CARD",
+            show_default="the one that is here",
+            help="Card to predict for: its memory and its choice of kernels, such as h100 or rtx4090. May be "
+            "given several times.",
+        ),
+    ] = None,
+    max_size: Annotated[
+        int | None, typer.Option(metavar="N", show_default="no limit", help="Largest size that is wanted.")
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            show_default="0.02 without a GPU, 0.015 with one, 0.01 calibrated",
+            help="Share of the budget to leave free.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool | None,
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            show_default="where the workload is on a GPU",
+            help="Run two small sizes on the GPU to correct the prediction.",
+        ),
+    ] = None,
+    expandable_segments: Annotated[
+        bool | None,
+        typer.Option(
+            "--expandable-segments/--no-expandable-segments",
+            show_default="as PYTORCH_CUDA_ALLOC_CONF says",
+            help="Whether the program will run with expandable segments.",
+        ),
+    ] = None,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            rich_help_panel=OUTPUT,
+            help="The prediction as JSON, alone on stdout; a list where there are several cards.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Draw memory against size into FILE.png or FILE.svg (needs matplotlib).",
+        ),
+    ] = None,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks.")
+    ] = False,
+    list_gpus: Annotated[
+        bool,
+        typer.Option(
+            "--list-gpus",
+            rich_help_panel=OUTPUT,
+            callback=_list_gpus,
+            is_eager=True,
+            help="Show the cards that --gpu knows, and exit.",
+        ),
+    ] = False,
+) -> None:
+    from batchfit._cli.predict import PredictSettings, predict_target
+    from batchfit._cli.tracing import Delivery
+
+    settings = PredictSettings(
+        budget=budget,
+        gpu=gpu,
+        max_size=max_size,
+        margin=margin,
+        calibrate=calibrate,
+        expandable_segments=expandable_segments,
+    )
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    _end(lambda: predict_target(target, settings, delivery=delivery, full_traceback=traceback))
+
+
+@app.command(help=EXPLAIN_HELP)
+def explain(
+    target: Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)],
+    batch_size: Annotated[int, typer.Option(metavar="N", show_default=False, help="Size to explain.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            show_default="what is free on the GPU, or all of --gpu",
+            help="Memory the program may use: what the largest batches are told for.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CARD", show_default="the one that is here", help="Card whose memory and kernels count."
+        ),
+    ] = None,
+    what_if: Annotated[
+        bool,
+        typer.Option(
+            "--what-if/--no-what-if", help="Trace what checkpointing, bf16 and the like would change, too."
+        ),
+    ] = True,
+    json: Annotated[
+        bool,
+        typer.Option("--json", rich_help_panel=OUTPUT, help="The explanation as JSON, alone on stdout."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Draw memory over one step into FILE.png or FILE.svg (needs matplotlib).",
+        ),
+    ] = None,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks.")
+    ] = False,
+) -> None:
+    from batchfit._cli.explain import ExplainSettings, explain_target
+    from batchfit._cli.tracing import Delivery
+
+    settings = ExplainSettings(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    _end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
 @app.command(help=DOCTOR_HELP)

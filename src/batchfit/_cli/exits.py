@@ -24,17 +24,19 @@ class Code(IntEnum):
     NOTHING_FITS = 3
     RAISED = 4
     STOPPED = 5
+    UNTRACEABLE = 6
     INTERRUPTED = 130
     TERMINATED = 143
 
 
 MEANINGS = {
-    Code.FOUND: "a batch size was found (doctor: all is well)",
+    Code.FOUND: "the question was answered (doctor: all is well)",
     Code.BROKEN: "doctor found something broken, or batchfit itself failed",
     Code.USAGE: "bad usage: a flag or the target is wrong",
     Code.NOTHING_FITS: "not even the smallest allowed size fits",
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",
+    Code.UNTRACEABLE: "the step cannot be traced (predict, explain); find measures instead",
     Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
     Code.TERMINATED: "terminated (SIGTERM), otherwise as 130",
 }

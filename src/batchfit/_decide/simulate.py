@@ -82,7 +82,7 @@ def simulate(
         before = device.retries
         if quiet == _SETTLED:
             return ended(fits=True, sustained=True)
-    return ended(fits=True, sustained=quiet > 0)
+    return ended(fits=True, sustained=quiet > 0 or device.retries == 0)
 
 
 def _play(

@@ -76,7 +76,7 @@ def registered(key: str) -> list[str]:
 @contextlib.contextmanager
 def cuda_lists(device: torch.device) -> Iterator[None]:
     """CPU autocast follows CUDA's lists for fake tensors on `device`."""
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     cache: dict[int, tuple[Tensor, Tensor]] = {}
     caster = _Caster(device, cache)
     clear = torch.clear_autocast_cache
@@ -86,12 +86,24 @@ def cuda_lists(device: torch.device) -> Iterator[None]:
         clear()
 
     torch.clear_autocast_cache = clear_both
-    made = torch.autocast.__init__
+    made, entered = torch.autocast.__init__, torch.autocast.__enter__
+    moved: list[tuple[Any, bool]] = []
 
-    def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        made(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+    def on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        made(self, device_type, dtype, *args, **kwargs)
+
+    def enter(self: Any) -> Any:
+        # Made before the trace, where torch switched it off for want of a GPU. One that was made with
+        # enabled=False looks the same but for its dtype: nobody names bfloat16 to have nothing.
+        if self.device == "cuda":
+            moved.append((self, self._enabled))
+            self.device, self._enabled = "cpu", self._enabled or self.fast_dtype is torch.bfloat16
+        return entered(self)  # type: ignore[no-untyped-call]
 
     torch.autocast.__init__ = on_cpu  # type: ignore[method-assign]
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each says that a kernel is replaced, which is what we want
@@ -101,6 +113,9 @@ def cuda_lists(device: torch.device) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache = clear
         torch.autocast.__init__ = made  # type: ignore[method-assign]
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+        for context, enabled in moved:
+            context.device, context._enabled = "cuda", enabled
         cache.clear()
         library._destroy()
 

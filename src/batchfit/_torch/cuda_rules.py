@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from batchfit._decide.cards import Card
 from batchfit._torch.autocast_rules import cuda_lists
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @final
@@ -53,35 +53,36 @@ class CudaRules:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, operations on the traced device are CUDA's."""
-        if not self.host_means_device:
-            yield
-            return
-        library = torch.library.Library("aten", "IMPL")
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        key = "AutogradCPU" if self.host_means_device else "AutogradCUDA"
+        kernels: dict[str, Any] = {f"{name}.input": self._recurrent(name) for name in _RECURRENT}
+        if self.host_means_device:
+            kernels |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                library.impl("scaled_dot_product_attention", self._attention, "AutogradCPU")
-                library.impl("dropout", self._dropout, "AutogradCPU")
-                library.impl("lstm.input", self._lstm, "AutogradCPU")
-            with cuda_lists(self.device):
+                for name, kernel in kernels.items():
+                    library.impl(name, kernel, key)
+            with cuda_lists(self.device) if self.host_means_device else contextlib.nullcontext():
                 yield
         finally:
             library._destroy()
 
     def composite(self, func: Any) -> Any:
         """CUDA's way through an operation that reaches the trace whole (in inference mode); None for most."""
+        name = _WHOLE.get(func)
+        if name is not None:
+            return self._recurrent(name)
         if not self.host_means_device:
             return None
         if func is aten.scaled_dot_product_attention.default:
             return self._attention
-        if func is aten.dropout.default:
-            return self._dropout
-        return self._lstm if func is aten.lstm.input else None
+        return self._dropout if func is aten.dropout.default else None
 
     def _here(self, *tensors: Any) -> bool:
         return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
 
-    def _dropout(self, value: Tensor, p: float, train: bool) -> Tensor:
+    def _dropout(self, value: Tensor, p: float, train: bool) -> Any:
         if self._here(value) and train and 0 < p < 1 and value.numel():
             return aten.native_dropout.default(value, p, True)[0]
         return aten.dropout.default.decompose(value, p, train)
@@ -97,7 +98,7 @@ class CudaRules:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> Any:
         if not self._here(query, key, value):
             return aten.scaled_dot_product_attention.default.decompose(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -124,7 +125,7 @@ class CudaRules:
 
     def _backend(self, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> str:
         """Which kernel torch takes on the card (sdp_utils.cpp), as far as memory can tell them apart."""
-        cuda = torch.backends.cuda
+        cuda: Any = torch.backends.cuda
         low = query.dtype in (torch.float16, torch.bfloat16)
         head = query.shape[-1]
         # Neither kernel reads a mask or a head whose neighbours are not side by side (T5's position bias).
@@ -146,38 +147,57 @@ class CudaRules:
         grouped = grouped and query.shape[1] != key.shape[1]
         return "efficient" if cuda.mem_efficient_sdp_enabled() and not grouped else "math"
 
-    def _lstm(self, value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
-        if not self._here(value):
-            return aten.lstm.input.decompose(value, hx, params, *options, **named)
-        has_biases, layers, dropout, train, bidirectional, batch_first = options
-        hidden, cell = hx
-        if torch.is_autocast_enabled("cpu"):
-            # cuDNN's recurrent layers go to fp16 under autocast whatever its dtype, weights in one buffer.
-            value, hidden, cell = (one.to(torch.float16) for one in (value, hidden, cell))
-            flat = value.new_zeros(sum(one.numel() for one in params))
-            params = [one.to(torch.float16) for one in params]
-        else:
-            flat = value.new_empty(0)
-        turned = value.transpose(0, 1) if batch_first else value
-        out = aten._cudnn_rnn.default(
-            turned,
-            list(params),
-            4 if has_biases else 2,
-            flat,
-            hidden,
-            cell,
-            2,
-            hidden.shape[-1],
-            0,
-            layers,
-            False,
-            dropout,
-            train,
-            bidirectional,
-            [],
-            None,
-        )
-        return out[0].transpose(0, 1) if batch_first else out[0], out[1], out[2]
+    def _recurrent(self, name: str) -> Any:
+        """cuDNN's recurrent layer of that name.
+
+        With a GPU too: on its own way there torch keeps a random state for dropout in a place of its own,
+        and would keep a fake one.
+        """
+        operation = getattr(aten, name).input
+
+        def kernel(value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
+            if not self._here(value):
+                return operation.decompose(value, hx, params, *options, **named)
+            has_biases, layers, dropout, train, bidirectional, batch_first = options
+            hidden, cell = hx if name == "lstm" else (hx, None)
+            kind = self.device.type
+            if torch.is_autocast_enabled(kind):
+                # Under autocast these go to fp16 whatever its dtype, the weights in one buffer.
+                value, hidden = value.to(torch.float16), hidden.to(torch.float16)
+                cell = None if cell is None else cell.to(torch.float16)
+                flat = value.new_zeros(sum(one.numel() for one in params))
+                params = [one.to(torch.float16) for one in params]
+            else:
+                flat = value.new_empty(0)
+            turned = value.transpose(0, 1) if batch_first else value
+            with torch.autocast(kind, enabled=False):
+                out = aten._cudnn_rnn.default(
+                    turned,
+                    list(params),
+                    4 if has_biases else 2,
+                    flat,
+                    hidden,
+                    cell,
+                    _RECURRENT[name],
+                    hidden.shape[-1],
+                    0,
+                    layers,
+                    False,
+                    dropout,
+                    train,
+                    bidirectional,
+                    [],
+                    None,
+                )
+            first = out[0].transpose(0, 1) if batch_first else out[0]
+            return (first, out[1], out[2]) if name == "lstm" else (first, out[1])
+
+        return kernel
+
+
+# The numbers by which cuDNN knows the kinds of recurrent layers.
+_RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_WHOLE = {getattr(aten, name).input: name for name in _RECURRENT}
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

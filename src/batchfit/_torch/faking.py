@@ -1,23 +1,33 @@
 """A workload's state as fake tensors, for as long as a trace lasts.
 
 Rules: tensors that share memory share it as fakes (tied weights); what was there before is put back object
-for object, so that neither a value nor an identity changes; nothing real is copied or allocated.
+for object, so that neither a value nor an identity changes; nothing real is copied or allocated. What a
+module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Modules and
+optimizers that the step uses and nobody declared (a frozen teacher) are found where the step finds them: in
+what its functions close over, in globals that they name, on the object whose method they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import dis
+import functools
+import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from batchfit._torch.rng import undo_generator
 from batchfit.workload import Workload
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
+_PARTS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+_SEARCHED = 4  # how deep a step's surroundings are searched for these
 
 
 @final
@@ -36,6 +46,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: dict[int, Tensor] = {}
         self._undo: list[Undo] = []
+        self._kept: set[int] = set()
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
@@ -51,8 +62,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     self._fake_optimizer(part)
                 elif isinstance(part, torch.amp.GradScaler):
                     self._fake_scaler(part)
-                elif not isinstance(part, nn.Module) and hasattr(part, "__dict__"):
-                    self._keep_attributes(part)
+                elif not isinstance(part, nn.Module | Tensor):
+                    self._keep(part)  # LR schedulers and the like
         except BaseException:
             self.__exit__()
             raise
@@ -83,6 +94,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
         if real.dim() == 0 and not real.requires_grad and real.device.type == "cpu":
             fake.constant = real.detach().clone()  # type: ignore[attr-defined]  # a counter that is read
+            # Else torch does not know that a write makes the constant untrue.
+            self.mode.fake_tensor_converter.add_constant_storage_mapping(fake)  # type: ignore[arg-type]
         if isinstance(real, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=real.requires_grad)
             for name, value in vars(real).items():
@@ -117,7 +130,12 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
     def _fake_module(self, module: nn.Module) -> None:
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
-            for table, kind in ((one._parameters, "weights"), (one._buffers, "weights")):
+            self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
+            tables: tuple[tuple[dict[str, Any], str], ...] = (
+                (one._parameters, "weights"),
+                (one._buffers, "weights"),
+            )
+            for table, kind in tables:
                 for name, tensor in list(table.items()):
                     if tensor is None or isinstance(tensor, FakeTensor):
                         continue
@@ -125,8 +143,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     if tensor.grad is not None and tensor.is_leaf:
                         fake.grad = self.fake_of(tensor.grad)
                         self._held.append((f"{path}.{name}".lstrip("."), fake.grad, "gradients"))
-                    table[name] = fake  # type: ignore[assignment]
-                    self._undo.append(lambda t=table, n=name, v=tensor: t.__setitem__(n, v))
+                    table[name] = fake
                     if isinstance(fake, nn.Parameter):
                         self._parameters[id(fake)] = fake
                     self._held.append((f"{path}.{name}".lstrip("."), fake, kind))
@@ -148,14 +165,24 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             optimizer.param_groups[:] = [group for group, _ in saved]
 
         self._undo.append(put_back)
+        chooses = _chooses_foreach(optimizer)
         for group, values in saved:
             group["params"] = [self.fake_of(one) for one in values["params"]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
-                    group[name] = self.fake_of(value)
-            if values.get("foreach", False) is None and not values.get("fused"):
+                    group[name] = self.fake_of(value, torch.device("cpu") if _on_host(value) else None)
+            if chooses and values.get("foreach", False) is None and not values.get("fused"):
                 # On a GPU torch would choose this itself; it does not see that these are parameters.
-                group["foreach"] = not values.get("differentiable", False)
+                tensor_lr = isinstance(values.get("lr"), Tensor) and not values.get("capturable")
+                group["foreach"] = not values.get("differentiable", False) and not tensor_lr
+            if values.get("capturable") and self.device.type == "cpu":
+                group["capturable"] = False  # refused on a CPU; it takes a few scalars more
+        for name, value in inner.items():
+            if isinstance(value, list) and any(isinstance(one, nn.Parameter) for one in value):
+                # A list of the parameters beside the groups (LBFGS).
+                setattr(
+                    optimizer, name, [self.fake_of(one) if isinstance(one, Tensor) else one for one in value]
+                )
         fresh: Any = defaultdict(dict)
         for parameter, entries in state.items():
             fresh[self.fake_of(parameter)] = self._faked_state(entries)
@@ -167,7 +194,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         faked = {}
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                on_host = value.dim() == 0 and value.device.type == "cpu"
+                on_host = _on_host(value)
                 faked[name] = self.fake_of(value, torch.device("cpu") if on_host else None)
                 if not on_host:
                     self._held.append((f"optimizer.{name}", faked[name], "optimizer"))
@@ -188,36 +215,124 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if states is not None:
             scaler._per_optimizer_states = defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
-    def _keep_attributes(self, part: Any) -> None:
-        """LR schedulers and the like: numbers, and lists and dicts of numbers."""
-        before = {
-            name: value.copy() if isinstance(value, list | dict | set) else value
-            for name, value in vars(part).items()
-        }
+    def _keep(self, value: Any) -> None:
+        """Later puts back what `value` holds now: its attributes, or its items, and theirs in turn."""
+        if id(value) in self._kept:
+            return
+        again = undo_generator(value)
+        if again is not None:
+            self._undo.append(again)
+        elif isinstance(value, dict):
+            self._keep_items(value, dict(value), value.update, value.values())
+        elif isinstance(value, list | deque):
+            self._keep_items(value, list(value), value.extend, value)
+        elif isinstance(value, set):
+            self._keep_items(value, set(value), value.update, ())
+        elif isinstance(value, tuple):
+            for one in value:
+                self._keep_inner(one)
+        elif hasattr(value, "__dict__"):
+            self._keep(vars(value))
 
+    def _keep_items(self, value: Any, items: Any, refill: Callable[[Any], None], inner: Any) -> None:
         def put_back() -> None:
-            for name in set(vars(part)) - set(before):
-                del vars(part)[name]
-            for name, value in before.items():
-                now = vars(part).get(name)
-                if isinstance(value, list) and isinstance(now, list):
-                    now[:] = value
-                elif isinstance(value, dict | set) and isinstance(now, type(value)):
-                    now.clear()
-                    now.update(value)  # type: ignore[arg-type]
-                else:
-                    vars(part)[name] = value
+            value.clear()
+            refill(items)
 
+        self._kept.add(id(value))
         self._undo.append(put_back)
+        for one in inner:
+            self._keep_inner(one)
+
+    def _keep_inner(self, value: Any) -> None:
+        if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:
+            self._keep(value)
 
 
 def parts_of(workload: Workload) -> Iterator[Any]:
     """What a step works on: its declared state, and what its functions close over."""
     seen: set[int] = set()
-    for part in (*workload.state, workload.model, workload.optimizer):
+    for part in (*workload.state, workload.model, workload.optimizer, *used_by(workload.step)):
         if part is not None and id(part) not in seen:
             seen.add(id(part))
             yield part
+
+
+def used_by(step: Any) -> list[Any]:
+    """The modules, optimizers and scalers that a function can reach, its own and its helpers'."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, _PARTS):
+            found.setdefault(id(value), value)
+            return
+        if depth > _SEARCHED or id(value) in seen:
+            return
+        seen.add(id(value))
+        for one in _reached_from(value, depth):
+            visit(one, depth + 1)
+
+    visit(step, 0)
+    return list(found.values())
+
+
+def _reached_from(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                yield cell.cell_contents
+        if not _is_installed(value.__module__):
+            yield from (value.__globals__[name] for name in _globals_in(value.__code__, value.__globals__))
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, list | tuple):
+        yield from value[:_FEW]
+    elif isinstance(value, dict):
+        yield from list(value.values())[:_FEW]
+    elif not isinstance(value, type | Tensor) and not _is_installed(type(value).__module__):
+        yield from getattr(value, "__dict__", {}).values()
+        if depth == 0 and callable(value):
+            yield type(value).__call__
+
+
+_FEW = 64  # a longer list is data
+
+
+def _globals_in(code: CodeType, names: dict[str, Any]) -> Iterator[str]:
+    for one in dis.get_instructions(code):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in names:
+            yield one.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _globals_in(inner, names)
+
+
+def _is_installed(module: str | None) -> bool:
+    """Code of a library, which knows nothing of the program's own models."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return root != "__main__"
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root != "batchfit" and ("site-packages" in file or "dist-packages" in file)
+
+
+def _chooses_foreach(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer takes its foreach form on a GPU of its own accord; torch's Adafactor does not."""
+    return any(
+        hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach")
+        for kind in type(optimizer).__mro__
+        if kind is not torch.optim.Optimizer
+    )
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Counters and learning rates: torch keeps them on the CPU, beside parameters on a GPU."""
+    return tensor.dim() == 0 and tensor.device.type == "cpu"
 
 
 def _dense_bytes(tensor: Tensor) -> int:

@@ -63,6 +63,11 @@ class KnownValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""
+        if func in _MAKERS or func in _LIKE:
+            # Positions, masks and counters: what is large or a fraction is a computation.
+            small = isinstance(out, Tensor) and (out.numel() == 1 or not out.dtype.is_floating_point)
+            if not small:
+                return
         if func in _MAKERS:
             known: list[Tensor] | None = []
         elif func in _LIKE:
@@ -76,11 +81,13 @@ class KnownValues:
             values = [self.of(one) for one in tensors]
             known = None if any(one is None for one in values) else [one for one in values if one is not None]
         if known is None or torch.Tag.nondeterministic_seeded in func.tags:
-            if self._values and func._schema.is_mutable:
-                self._forget(func, args)
+            if self._values:
+                self._forget(func, args, kwargs)
             return
         if isinstance(out, Tensor) and out.numel() <= _LARGEST:
             self._compute(func, args, kwargs, out)
+        else:
+            self._forget(func, args, kwargs)  # several results, or none, as of torch._foreach_add_
 
     def _compute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         with unset_fake_temporarily():
@@ -103,11 +110,23 @@ class KnownValues:
             return {name: self._real(one) for name, one in value.items() if name != "pin_memory"}
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    def _forget(self, func: Any, args: Any) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and isinstance(value, Tensor):
-                address = value.untyped_storage()._cdata
-                for key, (fake, _) in list(self._values.items()):
-                    living = fake()
-                    if living is None or living.untyped_storage()._cdata == address:
-                        self._values.pop(key, None)
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        for written in written_by(func, args, kwargs):
+            address = written.untyped_storage()._cdata
+            for key, (fake, _) in list(self._values.items()):
+                living = fake()
+                if living is None or living.untyped_storage()._cdata == address:
+                    self._values.pop(key, None)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes into: its own, a list's, or those given as `out`."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            several = value if isinstance(value, list | tuple) else (value,)
+            found += [one for one in several if isinstance(one, Tensor) and one.layout is torch.strided]
+    return found

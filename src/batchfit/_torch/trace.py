@@ -5,17 +5,20 @@ Rules:
   program computes on the host (its data, its random decisions) is really computed, on the small batches of a
   trace, so that no branch is guessed.
 - Nothing of the user's is changed: parameters, buffers and optimizer state are replaced by fakes for the
-  trace and put back after it, random states too.
+  trace and put back after it, random states too, and host tensors that the step writes into.
 - What cannot be traced is an `UntraceableError` that names the operation and the line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
+import time
+import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -37,7 +40,8 @@ from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch import phase as phases
 from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
-from batchfit._torch.known_values import KnownValues
+from batchfit._torch.generating import short_generation
+from batchfit._torch.known_values import KnownValues, written_by
 from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.rng import global_states
 from batchfit._torch.workspaces import Extra, extra_of, is_gemm
@@ -47,15 +51,23 @@ from batchfit.workload import Workload
 _HERE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
 STEPS = 2
 
 
 def trace(
-    workload: Workload, size: int, *, rules: CudaRules, steps: int = STEPS, changes: tuple[Any, ...] = ()
+    workload: Workload,
+    size: int,
+    *,
+    rules: CudaRules,
+    steps: int = STEPS,
+    changes: tuple[Any, ...] = (),
+    limit_s: float | None = None,
 ) -> Trace:
     """The allocations and frees of `steps` steps of `size` samples.
 
-    `changes` are contexts that change the step for the trace only: `change(workload, faked)`.
+    `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
+    has not ended after `limit_s` is given up (`UntraceableError`).
     """
     undo = global_states()
     collects = gc.isenabled()
@@ -65,10 +77,12 @@ def trace(
         with contextlib.ExitStack() as stack:
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
-            stack.enter_context(not_called_a_trace())
+            stack.enter_context(short_generation(workload))
             for change in changes:
                 stack.enter_context(change(workload, faked))
-            recorder = Recorder(faked, rules)
+            recorder = Recorder(faked, rules, limit_s)
+            stack.callback(recorder.put_back_written)
+            stack.enter_context(not_called_a_trace(recorder.knows))
             with recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)
@@ -88,15 +102,27 @@ def _run(workload: Workload, size: int, recorder: Recorder) -> None:
     except UntraceableError:
         raise
     except Exception as error:
+        if _is_argument_error(error):
+            raise
         raise _explained(error, recorder) from error
     finally:
         phases.clear()
 
 
+def _is_argument_error(error: Exception) -> bool:
+    """batchfit's own complaint about what it was given (a loss that is no scalar): not about tracing."""
+    raised = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    inside = raised.startswith(_HERE) and Path(raised) != Path(__file__)
+    return inside and isinstance(error, TypeError | ValueError)
+
+
 def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     """What stood in the way, with the user's own line."""
-    operation = str(getattr(error, "func", "") or recorder.operation)
-    where = _where_raised(error)
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    where = _named(reversed(places))
+    # An error that the program itself raises has nothing to do with the operation before it.
+    in_torch = places[-1][0].startswith((_TORCH, _HERE))
+    operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
     if isinstance(error, DynamicOutputShapeException):
         return UntraceableError(operation, where, "the shape of its result depends on the data")
     if isinstance(error, DataDependentOutputException):
@@ -104,40 +130,32 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     if isinstance(error, UnsupportedOperatorException | NotImplementedError):
         return UntraceableError(operation, where, "it has no fake kernel (torch.library.register_fake)")
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return UntraceableError(operation, where, f"{type(error).__name__}: {first}")
+    return UntraceableError(operation, where, f"{type(error).__name__}: {first.rstrip('.')}")
 
 
-def _where_raised(error: BaseException) -> str:
-    """The innermost line of the program's own in a traceback; of a library's where it has none."""
-    found = library = ""
-    walk = error.__traceback__
-    while walk is not None:
-        code = walk.tb_frame.f_code
-        if not _is_ours(code.co_filename):
-            line = f"{Path(code.co_filename).name}:{walk.tb_lineno}"
-            if code.co_filename.startswith(_TORCH):
-                pass
-            elif "site-packages" in code.co_filename or "dist-packages" in code.co_filename:
-                library = line
-            else:
-                found = line
-        walk = walk.tb_next
-    return library or found
-
-
-def _is_ours(filename: str) -> bool:
-    return filename.startswith((_HERE, "<"))
+def _named(places: Iterable[tuple[str, int]]) -> str:
+    """The innermost line outside torch; where it is a library's, the program's own line beside it."""
+    library = ""
+    for filename, number in places:
+        if filename.startswith((_TORCH, _HERE, "<")):
+            continue
+        line = f"{Path(filename).name}:{number}"
+        if "site-packages" not in filename and "dist-packages" not in filename:
+            return f"{library}, called from {line}" if library else line
+        library = library or line
+    return library
 
 
 @final
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sees every operation of a step on the fake device, and writes down what it allocates and frees."""
 
-    def __init__(self, faked: Faked, rules: CudaRules) -> None:
-        super().__init__()
+    def __init__(self, faked: Faked, rules: CudaRules, limit_s: float | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.faked = faked
         self.rules = rules
-        self.operation = ""
+        self.operation: Any = ""
+        self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self._sizes: list[int] = []
         self._origins: list[Origin] = []
@@ -149,8 +167,13 @@ class Recorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._in_optimizer = 0
         self._lines: dict[tuple[Any, int], str] = {}
+        self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
+        self._forward: dict[int, tuple[str, str]] = {}  # module and line by the number of an autograd node
+        self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
             self._see(tensor, Origin(kind, "held", module=name))
+            self._names.setdefault(id(tensor), name)
         self._begins = len(self._events)
 
     # -- what happens around the operations
@@ -168,11 +191,20 @@ class Recorder(TorchDispatchMode):
             if self._modules:
                 self._modules.pop()
 
-        def begin(*_: Any) -> None:
+        def begin(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._in_optimizer += 1
+            groups = optimizer.param_groups
+            if not all(isinstance(one, FakeTensor) for group in groups for one in group["params"]):
+                raise UntraceableError(
+                    f"{type(optimizer).__name__}.step",
+                    _calling_line(),
+                    "it has parameters of a model that is not in the workload's state: declare both, "
+                    "batchfit.Workload(step, state=[model, optimizer])",
+                )
 
-        def end(*_: Any) -> None:
+        def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._in_optimizer -= 1
+            self._mark_state(optimizer)
 
         handles = [
             module.register_module_forward_pre_hook(enter),
@@ -181,7 +213,7 @@ class Recorder(TorchDispatchMode):
             register_optimizer_step_post_hook(end),
         ]
         handles += [
-            parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+            parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
             for parameter in self.faked.parameters()
             if parameter.requires_grad
         ]
@@ -193,14 +225,22 @@ class Recorder(TorchDispatchMode):
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._mark(parameter.grad, "gradients")
+            self._mark(parameter.grad, "gradients", self._names.get(id(parameter), ""))
 
-    def _mark(self, tensor: Tensor, kind: str) -> None:
+    def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer keeps for a parameter carries the parameter's name, as its gradient does."""
+        for parameter, state in optimizer.state.items():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, FakeTensor):
+                    self._mark(value, "optimizer", self._names.get(id(parameter), ""))
+
+    def _mark(self, tensor: Tensor, kind: str, name: str = "") -> None:
         entry = self._known.get(_address(tensor))
         if entry is not None:
             block = entry[1]
-            if self._origins[block].kind != "weights":
-                self._origins[block] = replace(self._origins[block], kind=kind)
+            origin = self._origins[block]
+            if origin.kind != "weights" and (origin.kind != kind or (name and origin.module != name)):
+                self._origins[block] = replace(origin, kind=kind, module=name)
 
     def end_step(self) -> None:
         """A step is over: name what it leaves behind."""
@@ -226,7 +266,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.operation = str(func)
+        if func is _DEVICE:  # asked for all the time, and by torch itself
+            return func(*args, **kwargs)
+        self.operation = func
+        if self._ends is not None and time.perf_counter() > self._ends:
+            raise UntraceableError("", "", "the trace takes too long")
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
         tensors: list[Tensor] = []
@@ -236,8 +280,7 @@ class Recorder(TorchDispatchMode):
             place = kwargs.get("device")
             place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
             if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
-                with unset_fake_temporarily():
-                    return func(*args, **kwargs)
+                return self._on_host(func, args, kwargs)
         if len(tensors) and not all(isinstance(one, FakeTensor) for one in tensors):
             args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
         if func is _ITEM:
@@ -248,15 +291,49 @@ class Recorder(TorchDispatchMode):
                 self._record(func, known, None)
                 return known
         composite = self.rules.composite(func)
+        if composite is None and torch.is_inference_mode_enabled() and _is_composite(func):
+            composite = func.decompose  # comes whole where autograd does not take it apart
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
+        self._note_node()
         extra = extra_of(func, args, self.rules.card)
         stand_in = STAND_INS.get(func)
         out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
         self._record(func, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
+
+    def knows(self, value: Any) -> bool:
+        """Whether the values of a tensor are known."""
+        return self._values.of(value) is not None
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Really run an operation of the host; what it writes into and the step did not make is put back."""
+        with unset_fake_temporarily():
+            for one in written_by(func, args, kwargs):
+                address = _address(one)
+                if address not in self._made and address not in self._written:
+                    self._written[address] = (one, _whole(one).clone())
+            out = func(*args, **kwargs)
+        made: list[Tensor] = []
+        if not func.is_view:
+            _collect((out,), made)
+        for one in made:
+            if one.layout is not torch.strided:
+                continue
+            address = _address(one)
+            if address not in self._made and address not in self._written:
+                forget = functools.partial(_forget, self._made, address)
+                self._made[address] = weakref.ref(one.untyped_storage(), forget)
+        return out
+
+    def put_back_written(self) -> None:
+        """Host tensors of the program as they were before the trace."""
+        with torch.no_grad():
+            for tensor, before in self._written.values():
+                _whole(tensor).copy_(before)
+        self._written.clear()
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
         """The result of an operation whose shape depends on values, where these are known."""
@@ -273,9 +350,11 @@ class Recorder(TorchDispatchMode):
         for one in tensors:
             if one.device.type != "cpu":
                 return False
-            if one.requires_grad and one.is_leaf and isinstance(one, nn.Parameter):
+            # A frozen one as well: without a GPU its model would really be computed, and not be counted.
+            learns = one.requires_grad and one.is_leaf
+            if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
                 raise UntraceableError(
-                    self.operation,
+                    str(self.operation),
                     _calling_line(),
                     "it uses a parameter of a model that is not in the workload's state: declare it, "
                     "batchfit.Workload(step, state=[model, optimizer])",
@@ -327,7 +406,8 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily():
                 return known.item()
         # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
-        caller = _library_caller()
+        # A truth value is a branch: it is not guessed.
+        caller = _library_caller() if tensor.dtype is not torch.bool else ""
         if caller == "optim":
             return 1.0
         if caller == "grad_scaler":
@@ -399,12 +479,33 @@ class Recorder(TorchDispatchMode):
 
     def _origin(self, kind: str, operation: str) -> Origin:
         phase = self._phase()
+        # A module that runs while gradients are computed: activations that a checkpoint computes again.
+        recomputed = phase == "backward" and bool(self._modules)
         if phase == "batch":
             kind = "batch"
-        elif phase != "forward" and kind == "activations":
+        elif phase != "forward" and kind == "activations" and not recomputed:
             kind = "temporaries"
-        module = self._modules[-1] if self._modules else ""
-        return Origin(kind, phase, module, self._source(), operation)
+        if phase == "backward" and not recomputed:
+            module, source = self._of_node()
+        else:
+            module, source = self._modules[-1] if self._modules else "", self._source()
+        return Origin(kind, phase, module, source, operation)
+
+    def _note_node(self) -> None:
+        """Remember where we are for the backward of this operation.
+
+        Autograd has made the operation's node, and given it the last number, before it gets here.
+        """
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        if number not in self._forward:
+            self._forward[number] = (self._modules[-1] if self._modules else "", self._source())
+
+    def _of_node(self) -> tuple[str, str]:
+        """The module and the line whose gradient is being computed: backward itself runs in C++."""
+        node: Any = torch._C._current_autograd_node()
+        return self._forward.get(node._sequence_nr(), ("", "")) if node is not None else ("", "")
 
     def _phase(self) -> str:
         if self._in_optimizer:
@@ -414,10 +515,12 @@ class Recorder(TorchDispatchMode):
         return "batch" if phases.current() == "batch" else "forward"
 
     def _source(self) -> str:
-        """The innermost line outside torch and batchfit; nothing in a backward that runs in C++."""
+        """The innermost line of the step outside torch and batchfit; nothing where it has none."""
         frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             code = frame.f_code
+            if code is _run.__code__:  # what lies beyond called batchfit, and is no part of the step
+                break
             name = code.co_filename
             if not name.startswith((_TORCH, _HERE)) and name[0] != "<":
                 key = (code, frame.f_lineno)
@@ -435,6 +538,11 @@ _MOVES = frozenset(
 )
 
 
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
 def _collect(values: Any, found: list[Tensor]) -> None:
     for value in values:
         if isinstance(value, Tensor):
@@ -444,17 +552,23 @@ def _collect(values: Any, found: list[Tensor]) -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _forget(table: dict[int, Any], key: int, _: Any) -> None:
+    table.pop(key, None)
 
 
 def _calling_line() -> str:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _HERE)) and name[0] != "<":
-            return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return _named(
+        (frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(2))
+    )
 
 
 def _library_caller() -> str:

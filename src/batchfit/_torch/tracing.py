@@ -90,22 +90,26 @@ def trace_workload(
     budget_bytes: int,
     changes: tuple[Change, ...] = (),
     quick: bool = False,
+    limit_s: float | None = None,
 ) -> Traced:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
-    `quick` leaves out the check, where a real run will do that.
+    `quick` leaves out the check, where a real run will do that. A trace that takes longer than `limit_s`
+    is given up.
     """
     begun = time.perf_counter()
     done: dict[int, Trace] = {}
 
     def at(size: int) -> Trace:
         if size not in done:
-            done[size] = trace(workload, size, rules=rules, changes=changes)
+            done[size] = trace(workload, size, rules=rules, changes=changes, limit_s=limit_s)
         return done[size]
 
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
-    first, second = (trace(workload, size, rules=rules, steps=1, changes=changes) for size in SMALL)
+    first, second = (
+        trace(workload, size, rules=rules, steps=1, changes=changes, limit_s=limit_s) for size in SMALL
+    )
     low, high = around(first, second, budget_bytes)
     footprint: Footprint | None
     check = 0.0

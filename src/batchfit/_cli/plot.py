@@ -1,0 +1,128 @@
+"""Pictures for a report, with matplotlib: `--plot FILE.png` or `.svg`.
+
+Rules: matplotlib is optional and loaded here only, without a display; that it is missing is said before any
+work; a file is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.output import check_writable
+from batchfit._decide.units import format_bytes
+
+if TYPE_CHECKING:
+    from batchfit._cli.predict import Row
+    from batchfit.results import MemoryExplanation, Prediction
+
+SUFFIXES = (".png", ".svg")
+GIB, MIB = 2**30, 2**20
+# The order in which kinds lie on each other: what is there all the time at the bottom. The colours are
+# Okabe and Ito's, which people who see few colours can tell apart.
+KINDS = {
+    "weights": "#0072B2",
+    "optimizer": "#E69F00",
+    "gradients": "#CC79A7",
+    "batch": "#56B4E9",
+    "activations": "#009E73",
+    "temporaries": "#999999",
+    "workspaces": "#D55E00",
+}
+
+
+def check_plot(path: Path) -> None:
+    """Refuse what cannot be drawn, before any work."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise CommandFailed(Code.USAGE, f"plot must end in .png or .svg, not {str(path)!r}")
+    check_writable(path, name="plot")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandFailed(Code.USAGE, 'pip install "batchfit[plot]" to use --plot: it needs matplotlib')
+
+
+def draw_prediction(
+    predictions: Sequence[Prediction], rows: Sequence[Row], path: Path, *, title: str
+) -> None:
+    """Memory against size: a curve for each card, a line for each budget, a mark at each answer."""
+    figure, axes = _figure()
+    unit, name = _unit(max(row.budget_bytes for row in rows))
+    for number, one in enumerate(predictions):
+        colour = f"C{number}"
+        sizes = [point.size for point in one.curve]
+        axes.plot(sizes, [p.peak_bytes / unit for p in one.curve], color=colour, label=f"{one.card}, peak")
+        reserved = [p.reserved_bytes / unit for p in one.curve]
+        axes.plot(sizes, reserved, color=colour, alpha=0.4, label=f"{one.card}, with the allocator's cache")
+    for row in rows:
+        height = row.budget_bytes / unit
+        axes.axhline(height, color="0.5", linestyle="--", linewidth=1)
+        text = f"{row.card}, {format_bytes(row.budget_bytes)}: {row.batch_size or 'nothing fits'}"
+        axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
+        if row.batch_size:
+            axes.plot([row.batch_size], [row.peak_bytes / unit], "o", color="black", markersize=5)
+    axes.set(xlabel="batch size", ylabel=f"memory ({name})", title=title, xlim=(0, None), ylim=(0, None))
+    axes.legend(loc="lower right", fontsize=8)
+    _save(figure, path)
+
+
+def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None:
+    """Live memory over one step, by kind, with its phases."""
+    figure, axes = _figure()
+    unit, name = _unit(told.peak_bytes)
+    moments = told.timeline
+    kinds = [kind for kind in KINDS if any(kind in moment.kinds for moment in moments)]
+    kinds += sorted({kind for moment in moments for kind in moment.kinds} - set(KINDS))
+    places = [moment.at for moment in moments]
+    layers = [[moment.kinds.get(kind, 0) / unit for moment in moments] for kind in kinds]
+    if moments:
+        colours = [KINDS.get(kind, "#000000") for kind in kinds]
+        # A block is there from one event to the next: steps, not slopes.
+        axes.stackplot(places, layers, labels=kinds, colors=colours, step="post", linewidth=0)
+    begins = [n for n in range(len(moments)) if n == 0 or moments[n].phase != moments[n - 1].phase]
+    for n in begins:
+        axes.axvline(moments[n].at, color="0.3", linewidth=0.5)
+        where = (moments[n].at, 1.0)
+        axes.annotate(
+            moments[n].phase, where, xycoords=("data", "axes fraction"), xytext=(2, -9),
+            textcoords="offset points", fontsize=7,
+        )  # fmt: skip
+    if told.budget_bytes is not None and told.budget_bytes < 2 * told.peak_bytes:
+        axes.axhline(told.budget_bytes / unit, color="0.5", linestyle="--", linewidth=1)
+    axes.set(
+        xlabel="allocations and frees of one step",
+        ylabel=f"memory ({name})",
+        title=f"{title}, batch size {told.batch_size}: {format_bytes(told.peak_bytes)} in {told.peak_phase}",
+        ylim=(0, None),
+    )
+    if moments:
+        axes.set_xlim(places[0], places[-1])
+        axes.legend(loc="upper left", fontsize=8, reverse=True, bbox_to_anchor=(1.0, 1.0))
+    _save(figure, path)
+
+
+def _figure() -> tuple[Any, Any]:
+    # Not pyplot: it would look for a display, and keep the figure.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _save(figure: Any, path: Path) -> None:
+    draft = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        figure.savefig(draft, dpi=150)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

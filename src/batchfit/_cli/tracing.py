@@ -1,0 +1,237 @@
+"""What `predict` and `explain` share: a target that is loaded and traced, and an answer that is delivered.
+
+Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
+flags or the target's name is said before torch is loaded. A target that cannot be built here is told how it
+can be. An error that is neither the user's nor about an argument is ours, and comes out with its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from batchfit import errors
+from batchfit._cli import failure
+from batchfit._cli.exits import Code, CommandFailed, sigterm_interrupts, uninterrupted
+from batchfit._cli.output import check_writable, stdout_for_results, write_whole
+from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.target import Target, home_of, load_target, make_workload, parse_target
+from batchfit._draw import Line, as_text
+
+if TYPE_CHECKING:
+    from batchfit.workload import Workload
+
+NO_GPU = (
+    "This machine has no GPU, and none is needed: build the model on the CPU where there is none "
+    '(device = "cuda" if torch.cuda.is_available() else "cpu"; model.to(device)).'
+)
+TOO_LARGE = (
+    'A model that this machine has no memory for can be built without any: with torch.device("meta"): '
+    "model = ... (docs/predict.md shows how)."
+)
+# How torch says that there is no GPU: a build without CUDA, no driver, no device, the wrong device number.
+_NO_GPU_WORDS = (
+    "not compiled with cuda",
+    "no nvidia driver",
+    "no cuda gpus are available",
+    "no cuda-capable device",
+    "torch.cuda.is_available() is false",
+    "invalid device ordinal",
+)
+# Roles of `batchfit._draw` as rich styles; a role that is missing has none.
+STYLES = {
+    "strong": "bold",
+    "dim": "dim",
+    "head": "bold underline",
+    "good": "bold green",
+    "warn": "yellow",
+    "level": "yellow",
+    "curve": "cyan",
+    "weights": "blue",
+    "gradients": "magenta",
+    "optimizer": "yellow",
+    "activations": "green",
+    "batch": "cyan",
+    "workspaces": "red",
+    "temporaries": "bright_black",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Where an answer goes."""
+
+    as_json: bool = False
+    output: Path | None = None
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, while nothing is lost yet."""
+        if self.output is not None:
+            check_writable(self.output)
+        if self.plot is not None:
+            from batchfit._cli.plot import check_plot
+
+            check_plot(self.plot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
+
+    json: str
+    lines: Callable[[int, bool], list[Line]]  # (width, plain)
+    draw: Callable[[Path], None]
+    code: Code = Code.FOUND
+
+
+def tell(
+    text: str,
+    work: Callable[[Workload, Progress], Told],
+    *,
+    command: str,
+    flags: Iterable[str],
+    delivery: Delivery,
+    full_traceback: bool,
+) -> Code:
+    """Load the target, let `work` answer, and deliver: how it ended."""
+    try:
+        target = parse_target(text)
+    except errors.TargetError as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+    with stdout_for_results(alone=delivery.as_json) as stdout:
+        progress = progress_here(steps=0, soak_steps=0)
+        with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+            workload = _loaded(target, progress, full_traceback=full_traceback)
+            told = _answered(
+                work, workload, progress, target, command=command, flags=flags, full_traceback=full_traceback
+            )
+        if speaks():
+            with uninterrupted():
+                _deliver(told, stdout, delivery)
+    return told.code
+
+
+def wrong_flag(error: Exception, command: str) -> CommandFailed:
+    """A flag's value is refused."""
+    where = (
+        "predict --list-gpus lists the cards"
+        if str(error).startswith("gpu ")
+        else f"{command} --help lists the flags"
+    )
+    return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
+
+
+def _loaded(target: Target, progress: Progress, *, full_traceback: bool) -> Workload:
+    progress.doing("loading torch")
+    import torch  # noqa: F401  so that the line above is true
+
+    progress.doing(f"loading {target.text}")
+    try:
+        return make_workload(target, load_target(target))
+    except errors.TargetError as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        raise _raised(error, target, what=target.text, full_traceback=full_traceback) from None
+
+
+def _answered(
+    work: Callable[[Workload, Progress], Told],
+    workload: Workload,
+    progress: Progress,
+    target: Target,
+    *,
+    command: str,
+    flags: Iterable[str],
+    full_traceback: bool,
+) -> Told:
+    try:
+        return work(workload, progress)
+    except errors.UntraceableError as error:
+        cause = error.__cause__ or error
+        details = failure.details(cause, home=home_of(target), full=True) if full_traceback else ""
+        raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
+    except errors.NothingFitsError as error:
+        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
+    except errors.BatchfitError as error:
+        raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) or failure.raised_by_step(error):
+            what = f"a step of {target.text}"
+            raise _raised(error, target, what=what, full_traceback=full_traceback) from None
+        # Every argument that is refused is named first: "budget must be positive, not 0".
+        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in set(flags):
+            raise wrong_flag(error, command) from None
+        raise
+
+
+def _raised(error: BaseException, target: Target, *, what: str, full_traceback: bool) -> CommandFailed:
+    """The user's code raised: whose line it was, and what to do where we know it."""
+    home = home_of(target)
+    advice = _advice(error)
+    return CommandFailed(
+        Code.RAISED,
+        failure.headline(error, what=what, home=home) + (f". {advice}" if advice else ""),
+        details=failure.details(error, home=home, full=full_traceback),
+        every_rank=True,
+    )
+
+
+def _advice(error: BaseException) -> str:
+    text = str(error).lower()
+    if any(words in text for words in _NO_GPU_WORDS):
+        return NO_GPU
+    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+        return TOO_LARGE
+    return ""
+
+
+def _deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:
+    """Save and draw, then show; where a file fails the answer is shown all the same, and then the failure."""
+    saved, lost = [], []
+    for path, write in (
+        (delivery.output, lambda path: write_whole(path, told.json + "\n")),
+        (delivery.plot, told.draw),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+            saved.append(str(path))
+        except OSError as error:
+            lost.append(f"{path}: {error.strerror or error}")
+    if delivery.as_json:
+        stdout.write(told.json + "\n")
+        stdout.flush()
+    show(told.lines, sys.stderr if delivery.as_json else stdout, saved=saved)
+    if lost:
+        raise CommandFailed(Code.BROKEN, f"the result could not be saved to {'; '.join(lost)}")
+
+
+def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: list[str]) -> None:
+    """Write lines to a stream: as wide as its terminal and in colour, or 80 columns of plain text."""
+    ends: list[Line] = [[(f"  {'saved':<11}", "dim"), (", ".join(saved), "")]] if saved else []
+    if not is_terminal(stream):
+        plain = not _can_draw(stream)
+        stream.write(as_text([*lines(80, plain), *ends]) + "\n")
+        stream.flush()
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    for line in [*lines(min(console.width, 120), console.options.ascii_only), *ends]:
+        pieces = [(text, STYLES.get(role, "")) for text, role in line]
+        console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def _can_draw(stream: TextIO) -> bool:
+    """Whether the stream's encoding has the characters of a picture."""
+    try:
+        "█┄⠉●→…".encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,405 @@
+"""Changes to a step for the time of a trace: checkpointing, bf16, another optimizer, a shorter sequence.
+
+Rules:
+- A change is a context, `change(workload, faked)`, entered while the state is fake: it works on the fakes and
+  on the step's own variables, and leaves both as it found them. The user's tensors are never seen by it.
+- What is traced is the changed program, never a formula.
+- A change knows whether it applies: what is on already, or cannot be told, is not offered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from batchfit._decide.cards import Card
+from batchfit._torch.faking import Faked, parts_of
+from batchfit._torch.structure import children, rebuilt
+from batchfit.workload import Workload
+
+Group = Literal["checkpointing", "dtype", "optimizer", "length"]
+Context = Callable[[Workload, Any], AbstractContextManager[Any]]
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_SHORTEST = 16  # a sequence that is cut has at least this length
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to do otherwise: what, how to write it, what it costs, and the contexts that do it.
+
+    Of the changes of one `group`, one at a time makes sense. `same_result` says that training goes on as
+    before, up to rounding; others are advice.
+    """
+
+    name: str
+    how: str
+    cost: str
+    group: Group
+    contexts: tuple[Context, ...]
+    same_result: bool = True
+
+
+# -- activation checkpointing
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Blocks of one class, side by side in a ModuleList or Sequential."""
+
+    kind: str
+    blocks: tuple[nn.Module, ...]
+
+
+def checkpointing(workload: Workload) -> list[Change]:
+    """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already."""
+    if workload.kind in ("inference", "generation"):
+        return []
+    roots = [part for part in parts_of(workload) if isinstance(part, nn.Module)]
+    if any(getattr(one, "gradient_checkpointing", False) for root in roots for one in root.modules()):
+        return []
+    found = []
+    level = [one for root in roots for one in repeated_blocks(root)]
+    while level:
+        found.append(_checkpointing(level, workload.model))
+        level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
+    return found
+
+
+def repeated_blocks(root: nn.Module) -> list[Repeated]:
+    """The outermost containers of two or more blocks of one class; a block has modules inside."""
+    if isinstance(root, nn.ModuleList | nn.Sequential):
+        classes = Counter(type(one) for one in root.children() if any(True for _ in one.children()))
+        kind, count = classes.most_common(1)[0] if classes else (nn.Module, 0)
+        if count > 1:
+            return [Repeated(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
+    return [found for child in root.children() for found in repeated_blocks(child)]
+
+
+def _checkpointing(level: list[Repeated], model: Any) -> Change:
+    blocks = [block for one in level for block in one.blocks]
+    kinds = Counter(one.kind for one in level for _ in one.blocks)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    # Transformers' own blocks have a switch for it.
+    bases = [{base.__name__ for base in type(block).__mro__} for block in blocks]
+    if hasattr(model, "gradient_checkpointing_enable") and all(
+        "GradientCheckpointingLayer" in b for b in bases
+    ):
+        how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+    else:
+        how = (
+            "m.forward = functools.partial(torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False) "
+            f"for each {' and '.join(kinds)} m"
+        )
+    cost = "one more forward pass of these blocks (about a third more time)"
+    if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
+        cost += "; BatchNorm's running statistics are updated twice a step"
+    name = f"activation checkpointing of each of {named}"
+    return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpointed:
+    """Each block's forward goes through `torch.utils.checkpoint`."""
+
+    blocks: tuple[nn.Module, ...]
+
+    @contextlib.contextmanager
+    def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
+        before = [vars(block).get("forward") for block in self.blocks]
+        try:
+            for block in self.blocks:
+                vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+            yield
+        finally:
+            for block, own in zip(self.blocks, before, strict=True):
+                if own is None:
+                    vars(block).pop("forward", None)
+                else:
+                    vars(block)["forward"] = own
+
+
+# -- dtypes
+
+
+def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> list[Change]:
+    """bf16 by autocast and bf16 parameters, where the program is in fp32 and the card has bf16."""
+    wide = any(
+        tensor.dtype is torch.float32
+        for part in parts_of(workload)
+        if isinstance(part, nn.Module)
+        for tensor in part.parameters()
+    )
+    if not wide or card.capability < (8, 0):
+        return []
+    found = []
+    learns = workload.kind in ("training", "step")
+    if not uses_autocast and step_variable(workload, "context") is not None:
+        found.append(
+            Change(
+                "bf16 autocast",
+                f'with torch.autocast("cuda", torch.bfloat16): around {"forward and loss" if learns else "forward"}',
+                "exactness of products and convolutions; it is also faster",
+                "dtype",
+                (_autocast,),
+            )
+        )
+    also = "weights, gradients and optimizer state" if learns else "weights and activations"
+    lost = (
+        "accuracy: an update below 1/256 of its weight is lost (keep fp32 copies, or round stochastically)"
+        if learns
+        else "accuracy: 8 bits of each number"
+    )
+    first = "before the optimizer is made" if learns else "and the inputs"
+    found.append(
+        Change(
+            f"bf16 parameters ({also} halve)",
+            f"model.to(torch.bfloat16) {first}",
+            lost,
+            "dtype",
+            (_bf16_parameters,),
+            same_result=not learns,
+        )
+    )
+    return found
+
+
+@contextlib.contextmanager
+def _autocast(workload: Workload, faked: Any) -> Iterator[None]:
+    kind = faked.device.type
+    with _step_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=torch.bfloat16)):
+        yield
+
+
+@contextlib.contextmanager
+def _bf16_parameters(workload: Workload, faked: Faked) -> Iterator[None]:
+    """As `model.to(torch.bfloat16)` before the optimizer: state that exists already goes along.
+
+    The fakes are thrown away after the trace, so there is nothing to put back in them.
+    """
+    with faked.mode, torch.no_grad():
+        for _, tensor, _ in faked.held():
+            if tensor.is_floating_point() and tensor.dtype is not torch.bfloat16:
+                tensor.data = tensor.data.to(torch.bfloat16)
+
+    def lowered(source: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda size: _mapped(source(size), _to_bf16)
+
+    with (
+        _step_variable(workload, "source", lowered),
+        _step_variable(workload, "context", lambda _: nullcontext),
+    ):
+        yield
+
+
+def _to_bf16(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
+
+
+# -- optimizers
+
+
+def update_changes(workload: Workload) -> list[Change]:
+    """fused=True and foreach=False, for optimizers that know these and do not have them yet."""
+    optimizers = _optimizers(workload)
+    groups = [group for one in optimizers for group in one.param_groups]
+    if not groups:
+        return []
+    kind = type(optimizers[0]).__name__
+    found = []
+    if all(group.get("fused", True) in (None, False) for group in groups):
+        how = f"torch.optim.{kind}(..., fused=True)"
+        found.append(Change("a fused optimizer step", how, "nothing, and is faster", "optimizer", (_fused,)))
+    many = all(group.get("foreach", False) is not False and not group.get("fused") for group in groups)
+    if many:
+        how = f"torch.optim.{kind}(..., foreach=False)"
+        name = "an optimizer step parameter by parameter"
+        found.append(Change(name, how, "a slower optimizer step", "optimizer", (_one_by_one,)))
+    return found
+
+
+def smaller_optimizer(workload: Workload) -> list[Change]:
+    """One state in place of Adam's two, as advice: it trains otherwise."""
+    adams = [one for one in _optimizers(workload) if isinstance(one, _ADAMS)]
+    if not adams:
+        return []
+    return [
+        Change(
+            f"SGD with momentum in place of {type(adams[0]).__name__}",
+            "torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)",
+            "a search for its learning rate; transformers train worse with it",
+            "optimizer",
+            (_sgd,),
+            same_result=False,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _fused(workload: Workload, faked: Faked) -> Iterator[None]:
+    """The flags are the fake groups'; `Faked` puts the real ones back."""
+    for optimizer in _optimizers(workload):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        # A fused step counts on the device.
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                with faked.mode:
+                    state["step"] = torch.zeros((), device=faked.device)
+    yield
+
+
+@contextlib.contextmanager
+def _one_by_one(workload: Workload, faked: Faked) -> Iterator[None]:
+    for optimizer in _optimizers(workload):
+        for group in optimizer.param_groups:
+            group["foreach"] = False
+    yield
+
+
+@contextlib.contextmanager
+def _sgd(workload: Workload, faked: Faked) -> Iterator[None]:
+    """Adam's `step` is SGD's for the trace, and what it kept is gone; `Faked` puts the optimizer back."""
+    for optimizer in _optimizers(workload):
+        if not isinstance(optimizer, _ADAMS):
+            continue
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    with faked.mode:
+                        value.data = value.new_empty(0)
+        optimizer.state.clear()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        other = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)
+        vars(optimizer)["step"] = other.step
+    yield
+
+
+def _optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    return [part for part in parts_of(workload) if isinstance(part, torch.optim.Optimizer)]
+
+
+# -- the batch
+
+
+def shorter_sequence(workload: Workload, length: int) -> list[Change]:
+    """Half of the sequence, where batches have integers of shape [n, length] (`Watch.length`)."""
+    if workload.kind != "training" or length < _SHORTEST or step_variable(workload, "source") is None:
+        return []
+    half = length // 2
+
+    def cut(tensor: Tensor) -> Tensor:
+        # As a batch that was made that short: contiguous, and its rest is gone.
+        fits = tensor.dim() >= 2 and tensor.shape[1] == length
+        return tensor[:, :half].contiguous() if fits else tensor
+
+    @contextlib.contextmanager
+    def shortened(workload: Workload, faked: Any) -> Iterator[None]:
+        with _step_variable(workload, "source", lambda source: lambda size: _mapped(source(size), cut)):
+            yield
+
+    return [
+        Change(
+            f"sequences of {half} in place of {length}",
+            f"cut the samples to {half} tokens",
+            "context: a sample is half as long, so compare tokens, not samples",
+            "length",
+            (shortened,),
+            same_result=False,
+        )
+    ]
+
+
+def _is_tokens(leaf: Tensor) -> bool:
+    return leaf.dim() == 2 and not leaf.is_floating_point() and leaf.dtype is not torch.bool
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+        return
+    for _, value in children(node) or ():
+        yield from _leaves(value)
+
+
+def _mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with `function` done to each of its tensors; tensors that were one stay one."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            if id(node) not in done:
+                done[id(node)] = (node, function(node))
+            return done[id(node)][1]
+        items = children(node)
+        return node if items is None else rebuilt(node, [walk(value) for _, value in items])
+
+    return walk(node)
+
+
+# -- what a step does, seen from outside
+
+
+@final
+class Watch:
+    """Notes whether a traced step runs under autocast, and how long its sequences are. Changes nothing."""
+
+    def __init__(self) -> None:
+        self.autocast = False
+        self.length = 0
+
+    @contextlib.contextmanager
+    def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
+        entered = torch.autocast.__enter__
+
+        def enter(context: Any) -> Any:
+            self.autocast = self.autocast or bool(context._enabled)
+            return entered(context)  # type: ignore[no-untyped-call]
+
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        try:
+            with _step_variable(workload, "source", lambda source: lambda size: self._seen(source(size))):
+                yield
+        finally:
+            torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+
+    def _seen(self, batch: Any) -> Any:
+        lengths = [leaf.shape[1] for leaf in _leaves(batch) if _is_tokens(leaf)]
+        self.length = max([self.length, *lengths])
+        return batch
+
+
+def step_variable(workload: Workload, name: str) -> CellType | None:
+    """The variable of that name that the step of `training` or `inference` closes over."""
+    step = workload.step
+    if workload.kind == "step" or not isinstance(step, FunctionType) or step.__closure__ is None:
+        return None
+    return dict(zip(step.__code__.co_freevars, step.__closure__, strict=True)).get(name)
+
+
+@contextlib.contextmanager
+def _step_variable(workload: Workload, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """The step's variable with another value inside; nothing happens where it has no such variable."""
+    cell = step_variable(workload, name)
+    if cell is None:
+        yield
+        return
+    before = cell.cell_contents
+    cell.cell_contents = change(before)
+    try:
+        yield
+    finally:
+        cell.cell_contents = before

@@ -1,0 +1,127 @@
+"""Generation in a trace: the prompt, then the last token, with the cache at its longest.
+
+Memory is highest at one of two moments: while the prompt goes through the model, or at the last token, when
+every layer's keys and values are as long as they get and one layer's are being copied into longer ones. A
+trace need not generate the tokens between.
+
+Rules: only transformers' own `generate` with its growing cache is known well enough for this; anything else
+is named as untraceable, and measured instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchfit.errors import UntraceableError
+from batchfit.workload import Workload
+
+# What makes another cache, another loop or another output: not traced.
+_OTHERWISE = (
+    "cache_implementation",
+    "past_key_values",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "num_return_sequences",
+    "penalty_alpha",
+    "dola_layers",
+)
+
+
+@contextlib.contextmanager
+def short_generation(workload: Workload) -> Iterator[None]:
+    """Inside, the model's `generate` does its first and its last forward pass, and none between."""
+    model: Any = workload.model
+    if workload.kind != "generation":
+        yield
+        return
+    own = vars(model).get("generate")
+
+    def generate(*args: Any, **options: Any) -> Tensor:
+        return _first_and_last(model, args, options)
+
+    model.__dict__["generate"] = generate
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.__dict__["generate"]
+        else:
+            model.__dict__["generate"] = own
+
+
+def _first_and_last(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
+    inputs, new_tokens, beams = _checked(model, args, options)
+    ids = inputs.pop("input_ids")
+    mask = inputs.pop("attention_mask", None)
+    if mask is None:
+        mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
+    if beams > 1:
+        ids, mask = ids.repeat_interleave(beams, dim=0), mask.repeat_interleave(beams, dim=0)
+    out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **inputs)
+    cache, scores = out.past_key_values, _scores(out)
+    if beams > 1:
+        torch.log_softmax(scores, dim=-1)
+    del out, scores
+    length = ids.shape[1] + new_tokens
+    _stretch(cache, new_tokens - 1)
+    if beams > 1:
+        cache.reorder_cache(torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device))
+    last = torch.zeros((ids.shape[0], 1), dtype=torch.long, device=ids.device)
+    mask = torch.ones((ids.shape[0], length), dtype=torch.long, device=ids.device)
+    out = model(input_ids=last, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    _scores(out)
+    whole: Tensor = ids.new_zeros((ids.shape[0] // beams, length))
+    return whole
+
+
+def _scores(out: Any) -> Tensor:
+    """The last token's logits, in fp32 as `generate` takes them."""
+    scores: Tensor = out.logits[:, -1, :].to(copy=True, dtype=torch.float32)
+    return scores
+
+
+def _checked(model: Any, args: Any, options: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
+    def refuse(why: str) -> UntraceableError:
+        return UntraceableError(f"{type(model).__name__}.generate", "", why)
+
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "prepare_inputs_for_generation"):
+        raise refuse("it is not transformers' own")
+    if getattr(config, "is_encoder_decoder", False):
+        raise refuse("an encoder and a decoder are not traced")
+    for name in _OTHERWISE:
+        if options.get(name):
+            raise refuse(f"{name} is not traced")
+    inputs = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    if args:
+        first = args[0]
+        inputs = dict(first) if isinstance(first, Mapping) else {"input_ids": first, **inputs}
+    if "input_ids" not in inputs:
+        raise refuse("the batch has no input_ids")
+    return inputs, int(options["max_new_tokens"]), int(options.get("num_beams") or 1)
+
+
+def _stretch(cache: Any, by: int) -> None:
+    """Each layer's keys and values as they are before the last token."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        raise UntraceableError("generate", "", f"the cache {type(cache).__name__} is not known")
+    for layer in layers:
+        if getattr(layer, "is_sliding", False) or not isinstance(getattr(layer, "keys", None), Tensor):
+            raise UntraceableError("generate", "", f"the cache {type(layer).__name__} is not known")
+        for name in ("keys", "values"):
+            before = getattr(layer, name)
+            shape = (*before.shape[:-2], before.shape[-2] + by, before.shape[-1])
+            setattr(layer, name, None)
+            longer = before.new_empty(shape)
+            del before
+            setattr(layer, name, longer)

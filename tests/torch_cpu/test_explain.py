@@ -1,0 +1,409 @@
+"""`explain_memory`: the lists add up, the what-ifs are what the really changed program takes, nothing is touched."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import batchfit
+from batchfit._torch.changes import repeated_blocks, step_variable
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
+from batchfit.errors import UntraceableError
+from batchfit.results import MemoryExplanation, WhatIf
+
+BUDGET = "2GiB"
+WIDTH, LENGTH, WORDS = 64, 64, 500
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.nn.functional.gelu(self.up(self.norm(x)))
+        return x + self.down(y)
+
+
+class Model(nn.Module):
+    """A small language model; `saving` turns checkpointing on, as its author would."""
+
+    def __init__(self, *, saving: bool = False) -> None:
+        super().__init__()
+        self.saving = saving
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.saving else block(x)
+        return self.head(x)
+
+
+def make_tokens(length: int = LENGTH) -> Callable[[int], dict[str, Tensor]]:
+    def make_batch(n: int) -> dict[str, Tensor]:
+        words = torch.randint(0, WORDS, (n, length))
+        return {"words": words, "labels": words}
+
+    return make_batch
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["words"])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def workload(
+    *,
+    saving: bool = False,
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    length: int = LENGTH,
+) -> batchfit.Workload:
+    torch.manual_seed(0)
+    model = Model(saving=saving).to(dtype)
+    made = optimizer(model.parameters())
+    return batchfit.training(model, made, loss_of, make_tokens(length), autocast=autocast)
+
+
+@pytest.fixture(scope="module")
+def told() -> MemoryExplanation:
+    return batchfit.explain_memory(workload(), batch_size=16, budget=BUDGET)
+
+
+def named(found: MemoryExplanation, text: str) -> WhatIf:
+    return next(one for one in found.what_ifs if text in one.change and " and " not in one.change)
+
+
+# -- what holds the peak
+
+
+def test_each_list_adds_up_to_the_peak(told: MemoryExplanation) -> None:
+    for holders in (told.kinds, told.modules, told.lines):
+        assert sum(one.peak_bytes for one in holders) == told.peak_bytes
+        assert sum(one.share for one in holders) == pytest.approx(1.0)
+        for one in holders:
+            assert sum(one.kinds.values()) == one.peak_bytes
+    for one in told.modules:
+        assert not one.parts or sum(part.peak_bytes for part in one.parts) == one.peak_bytes
+    assert told.reserved_bytes >= told.peak_bytes
+
+
+def test_the_kinds_are_those_of_a_training_step(told: MemoryExplanation) -> None:
+    held = {one.name: one.peak_bytes for one in told.kinds}
+    weights = sum(tensor.numel() * 4 for tensor in Model().parameters())
+    assert weights <= held["weights"] < 1.05 * weights
+    assert 2 * weights <= held["optimizer"] < 2.1 * weights
+    assert held["activations"] > held["weights"]
+
+
+def test_repeated_blocks_are_told_together_with_what_is_inside(told: MemoryExplanation) -> None:
+    blocks = next(one for one in told.modules if one.name.startswith("blocks"))
+    assert blocks.name == "blocks.* (6 x Block)"
+    assert blocks.repeats == 6
+    # gelu runs in the block itself: its result, and nothing else, has the block's width times four there.
+    assert {"itself", "up", "down", "norm"} == {part.name for part in blocks.parts}
+    itself = next(part for part in blocks.parts if part.name == "itself")
+    assert "gelu" in itself.operations
+    assert itself.kinds["activations"] >= 6 * 16 * LENGTH * 4 * WIDTH * 4
+
+
+def test_lines_say_where_and_what(told: MemoryExplanation) -> None:
+    gelu = next(one for one in told.lines if "gelu" in one.operations)
+    code = Block.forward.__code__
+    assert gelu.name.startswith("test_explain.py:") and gelu.name.endswith(" forward")
+    assert code.co_firstlineno < int(gelu.name.split(":")[1].split()[0]) < code.co_firstlineno + 4
+    assert {"weights", "optimizer state"} <= {one.name for one in told.lines}
+
+
+def test_the_gradient_of_a_line_is_told_with_the_line() -> None:
+    """Backward runs in C++: its memory belongs to the module and the line that it is the gradient of."""
+    work = workload()
+    seen = trace(work, 4, rules=rules_for(work))
+    temporaries = [one for one in seen.origins if one.kind == "temporaries" and one.phase == "backward"]
+    gelu = [one for one in temporaries if "gelu_backward" in one.operation]
+    assert len(gelu) == 2 * 6
+    assert {one.module for one in gelu} == {f"blocks.{number}" for number in range(6)}
+    assert all(one.source.endswith(" forward") for one in gelu)
+    loss = [one for one in temporaries if "nll_loss_backward" in one.operation]
+    assert {one.source.split()[1] for one in loss} == {"loss_of"}
+    names = dict(work.model.named_parameters())
+    assert {one.module for one in seen.origins if one.kind in ("gradients", "optimizer")} == set(names)
+
+
+def test_the_module_that_holds_most_is_named_first() -> None:
+    model = nn.Sequential()
+    model.add_module("narrow", nn.Linear(8, 8))
+    model.add_module("wide", nn.Linear(8, 4096))
+    model.add_module("out", nn.Linear(4096, 1))
+    work = batchfit.training(
+        model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).mean(), lambda n: torch.randn(n, 8)
+    )
+    found = batchfit.explain_memory(work, batch_size=512, what_if=False)
+    assert found.modules[0].name == "wide"
+    assert found.what_ifs == ()
+    assert found.lines[0].name.startswith("test_explain.py:")  # torch's own layers: the line that calls them
+
+
+def test_what_is_outside_modules_is_the_loss(told: MemoryExplanation) -> None:
+    loss = next(one for one in told.modules if one.name.startswith("loss"))
+    assert "log_softmax" in loss.operations
+    assert loss.name.startswith("loss (test_explain.py:")
+
+
+def test_the_timeline_keeps_the_highest_moment(told: MemoryExplanation) -> None:
+    totals = [sum(moment.kinds.values()) for moment in told.timeline]
+    assert max(totals) == told.peak_bytes
+    assert 50 < len(totals) <= 201
+    assert [moment.at for moment in told.timeline] == sorted({moment.at for moment in told.timeline})
+    order = [moment.phase for moment in told.timeline if moment.phase != "batch"]
+    assert [order[0], order[-1]] == ["forward", "optimizer"] and "backward" in order
+
+
+def test_it_travels_as_json(told: MemoryExplanation) -> None:
+    assert MemoryExplanation.from_json(told.to_json()) == told
+
+
+# -- what-ifs
+
+
+@pytest.mark.parametrize(
+    ("change", "really"),
+    [
+        ("activation checkpointing of each of 6 Block", lambda: workload(saving=True)),
+        ("bf16 autocast", lambda: workload(autocast=torch.bfloat16)),
+        ("bf16 parameters", lambda: workload(dtype=torch.bfloat16)),
+        ("sequences of 32 in place of 64", lambda: workload(length=32)),
+    ],
+)
+def test_a_what_if_is_what_the_changed_program_takes(
+    told: MemoryExplanation, change: str, really: Callable[[], batchfit.Workload]
+) -> None:
+    found = named(told, change)
+    truth = batchfit.explain_memory(really(), batch_size=16, budget=BUDGET, what_if=False)
+    assert found.peak_bytes_after == pytest.approx(truth.peak_bytes, rel=2e-3)
+    assert found.largest_after == pytest.approx(truth.largest, rel=5e-3)
+    assert found.peak_bytes_before == told.peak_bytes
+    assert found.largest_before == told.largest
+    assert found.gain > 1.1
+
+
+def test_the_largest_sizes_are_those_of_predict(told: MemoryExplanation) -> None:
+    assert told.largest == batchfit.predict_batch_size(workload(), budget=BUDGET).batch_size
+    after = batchfit.predict_batch_size(workload(saving=True), budget=BUDGET).batch_size
+    assert named(told, "checkpointing").largest_after == pytest.approx(after, rel=5e-3)
+
+
+def test_what_ifs_are_sorted_and_the_best_two_combined(told: MemoryExplanation) -> None:
+    gains = [one.gain for one in told.what_ifs]
+    assert gains == sorted(gains, reverse=True)
+    assert min(gains) >= 1.02
+    both = told.what_ifs[0]
+    assert both.change == "activation checkpointing of each of 6 Block and bf16 autocast"
+    truth = batchfit.predict_batch_size(workload(saving=True, autocast=torch.bfloat16), budget=BUDGET)
+    assert both.largest_after == pytest.approx(truth.batch_size, rel=5e-3)
+
+
+class Heavy(nn.Module):
+    """Weights and next to no activations: the optimizer's step is the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.ParameterList(nn.Parameter(torch.zeros(200_000)) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x * one[:4]).sum() for one in self.table]).sum()
+
+
+def heavy(optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW) -> batchfit.Workload:
+    model = Heavy()
+    return batchfit.training(
+        model, optimizer(model.parameters()), lambda m, b: m(b), lambda n: torch.randn(n, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "optimizer"),
+    [
+        ("fused", lambda p: torch.optim.AdamW(p, fused=True)),
+        ("parameter by parameter", lambda p: torch.optim.AdamW(p, foreach=False)),
+        ("SGD", lambda p: torch.optim.SGD(p, momentum=0.9)),
+    ],
+)
+def test_an_optimizer_what_if_is_what_that_optimizer_takes(
+    change: str, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    found = batchfit.explain_memory(heavy(), batch_size=4)
+    assert found.largest is None and found.budget_bytes is None
+    assert found.peak_phase == "optimizer"
+    what_if = named(found, change)
+    truth = batchfit.explain_memory(heavy(optimizer), batch_size=4, what_if=False)
+    assert what_if.peak_bytes_after == truth.peak_bytes < found.peak_bytes
+    assert what_if.largest_before is None and what_if.largest_after is None
+    assert what_if.gain == pytest.approx(found.peak_bytes / truth.peak_bytes)
+
+
+def test_fused_is_not_offered_where_the_peak_is_elsewhere(told: MemoryExplanation) -> None:
+    assert not any("fused" in one.change for one in told.what_ifs)
+
+
+def test_inference_is_offered_dtypes_alone() -> None:
+    work = batchfit.inference(Model(), lambda n: make_tokens()(n)["words"])
+    found = batchfit.explain_memory(work, batch_size=8, budget=BUDGET)
+    assert {one.change.split(" (")[0] for one in found.what_ifs} <= {
+        "bf16 autocast",
+        "bf16 parameters",
+        "expandable segments",
+    }
+    assert named(found, "bf16 parameters").gain > 1.5
+    assert {one.name for one in found.kinds}.isdisjoint({"gradients", "optimizer"})
+
+
+def test_a_card_without_bf16_is_not_offered_it() -> None:
+    found = batchfit.explain_memory(workload(), batch_size=16, gpu="t4")
+    assert not any("bf16" in one.change for one in found.what_ifs)
+    assert any("checkpointing" in one.change for one in found.what_ifs)
+
+
+def test_checkpointing_that_is_on_is_not_offered() -> None:
+    work = workload(saving=True)
+    work.model.gradient_checkpointing = True
+    found = batchfit.explain_memory(work, batch_size=16)
+    assert not any("checkpointing" in one.change for one in found.what_ifs)
+
+
+def test_recomputed_activations_belong_to_their_module() -> None:
+    work = workload(saving=True)
+    seen = trace(work, 4, rules=rules_for(work))
+    again = [one for one in seen.origins if one.phase == "backward" and one.kind == "activations"]
+    assert {one.module.split(".")[0] for one in again} == {"blocks"}
+
+
+def test_of_nested_blocks_the_level_that_saves_most_is_taken() -> None:
+    stages = nn.ModuleList(nn.Sequential(Block(), Block(), Block()) for _ in range(2))
+    (outer,) = repeated_blocks(stages)
+    assert outer.kind == "Sequential" and len(outer.blocks) == 2
+    model = nn.Sequential(*stages)
+    work = batchfit.training(
+        model,
+        torch.optim.SGD(model.parameters()),
+        lambda m, b: m(b).mean(),
+        lambda n: torch.randn(n, LENGTH, WIDTH),
+    )
+    found = batchfit.explain_memory(work, batch_size=64)
+    assert any(one.change.startswith("activation checkpointing of each of 6 Block") for one in found.what_ifs)
+
+
+def test_a_model_without_blocks_is_not_offered_checkpointing() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+
+
+def test_a_what_if_that_cannot_be_traced_is_named_and_the_rest_is_told() -> None:
+    def picky(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if model.head.weight.dtype is torch.bfloat16:  # type: ignore[union-attr]
+            raise RuntimeError("not in bf16")
+        return loss_of(model, batch)
+
+    model = Model()
+    work = batchfit.training(model, torch.optim.AdamW(model.parameters()), picky, make_tokens())
+    found = batchfit.explain_memory(work, batch_size=8)
+    assert any("bf16 parameters" in note and "not in bf16" in note for note in found.unseen)
+    assert any("checkpointing" in one.change for one in found.what_ifs)
+
+
+# -- the user's state
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_nothing_of_the_users_is_touched(stepped: bool) -> None:
+    work = workload()
+    if stepped:
+        work.step(2)
+    model, optimizer = work.model, work.optimizer
+    objects = [*model.parameters(), *(p.grad for p in model.parameters())]
+    attributes = {id(module): dict(vars(module)) for module in model.modules()}
+    inner = dict(vars(optimizer))
+    values = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    cells = {name: step_variable(work, name).cell_contents for name in ("source", "context")}  # type: ignore[union-attr]
+    random = torch.get_rng_state()
+    enter = torch.autocast.__enter__
+
+    found = batchfit.explain_memory(work, batch_size=4, budget="1GiB")
+
+    assert len(found.what_ifs) >= 4
+    after = [*model.parameters(), *(p.grad for p in model.parameters())]
+    assert all(one is two for one, two in zip(objects, after, strict=True))
+    assert {id(module): dict(vars(module)) for module in model.modules()} == attributes
+    assert dict(vars(optimizer)) == inner
+    same((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]), values)
+    assert cells == {name: step_variable(work, name).cell_contents for name in cells}  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.autocast.__enter__ is enter
+
+
+def same(one: Any, two: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, two) and one.dtype == two.dtype and type(one) is type(two)
+    elif isinstance(one, dict):
+        assert list(one) == list(two)
+        for key in one:
+            same(one[key], two[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(two)
+        for left, right in zip(one, two, strict=True):
+            same(left, right)
+    else:
+        assert one == two
+
+
+def test_what_ifs_of_a_stepped_optimizer_are_those_of_a_fresh_one(told: MemoryExplanation) -> None:
+    """State and gradients that are there already go along with a change."""
+    work = workload()
+    work.step(2)
+    found = batchfit.explain_memory(work, batch_size=16, budget=BUDGET)
+    for text in ("bf16 parameters", "bf16 autocast", "checkpointing"):
+        assert named(found, text).peak_bytes_after == pytest.approx(
+            named(told, text).peak_bytes_after, rel=0.02
+        )
+
+
+# -- errors
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "8", True, None])
+def test_a_wrong_batch_size_is_refused_before_any_work(size: Any) -> None:
+    def step(n: int) -> None:
+        raise AssertionError("the step ran")
+
+    with pytest.raises(ValueError, match="batch_size must be a positive integer"):
+        batchfit.explain_memory(batchfit.Workload(step, state=[]), batch_size=size)
+
+
+def test_other_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="gpu must be one of"):
+        batchfit.explain_memory(workload(), batch_size=1, gpu="voodoo2")
+    with pytest.raises((ValueError, TypeError)):
+        batchfit.explain_memory(workload(), batch_size=1, budget="much")
+
+
+def test_what_cannot_be_traced_is_an_error() -> None:
+    def reads(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        return loss * 2 if loss.item() > 1 else loss
+
+    model = Model()
+    work = batchfit.training(model, torch.optim.SGD(model.parameters()), reads, make_tokens())
+    with pytest.raises(UntraceableError, match="item"):
+        batchfit.explain_memory(work, batch_size=2)

@@ -1,0 +1,446 @@
+"""The user's state during and after a trace: fakes inside, and outside nothing that shows there was one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from state_judge import Bag, fingerprint, rich_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import batchfit
+from batchfit._torch import phase
+from batchfit._torch.faking import Faked, used_by
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
+from batchfit.errors import UntraceableError
+
+HERE = torch.device("cpu", 1)
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt: no `except Exception` catches it."""
+
+
+class World:
+    """Everything that a training loop may own, warm: two steps have been run."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4))
+        self.model[3].eval()
+        self.model[0].weight.mark = "mine"  # type: ignore[assignment]
+        self.model.register_forward_hook(lambda *_: None)
+        self.seen: list[Any] = []
+        self.model[0].register_forward_hook(lambda module, args, out: self.seen.append(type(out)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=1)
+        self.generator = torch.Generator().manual_seed(5)
+        self.queue = torch.randn(6, 4)
+        self.extra = Bag(losses=[1.0], cache={"a": [1, torch.ones(2)]}, recent=deque([1], maxlen=2))
+        self.break_in = ""
+        self.error: BaseException = ValueError("mine")
+        for _ in range(2):
+            self.step(3)
+
+    @property
+    def state(self) -> list[Any]:
+        return [
+            self.model,
+            self.optimizer,
+            self.schedule,
+            self.scaler,
+            self.generator,
+            self.queue,
+            self.extra,
+        ]
+
+    def at(self, place: str) -> None:
+        if place == self.break_in:
+            raise self.error
+
+    def step(self, n: int) -> None:
+        self.at("batch")
+        x = torch.randn(n, 4, generator=self.generator) + random.random() + float(np.random.rand())
+        self.queue[:1].copy_(x[:1])
+        self.queue.mul_(0.5)
+        self.optimizer.zero_grad(set_to_none=n % 2 == 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.model(x)
+            self.at("forward")
+            loss = nn.functional.mse_loss(out, self.queue[:1].expand_as(out))
+        out.register_hook(lambda gradient: self.at("backward"))
+        self.scaler.scale(loss).backward()
+        self.at("before the optimizer")
+        self.scaler.step(self.optimizer)
+        self.at("after the optimizer")
+        self.scaler.update()
+        self.schedule.step()
+        self.extra.losses.append(loss)
+        self.extra.losses = list(self.extra.losses)
+        self.extra.cache["a"].append(loss)
+        self.extra.recent.append(loss)
+        self.extra.new = loss
+        self.model.aux = loss  # type: ignore[assignment]
+        self.model[1].register_buffer("late", loss.detach())
+
+    def judged(self) -> object:
+        return fingerprint(
+            *self.state, list(self.model.parameters()), [p.grad for p in self.model.parameters()]
+        )
+
+
+def hooks_of(module: nn.Module) -> object:
+    tables = [name for name in vars(module) if "hook" in name]
+    mine = [(name, list(vars(one)[name].items())) for one in module.modules() for name in tables]
+    everywhere = torch.nn.modules.module
+    names = [name for name in vars(everywhere) if name.startswith("_global_") and "hook" in name]
+    return mine, [(name, list(getattr(everywhere, name) or ())) for name in names]
+
+
+def autocast_on_cpu() -> object:
+    """What CPU autocast does with an operation that CUDA's lists treat in another way."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = torch.ones(2, 2)
+        low = one @ one
+        return low.dtype, torch.exp(low).dtype, torch.nn.functional.mse_loss(low, low).dtype
+
+
+@pytest.fixture
+def world() -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the schedule is stepped by hand
+        return World()
+
+
+PLACES = ["", "batch", "forward", "backward", "before the optimizer", "after the optimizer"]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), KeyboardInterrupt(), Stop()], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.replace(" ", "_") or "none")
+def test_nothing_is_changed_wherever_a_trace_ends(world: World, place: str, error: BaseException) -> None:
+    work = batchfit.Workload(world.step, state=world.state)
+    mode = [module.training for module in world.model.modules()]
+    before, hooks = world.judged(), hooks_of(world.model)
+    lists = vars(world.extra).copy()
+    cast = autocast_on_cpu()
+    made = torch.autocast.__init__, torch.autocast.__enter__, torch.clear_autocast_cache
+    world.break_in, world.error = place, error
+    if not place:
+        trace(work, 3, rules=rules_for(work))
+    else:
+        with pytest.raises(UntraceableError if isinstance(error, Exception) else type(error)):
+            trace(work, 3, rules=rules_for(work))
+    assert any(kind is FakeTensor for kind in world.seen) is (place != "batch")
+    assert world.judged() == before
+    assert hooks_of(world.model) == hooks
+    assert [module.training for module in world.model.modules()] == mode
+    assert all(vars(world.extra)[name] is value for name, value in lists.items())
+    assert not any(isinstance(one, FakeTensor) for one in gc.get_objects() if isinstance(one, nn.Parameter))
+    assert autocast_on_cpu() == cast
+    assert (torch.autocast.__init__, torch.autocast.__enter__, torch.clear_autocast_cache) == made
+    assert _get_current_dispatch_mode_stack() == []
+    assert not torch.is_autocast_enabled("cpu")
+    assert phase.current() is None
+    assert gc.isenabled()
+
+
+def test_a_trained_step_goes_on_as_if_nothing_had_been(world: World) -> None:
+    """The same numbers after a trace as without one, to the last bit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twin = World()
+    work = batchfit.Workload(world.step, state=world.state)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    trace(work, 3, rules=rules_for(work))
+    for one in (world, twin):
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        one.step(3)
+    for mine, theirs in zip(world.model.state_dict().values(), twin.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(world.queue, twin.queue)
+
+
+def test_garbage_collection_stays_off_where_it_was_off(world: World) -> None:
+    work = batchfit.Workload(world.step, state=world.state)
+    gc.disable()
+    try:
+        trace(work, 3, rules=rules_for(work), steps=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_fresh_optimizer_stays_fresh() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, groups, group = optimizer.state, optimizer.param_groups, optimizer.param_groups[0]
+    keys = dict(group)
+    work = batchfit.training(model, optimizer, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 4))
+    trace(work, 2, rules=rules_for(work))
+    assert optimizer.state is state
+    assert not state
+    assert optimizer.param_groups is groups
+    assert groups == [group]
+    assert group == keys
+    assert group["foreach"] is None
+    assert group["params"][0] is model.weight
+
+
+def test_transformers_is_told_the_truth_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("transformers.utils.import_utils")
+    fake.is_fake_tensor = original = lambda value: "asked"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", fake)
+    told = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        told.append(fake.is_fake_tensor(batch))
+        if len(told) == 3:
+            raise RuntimeError("third")
+        return model(batch).sum()
+
+    work = batchfit.training(nn.Linear(2, 2), None, loss, lambda n: torch.randn(n, 2))
+    trace(work, 2, rules=rules_for(work))
+    assert fake.is_fake_tensor is original
+    with pytest.raises(UntraceableError, match="third"):
+        trace(work, 2, rules=rules_for(work))
+    assert fake.is_fake_tensor is original
+    assert told == [False] * 3
+
+
+# ---------------------------------------------------------------- inside
+
+
+def faked(*parts: Any) -> Faked:
+    return Faked(list(parts), HERE)
+
+
+def test_inside_everything_is_a_fake_of_the_same_shape() -> None:
+    model = rich_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    shapes = [(p.shape, p.dtype, p.requires_grad, p.stride()) for p in model.parameters()]
+    with faked(model, optimizer):
+        inside = list(model.parameters())
+        assert all(isinstance(one, FakeTensor) and isinstance(one, nn.Parameter) for one in inside)
+        assert [(p.shape, p.dtype, p.requires_grad, p.stride()) for p in inside] == shapes
+        assert all(one.device == HERE for one in [*inside, *model.buffers()])
+        assert [id(one) for one in optimizer.param_groups[0]["params"]] == [id(one) for one in inside]
+        assert model[0].weight.mark == "mine"  # type: ignore[union-attr]
+        assert isinstance(model[0].weight.grad, FakeTensor)
+        assert model[2].weight.grad is None
+    assert not any(isinstance(one, FakeTensor) for one in [*model.parameters(), *model.buffers()])
+
+
+def test_tied_weights_are_one_block() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 8)
+            self.head = nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+            whole = torch.zeros(100)
+            self.register_buffer("left", whole[:60])
+            self.register_buffer("right", whole[40:])
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.head(self.embed(ids))
+
+    model = Tied()
+    work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.zeros(n, 3).long())
+    with Faked.of(work, device=HERE) as state:
+        assert model.head.weight is model.embed.weight
+        places = {one.untyped_storage()._cdata for _, one, _ in state.held()}
+        assert len(places) == 2
+        assert model.right.storage_offset() == 40
+    found = trace(work, 2, rules=rules_for(work))
+    assert [found.sizes[event] for event in found.events[: found.begins]] == [50 * 8 * 4, 100 * 4]
+    assert model.head.weight is model.embed.weight
+
+
+def test_views_of_another_dtype_share_their_memory() -> None:
+    model = nn.Module()
+    whole = torch.zeros(16, dtype=torch.uint8)
+    model.register_buffer("bytes", whole)
+    model.register_buffer("numbers", whole.view(torch.float32)[1:])
+    with faked(model) as state:
+        assert model.numbers.shape == (3,)
+        assert {one.untyped_storage().nbytes() for _, one, _ in state.held()} == {16}
+        assert len({one.untyped_storage()._cdata for _, one, _ in state.held()}) == 1
+
+
+def held(work: batchfit.Workload) -> dict[str, int]:
+    found = trace(work, 2, rules=rules_for(work), steps=1)
+    kinds: dict[str, int] = {}
+    for event in found.events[: found.begins]:
+        kind = found.origins[event].kind
+        kinds[kind] = kinds.get(kind, 0) + found.sizes[event]
+    return kinds
+
+
+def test_a_warm_optimizer_and_old_gradients_are_held() -> None:
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = batchfit.training(model, optimizer, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 10))
+    assert held(work) == {"weights": 440}
+    work.step(2)
+    assert held(work) == {"weights": 440, "gradients": 440, "optimizer": 880}
+    optimizer.zero_grad()
+    assert held(work) == {"weights": 440, "optimizer": 880}
+
+
+def test_a_warm_optimizer_takes_as_much_as_a_fresh_one_after_a_step() -> None:
+    def made(*, warm: bool) -> batchfit.Workload:
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        work = batchfit.training(model, optimizer, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 64))
+        if warm:
+            work.step(2)
+        return work
+
+    peaks = [trace(work, 4, rules=rules_for(work)).peak_bytes for work in (made(warm=False), made(warm=True))]
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "foreach"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.SGD, True),
+        (partial(torch.optim.AdamW, foreach=False), False),
+        (partial(torch.optim.AdamW, fused=True), None),
+        (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), False),
+        (partial(torch.optim.SGD, differentiable=True), False),
+        (torch.optim.Adafactor, None),
+    ],
+)
+def test_foreach_is_what_a_gpu_would_choose(make: Callable[..., Any], foreach: bool | None) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    with faked(model, optimizer):
+        assert optimizer.param_groups[0]["foreach"] is foreach
+    assert optimizer.param_groups[0]["foreach"] is (
+        False if make.__class__ is partial and "foreach" in make.keywords else None
+    )  # type: ignore[attr-defined]
+
+
+def test_a_failure_while_faking_puts_back_what_was_done() -> None:
+    class Odd(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1)
+            self.state["no tensor"] = {"a": 1}
+
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    with pytest.raises(AttributeError), faked(model, Odd(model.parameters())):
+        pass
+    assert model.weight is weight
+
+
+def test_a_model_on_the_meta_device_is_counted_like_any_other() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1000, 1000)
+    work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 1000))
+    assert held(work) == {"weights": 4_004_000}
+    assert model.weight.device.type == "meta"
+
+
+# ---------------------------------------------------------------- what the step reaches
+
+MODEL = nn.Linear(3, 3)
+UNUSED = nn.Linear(3, 3)
+
+
+def helper(x: Any) -> Any:
+    return MODEL(x)
+
+
+def global_step(n: int) -> Any:
+    return [helper(torch.randn(n, 3)) for _ in range(2)]
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = nn.Linear(3, 3)
+        self.parts = {"optimizer": torch.optim.SGD(self.model.parameters(), lr=0.1)}
+        self.name = "UNUSED"
+
+    def step(self, n: int) -> Any:
+        return self.model(torch.randn(n, 3))
+
+    __call__ = step
+
+
+def test_models_are_found_where_the_step_finds_them() -> None:
+    inner = nn.Linear(3, 3)
+
+    def closes(n: int, scale: float = 2.0) -> Any:
+        return inner(torch.randn(n, 3)) * scale
+
+    def nested(n: int) -> Any:
+        return [closes(n) for _ in range(2)]
+
+    trainer = Trainer()
+    assert used_by(closes) == used_by(nested) == used_by(partial(nested)) == [inner]
+    assert used_by(lambda n: (lambda: inner)()) == [inner]
+    assert used_by(global_step) == [MODEL]
+    assert used_by(trainer.step) == used_by(trainer) == [trainer.model, trainer.parts["optimizer"]]
+    assert used_by(lambda n, model=inner: model(n)) == [inner]
+    assert used_by(print) == used_by(lambda n: n) == []
+    recursive: list[Any] = []
+    recursive.append(recursive)
+    assert used_by(lambda n: recursive) == []
+
+
+def test_a_name_that_is_not_bound_yet_is_passed_over() -> None:
+    def step(n: int) -> Any:
+        return later
+
+    assert used_by(step) == []
+    later = nn.Linear(1, 1)
+    assert used_by(step) == [later]
+
+
+def test_a_frozen_teacher_need_not_be_declared() -> None:
+    student, teacher = nn.Linear(16, 16), nn.Linear(16, 16).requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    weight = teacher.weight
+
+    def step(n: int) -> None:
+        x = torch.randn(n, 16)
+        with torch.no_grad():
+            target = teacher(x)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(student(x), target).backward()
+        optimizer.step()
+
+    work = batchfit.Workload(step, state=[student, optimizer])
+    assert held(work) == {"weights": 2 * 16 * 17 * 4}
+    assert teacher.weight is weight
+
+
+def test_what_is_copied_of_a_state_is_not_its_tensors() -> None:
+    """A trace of a model that fills the machine must not need the room twice."""
+    model = nn.Linear(8, 8)
+    shadow = copy.deepcopy(model.state_dict())
+    places = [one.data_ptr() for one in [*model.parameters(), *shadow.values()]]
+    with faked(model, shadow):
+        shadow["weight"] = model.weight
+    assert [one.data_ptr() for one in [*model.parameters(), *shadow.values()]] == places
