@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
 	@touch $@
 
-demo: $(STAMP)  ## find the largest batch of a small GPT, on a GPU if there is one
+demo: $(STAMP)  ## find the largest batch of a small GPT, and predict it for other cards
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy

@@ -597,4 +597,9 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
     assert str(fit).rpartition("\n")[0] in ran.stdout
     assert f"batch size {fit.batch_size} survived 25 steps" in ran.stdout
     assert "saved    out/demo.json" in ran.stdout
-    assert ran.stdout.endswith("next     batchfit find your_file.py:your_function\n")
+    for card in ("rtx4090", "h100"):
+        size = re.search(rf"{card} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
+        assert size is not None, ran.stdout
+        assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
+    assert "Predicting it for cards that are not here" in ran.stderr
+    assert "next       batchfit find your_file.py:your_function" in ran.stdout.splitlines()[-1]

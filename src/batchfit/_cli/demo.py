@@ -1,19 +1,24 @@
-"""`batchfit demo`: the main job on a small GPT, in well under a minute.
+"""`batchfit demo`: the main jobs on a small GPT, in well under a minute.
 
-Rules: it is a real search, with real steps and the defaults of `find`; it says what it is about to do
-before it does it, and claims nothing that it did not run; without a GPU the CPU runs out of memory like
-one. Nothing is downloaded.
+Rules: it is a real search, with real steps and the defaults of `find`, and then a real prediction; it says what
+it is about to do before it does it, and claims nothing that it did not run; without a GPU the CPU runs out of
+memory like one, and the prediction is for cards that are not there. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import Job, default_settings, run_job
 from batchfit._cli.output import check_writable
+from batchfit._cli.predict import default_settings as prediction_settings
+from batchfit._cli.predict import predicted, prediction_lines
+from batchfit._cli.progress import progress_here, speaks
+from batchfit._cli.tracing import show
 from batchfit._decide.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -22,11 +27,12 @@ if TYPE_CHECKING:
 WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
 CPU_BUDGET = "128MiB"  # a step at the answer takes a fifth of a second on two cores
 GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
-NEXT = "batchfit find your_file.py:your_function"
+CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
+NEXT = "batchfit find your_file.py:your_function, or batchfit predict ... --gpu h100"
 
 
 def run_demo(*, output: Path) -> Code:
-    """Find the largest batch of the small GPT and save the result."""
+    """Find the largest batch of the small GPT and save the result; then predict it."""
     check_writable(output, make_folder=True)
     # Read when torch is loaded. On a busy machine threads that spin while they wait double the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -49,9 +55,31 @@ def run_demo(*, output: Path) -> Code:
             f"Finding the largest batch with which a small GPT (0.9 million parameters, {TOKENS} tokens) "
             f"trains {where}."
         ),
-        next_command=NEXT,
     )
-    return run_job(job, as_json=False, output=output)
+    code = run_job(job, as_json=False, output=output)
+    if code == Code.FOUND and speaks():
+        _predict_too(device, budget)
+    return code
+
+
+def _predict_too(device: str, budget: str) -> None:
+    """The same question without running it: for this GPU's budget, or for cards that are not here."""
+    settings = prediction_settings()
+    if device == "cuda":
+        settings["budget"], where = [budget], "with the same memory, from two small runs and a trace"
+    else:
+        settings["gpu"], where = CARDS, f"for cards that are not here ({', '.join(CARDS)}), from a trace"
+    with progress_here(steps=0, soak_steps=0) as progress:
+        progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
+        found = predicted(
+            small_gpt_training(device), settings, settings["gpu"] or [None], progress, "the small GPT"
+        )
+    sys.stdout.write("\n")
+    show(
+        lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain),
+        sys.stdout,
+        saved=[],
+    )
 
 
 def small_gpt_training(device: str) -> Workload:

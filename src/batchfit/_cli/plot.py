@@ -83,7 +83,8 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
         axes.stackplot(places, layers, labels=kinds, colors=colours, step="post", linewidth=0)
     begins = [n for n in range(len(moments)) if n == 0 or moments[n].phase != moments[n - 1].phase]
     for n in begins:
-        axes.axvline(moments[n].at, color="0.3", linewidth=0.5)
+        # Behind the areas: the peak is often a sliver where a phase begins.
+        axes.axvline(moments[n].at, color="0.6", linewidth=0.8, zorder=0.5)
         where = (moments[n].at, 1.0)
         axes.annotate(
             moments[n].phase, where, xycoords=("data", "axes fraction"), xytext=(2, -9),
@@ -98,6 +99,10 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
         ylim=(0, None),
     )
     if moments:
+        peak = max(moments, key=lambda moment: sum(moment.kinds.values()))
+        height = sum(peak.kinds.values()) / unit
+        axes.annotate("peak", (peak.at, height), xytext=(6, -2), textcoords="offset points", fontsize=7)
+        axes.plot([peak.at], [height], "v", color="black", markersize=4)
         axes.set_xlim(places[0], places[-1])
         axes.legend(loc="upper left", fontsize=8, reverse=True, bbox_to_anchor=(1.0, 1.0))
     _save(figure, path)

@@ -80,7 +80,9 @@ def predict_target(text: str, settings: PredictSettings, *, delivery: Delivery, 
         found = predicted(workload, settings, cards, progress, text)
         return Told(
             json=as_json(found),
-            lines=lambda width, plain: prediction_lines(found, text, width=width, plain=plain),
+            lines=lambda width, plain: prediction_lines(
+                found, next_command=_next(found, text), width=width, plain=plain
+            ),
             draw=lambda path: _draw_file(found, path, title=text),
             code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
         )
@@ -173,7 +175,7 @@ def as_json(found: Predicted) -> str:
     return json.dumps(told, indent=2)
 
 
-def prediction_lines(found: Predicted, text: str, *, width: int, plain: bool) -> list[Line]:
+def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
     """The answer, the table, the picture, and what it rests on."""
     return [
         [(_headline(found), "good")],
@@ -182,7 +184,7 @@ def prediction_lines(found: Predicted, text: str, *, width: int, plain: bool) ->
         [],
         *_picture(found, width, plain=plain),
         [],
-        *_facts(found, text, width),
+        *_facts(found, next_command, width),
     ]
 
 
@@ -238,7 +240,7 @@ def _picture(found: Predicted, width: int, *, plain: bool) -> list[Line]:
     )
 
 
-def _facts(found: Predicted, text: str, width: int) -> list[Line]:
+def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     """What the answer rests on, and how to use it."""
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
@@ -248,19 +250,25 @@ def _facts(found: Predicted, text: str, width: int) -> list[Line]:
     sizes = ", ".join(map(str, first.trace_sizes))
     elapsed_s = sum(one.elapsed_s for one in found.predictions)
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
-    row = next(row for row in found.rows if row.batch_size)
     if len(found.rows) == 1:
-        facts.append(("use it", f"DataLoader(dataset, batch_size={row.batch_size})"))
-    facts.append(("next", f"batchfit explain {text} --batch-size {row.batch_size}{_same_memory(found, row)}"))
+        facts.append(("use it", f"DataLoader(dataset, batch_size={found.rows[0].batch_size})"))
+    if next_command:
+        facts.append(("next", next_command))
     return [line for label, told in facts for line in fact(label, told, width)]
 
 
-def _same_memory(found: Predicted, row: Row) -> str:
-    """The flags that ask the next command about the same memory; none for the GPU that is here."""
-    if found.predictions[0].based_on != "no GPU":
+def _next(found: Predicted, text: str) -> str:
+    """The command that explains the first answer, about the same memory; none where nothing fits."""
+    row = next((row for row in found.rows if row.batch_size), None)
+    if row is None:
         return ""
-    known = CARDS[row.card].usable_bytes == row.budget_bytes
-    return f" --gpu {row.card}" if known else f" --budget {format_bytes(row.budget_bytes).replace(' ', '')}"
+    memory = ""  # the GPU that is here
+    if found.predictions[0].based_on == "no GPU":
+        whole = row.budget_bytes == CARDS[row.card].usable_bytes
+        memory = (
+            f" --gpu {row.card}" if whole else f" --budget {format_bytes(row.budget_bytes).replace(' ', '')}"
+        )
+    return f"batchfit explain {text} --batch-size {row.batch_size}{memory}"
 
 
 def _confidence(found: Predicted) -> str:

@@ -39,8 +39,8 @@ class Card:
 
     @property
     def prefers_cudnn_attention(self) -> bool:
-        """torch puts cuDNN's attention first from Hopper on."""
-        return self.capability >= (9, 0)
+        """torch puts cuDNN's attention first on Hopper and on the data centre's Blackwell, not on RTX cards."""
+        return self.capability[0] in (9, 10)
 
 
 def _card(

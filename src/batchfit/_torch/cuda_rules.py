@@ -142,10 +142,20 @@ class CudaRules:
             and low
             and mask is None
             and head <= 256
+            and head == value.shape[-1]
         ):
             return "flash"
         grouped = grouped and query.shape[1] != key.shape[1]
-        return "efficient" if cuda.mem_efficient_sdp_enabled() and not grouped else "math"
+        takes = cuda.mem_efficient_sdp_enabled() and not grouped and self._efficient(query, key, value)
+        return "efficient" if takes else "math"
+
+    def _efficient(self, query: Any, key: Any, value: Any) -> bool:
+        """The kernel's dtypes, and heads of whole vectors (minimum_gemm_alignment)."""
+        ampere = self.card.capability >= (8, 0)
+        kinds = (torch.float16, torch.float32, *((torch.bfloat16,) if ampere else ()))
+        step = 8 if query.dtype is not torch.float32 else 4 if ampere else 1
+        same = query.shape[-1] == key.shape[-1]
+        return query.dtype in kinds and same and query.shape[-1] % step == 0 and value.shape[-1] % step == 0
 
     def _recurrent(self, name: str) -> Any:
         """cuDNN's recurrent layer of that name.

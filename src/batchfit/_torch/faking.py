@@ -75,7 +75,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def held(self) -> Iterator[tuple[str, Tensor, str]]:
         """What is on the device before the first step: name, tensor, kind."""
-        yield from self._held
+        for name, tensor, kind in self._held:
+            # Asked for here and not kept, so that an old gradient goes when the step lets it go.
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                yield name, tensor.grad, "gradients"
+            yield name, tensor, kind
 
     def parameters(self) -> list[Tensor]:
         return list(self._parameters.values())
@@ -141,8 +145,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                         continue
                     fake = self.fake_of(tensor)
                     if tensor.grad is not None and tensor.is_leaf:
-                        fake.grad = self.fake_of(tensor.grad)
-                        self._held.append((f"{path}.{name}".lstrip("."), fake.grad, "gradients"))
+                        fake.grad = self.shaped_like(tensor.grad, self.device)
                     table[name] = fake
                     if isinstance(fake, nn.Parameter):
                         self._parameters[id(fake)] = fake
