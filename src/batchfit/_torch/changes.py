@@ -94,14 +94,13 @@ def _checkpointing(level: list[Repeated], model: Any) -> Change:
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     # Transformers' own blocks have a switch for it.
     bases = [{base.__name__ for base in type(block).__mro__} for block in blocks]
-    if hasattr(model, "gradient_checkpointing_enable") and all(
-        "GradientCheckpointingLayer" in b for b in bases
-    ):
+    switches = hasattr(model, "gradient_checkpointing_enable")
+    if switches and all("GradientCheckpointingLayer" in names for names in bases):
         how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
     else:
         how = (
-            "m.forward = functools.partial(torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False) "
-            f"for each {' and '.join(kinds)} m"
+            f"for each {' and '.join(kinds)} m: m.forward = functools.partial("
+            "torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False)"
         )
     cost = "one more forward pass of these blocks (about a third more time)"
     if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
@@ -147,32 +146,20 @@ def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> l
     found = []
     learns = workload.kind in ("training", "step")
     if not uses_autocast and step_variable(workload, "context") is not None:
-        found.append(
-            Change(
-                "bf16 autocast",
-                f'with torch.autocast("cuda", torch.bfloat16): around {"forward and loss" if learns else "forward"}',
-                "exactness of products and convolutions; it is also faster",
-                "dtype",
-                (_autocast,),
-            )
+        how = f'with torch.autocast("cuda", torch.bfloat16): {"forward and loss" if learns else "forward"}'
+        cost = "exactness of products and convolutions; it is also faster"
+        found.append(Change("bf16 autocast", how, cost, "dtype", (_autocast,)))
+    if learns:
+        name = "bf16 parameters (with them gradients, optimizer state)"
+        how = "model.to(torch.bfloat16) before the optimizer is made"
+        cost = (
+            "accuracy: updates below 1/256 of a weight are lost (keep fp32 copies, or round stochastically)"
         )
-    also = "weights, gradients and optimizer state" if learns else "weights and activations"
-    lost = (
-        "accuracy: an update below 1/256 of its weight is lost (keep fp32 copies, or round stochastically)"
-        if learns
-        else "accuracy: 8 bits of each number"
-    )
-    first = "before the optimizer is made" if learns else "and the inputs"
-    found.append(
-        Change(
-            f"bf16 parameters ({also} halve)",
-            f"model.to(torch.bfloat16) {first}",
-            lost,
-            "dtype",
-            (_bf16_parameters,),
-            same_result=not learns,
-        )
-    )
+    else:
+        name = "bf16 parameters"
+        how = "model.to(torch.bfloat16), and its inputs"
+        cost = "accuracy: numbers have 8 significant bits"
+    found.append(Change(name, how, cost, "dtype", (_bf16_parameters,), same_result=not learns))
     return found
 
 
