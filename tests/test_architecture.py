@@ -21,21 +21,34 @@ LAYERS = {
     "batchfit.errors": 0,
     "batchfit.results": 0,
     "batchfit._decide": 0,
+    "batchfit._draw": 0,
+    "batchfit._screen": 0,
     "batchfit._torch": 1,
     "batchfit.workload": 1,
     "batchfit.testing": 1,
+    "batchfit._predict": 2,
+    "batchfit._explain": 2,
     "batchfit._find": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
 THIRD_PARTY = {
-    "torch": ("batchfit._torch", "batchfit.workload", "batchfit.testing", "batchfit._find", "batchfit._cli"),
+    "torch": (
+        "batchfit._torch",
+        "batchfit.workload",
+        "batchfit.testing",
+        "batchfit._predict",
+        "batchfit._explain",
+        "batchfit._find",
+        "batchfit._cli",
+    ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results",),
     "typer": ("batchfit._cli",),
     "click": ("batchfit._cli",),
     "rich": ("batchfit._cli",),
+    "matplotlib": ("batchfit._cli.plot",),
 }
 
 
@@ -115,9 +128,12 @@ def test_the_command_line_imports_nothing_heavy_at_import_time(module: str) -> N
         "torch",
         "pydantic",
         "batchfit.results",
+        "batchfit._predict",
+        "batchfit._explain",
         "batchfit._find",
         "batchfit.workload",
         "batchfit.testing",
+        "matplotlib",
     }
     now = {name for name, at_import in imports(path, module) if at_import}
     assert not {name for name in now if name in heavy or name.startswith("batchfit._torch")}, module

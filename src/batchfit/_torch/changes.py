@@ -92,10 +92,7 @@ def _checkpointing(level: list[Repeated], model: Any) -> Change:
     blocks = [block for one in level for block in one.blocks]
     kinds = Counter(one.kind for one in level for _ in one.blocks)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    # Transformers' own blocks have a switch for it.
-    bases = [{base.__name__ for base in type(block).__mro__} for block in blocks]
-    switches = hasattr(model, "gradient_checkpointing_enable")
-    if switches and all("GradientCheckpointingLayer" in names for names in bases):
+    if _switched_alone(model, blocks):
         how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
     else:
         how = (
@@ -107,6 +104,18 @@ def _checkpointing(level: list[Repeated], model: Any) -> Change:
         cost += "; BatchNorm's running statistics are updated twice a step"
     name = f"activation checkpointing of each of {named}"
     return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))
+
+
+def _switched_alone(model: Any, blocks: list[nn.Module]) -> bool:
+    """Whether transformers' own switch checkpoints these blocks, and no others."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "gradient_checkpointing_enable"):
+        return False
+    switched = [
+        one
+        for one in model.modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(one).__mro__)
+    ]
+    return set(map(id, switched)) == set(map(id, blocks))
 
 
 @dataclass(frozen=True, slots=True)
