@@ -51,7 +51,8 @@ class Unread:
 def values_unread(known: Callable[[Any], bool]) -> Iterator[None]:
     """Inside, `item()` of a fake tensor whose value is not `known` gives an `Unread`."""
     fake: Any = FakeTensor
-    own = fake.__dict__.get("item")
+    names = ("item", "__format__")
+    own = {name: fake.__dict__[name] for name in names if name in fake.__dict__}
 
     def item(self: Any) -> Any:
         # torch's own optimizers and scaler put the value into formulas: the trace answers them. A list of
@@ -61,11 +62,15 @@ def values_unread(known: Callable[[Any], bool]) -> Iterator[None]:
             return Tensor.item(self)
         return Unread()
 
-    fake.item = item
+    def formatted(self: Any, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+
+    fake.item, fake.__format__ = item, formatted
     try:
         yield
     finally:
-        if own is None:
-            del fake.item
-        else:
-            fake.item = own
+        for name in names:
+            if name in own:
+                setattr(fake, name, own[name])
+            else:
+                delattr(fake, name)
