@@ -85,7 +85,7 @@ def predict_batch_size(
     settings = allocator_rules(expandable_segments)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual: tuple[float, float] = (0.0, 0.0)
+    residual = (float(held_beside(work)) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and calibrate is not False:
         residual, trials = calibration(traced, settings, budget_bytes=max(budgets))
@@ -179,7 +179,7 @@ class Foresight:
         except UntraceableError as error:
             log.info("no prediction: %s", error)
             return None
-        return cls(Oracle(traced, allocator_rules(), (0.0, 0.0)), budget_bytes)
+        return cls(Oracle(traced, allocator_rules(), (float(held_beside(work)), 0.0)), budget_bytes)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -197,8 +197,27 @@ class Foresight:
     def corrected(self, size: int, peak_bytes: int) -> Foresight:
         """The same with what a real run of `size` needed beyond the trace, in proportion to the size."""
         gap = peak_bytes - self.oracle.peak(size)
-        residual = (float(gap), 0.0) if gap < 64 * 2**20 else (0.0, gap / size)
+        fixed, slope = self.oracle.residual
+        small = gap < 64 * 2**20  # a workspace that was not seen, as a rule, and not part of each sample
+        residual = (fixed + gap, slope) if small else (fixed, slope + gap / size)
         return Foresight(replace(self.oracle, residual=residual), self.budget_bytes, self.margin)
+
+
+def held_beside(work: Workload) -> int:
+    """Bytes that the program holds on the workload's GPU besides the workload's own state."""
+    own: dict[int, int] = {}
+    device = None
+    for tensor in tensors_in((*work.state, work.model)):
+        if tensor.device.type == "cuda":
+            device = tensor.device
+            for one in (tensor, tensor.grad if tensor.is_leaf else None):
+                if one is not None:
+                    storage = one.untyped_storage()
+                    own[storage.data_ptr()] = storage.nbytes()
+    if device is None:
+        return 0
+    # Blocks are rounded up: what the state takes is a little more than its bytes.
+    return max(0, torch.cuda.memory_allocated(device) - round(sum(own.values()) * 1.01))
 
 
 def allocator_rules(expandable_segments: bool | None = None) -> Rules:
