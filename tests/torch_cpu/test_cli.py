@@ -21,7 +21,7 @@ import torch
 import batchfit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._cli.target import load_target, make_workload, parse_target
+from batchfit._target import load_target, make_workload, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -507,7 +507,7 @@ class TestWatch:
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""
-        from batchfit._cli.failure import raised_by_step
+        from batchfit._failure import raised_by_step
         from batchfit._torch.device import CpuDevice
 
         def broken(self: CpuDevice) -> None:

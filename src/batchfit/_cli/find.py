@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypedDict, cast
 
+from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli import failure
 from batchfit._cli.answer import memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
-from batchfit._cli.target import home_of, load_target, make_workload, parse_target, source_line
 from batchfit._cli.watch import Watch
 from batchfit._decide.units import parse_bytes
+from batchfit._target import home_of, load_target, make_workload, parse_target, source_line
 
 if TYPE_CHECKING:
     from batchfit._decide.search import Search

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-_OURS = str(Path(__file__).resolve().parent.parent)
+_OURS = str(Path(__file__).resolve().parent)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
