@@ -149,6 +149,7 @@ class TestFlags:
             "budget": "24GiB", "max_size": 64, "min_size": 2, "strategy": "grow", "multiple_of": 2,
             "power_of_two": True, "tolerance": 0.5, "start": 4, "attempts": 7, "steps": 4, "soak_steps": 9,
             "max_trials": 11, "time_limit_s": 2.5, "device": "cpu",
+            "isolate": True, "timeout_s": 1.5, "resume": "search.json",
         }  # fmt: skip
         assert set(given) == set(FindSettings.__annotations__)
         arguments = ["find", "train.py:make"]

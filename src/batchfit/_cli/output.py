@@ -40,12 +40,12 @@ def stdout_for_results(*, alone: bool) -> Iterator[TextIO]:
         os.close(kept)
 
 
-def check_writable(path: Path, *, make_folder: bool = False) -> None:
+def check_writable(path: Path, *, make_folder: bool = False, name: str = "output") -> None:
     """Refuse a path that cannot be written, while nothing is lost yet."""
 
     def refuse(why: str) -> CommandFailed:
         return CommandFailed(
-            Code.USAGE, f"output must be a file that can be written, not {str(path)!r}: {why}"
+            Code.USAGE, f"{name} must be a file that can be written, not {str(path)!r}: {why}"
         )
 
     if str(path) == "-":
