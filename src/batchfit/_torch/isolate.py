@@ -305,6 +305,7 @@ class Children:
                 ending = _Ending(
                     "timeout", f"was stopped after {self._timeout_s:g} s without an answer (timeout_s)", False
                 )
+                child.end()  # no use in waiting for it any longer
                 break
             if message is None:
                 ending = _ending(child.exit_code())
