@@ -257,26 +257,38 @@ class Children:
         return trial.model_copy(update={"elapsed_s": time.perf_counter() - begun})
 
     def _load(self) -> _Child:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.has_ended():
-            spare.end()
-            spare = None
-        child = spare or _Child()
+        """A child that has made the workload and waits for its trial."""
         factory = self._factory
-        doing = f"loading {factory.text}"
+        child = self._started()
         try:
-            self._await(child, "started", doing="starting", timeout_s=_START_S)
             child.send(
                 text=factory.text, module=factory.module, function=factory.function, device=self._device
             )
+            doing = f"loading {factory.text}"
             loaded = self._await(child, "loaded", doing=doing, timeout_s=self._timeout_s)
+            if self._first is None:
+                self._first = _place(loaded)
+                if factory.on_loaded is not None:
+                    factory.on_loaded(self._first.name, self._first.available_bytes)
         except BaseException:
             child.end()
             raise
-        if self._first is None:
-            self._first = _place(loaded)
-            if factory.on_loaded is not None:
-                factory.on_loaded(self._first.name, self._first.available_bytes)
+        return child
+
+    def _started(self) -> _Child:
+        """A child that has imported torch: the spare one, unless something has killed it meanwhile."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(ChildDiedError):
+                return self._when_started(spare)
+        return self._when_started(_Child())
+
+    def _when_started(self, child: _Child) -> _Child:
+        try:
+            self._await(child, "started", doing="starting", timeout_s=_START_S)
+        except BaseException:
+            child.end()
+            raise
         return child
 
     def _await(self, child: _Child, kind: str, *, doing: str, timeout_s: float | None) -> Message:
