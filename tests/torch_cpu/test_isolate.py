@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import faulty_targets
 import pytest
 
 import batchfit
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._failure import ChildTraceback
 from batchfit._torch.isolate import Children, Factory, _ending
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
@@ -392,3 +394,74 @@ class TestParent:
         with self.start(tmp_path, code) as process:
             stderr = process.communicate(timeout=60)[1]
         assert (process.returncode, stderr) == (0, "")
+
+
+class TestCommand:
+    """`batchfit find --isolate`, in this process but for the children."""
+
+    def find(self, target: str, *, full_traceback: bool = False, **changes: Any) -> Code:
+        settings = cast(FindSettings, {**default_settings(), **QUICK, "start": 2, **changes})
+        return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
+
+    @pytest.fixture(autouse=True)
+    def _in_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+
+    def test_finds_and_shows_each_trial(
+        self, fault: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        fault("SIGKILL", above=1)
+        assert self.find(TARGET, resume="search.json") == Code.FOUND
+        out, err = capsys.readouterr()
+        lines = err.splitlines()
+        assert lines[0] == f"{TARGET} on cpu, virtual memory of 8.00 MiB, strategy halve"
+        assert lines[1].startswith("trial 1: size 2: killed, 0 steps, no memory reading")
+        assert lines[2].startswith("trial 2: size 1: fits, 2 steps, 514.5 KiB of 8.00 MiB")
+        assert "none ran out of memory, 1 killed" in out
+        assert self.find(TARGET, resume="search.json") == Code.FOUND
+        out, err = capsys.readouterr()
+        assert "the search in search.json had ended before: nothing was run" in err
+        assert "(all of them in an earlier run)" in out
+        with pytest.raises(CommandFailed, match=r"steps: 2 then, 3 now") as caught:
+            self.find(TARGET, resume="search.json", steps=3)
+        assert caught.value.code == Code.USAGE
+
+    def test_an_error_of_a_step_names_its_line(self) -> None:
+        Path("mine.py").write_text(
+            "import batchfit\nclass Odd(Exception): ...\ndef step(n):\n    raise Odd('strange')\n"
+            "def make():\n    return batchfit.Workload(step, state=[])\n"
+        )
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make")
+        assert caught.value.code == Code.RAISED
+        assert caught.value.text == "a step of mine.py:make raised Odd at mine.py:4 (in step)"
+        assert "mine.Odd: strange" in caught.value.details
+        assert "raised while trying batch size 2 (step 1)" in caught.value.details
+        assert "child.py" not in caught.value.details
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make", full_traceback=True)
+        assert "child.py" in caught.value.details
+
+    def test_an_error_of_the_factory_names_its_line(self) -> None:
+        Path("mine.py").write_text("def make():\n    raise LookupError('no data')\n")
+        with pytest.raises(CommandFailed) as caught:
+            self.find("mine.py:make")
+        assert caught.value.code == Code.RAISED
+        assert caught.value.text == "mine.py:make raised LookupError at mine.py:2 (in make)"
+
+    @pytest.mark.parametrize(
+        ("target", "changes", "words"),
+        [
+            ("mine.py:mak", {}, "there is no 'mak' in mine.py"),
+            ("mine.py:make", {}, "mine.py:make at mine.py:1 returned None"),
+            ("mine.py:make", {"device": "cuda:99"}, "device must be .* not 'cuda:99'"),
+            ("mine.py:make", {"isolate": False, "timeout_s": 1.0}, "timeout_s must be None without isolate"),
+            ("mine.py:make", {"resume": "no/search.json"}, "resume must be a file that can be written"),
+            ("mine.py:make", {"resume": "mine.py"}, "mine.py cannot be resumed from: not JSON"),
+        ],
+    )
+    def test_wrong_usage(self, target: str, changes: dict[str, Any], words: str) -> None:
+        Path("mine.py").write_text("def make(): pass\n")
+        with pytest.raises(CommandFailed, match=words) as caught:
+            self.find(target, **changes)
+        assert caught.value.code == Code.USAGE
