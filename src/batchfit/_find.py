@@ -130,7 +130,8 @@ def find_batch_size(
         check_steps(steps, soak_steps, time_limit_s, on_trial)
         asked_bytes = None if budget is None else parse_bytes(budget)
         file = None if resume is None else ResumeFile(resume)
-        text = file.read() if file is not None and ranks.is_main else ""
+        asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
+        text = file.read(search, asked) if file is not None and ranks.is_main else ""
         runs: Here | Children
         if factory is not None:
             runs = stack.enter_context(Children(factory, device=device, timeout_s=timeout_s))
@@ -143,10 +144,10 @@ def find_batch_size(
         search = replace(search, budget_bytes=budget_bytes)
         trials: list[Trial] = []
         if file is not None:
-            text = ranks.gather(text, doing="the search to resume")[0]
-            more = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "device": place.name}
-            more |= {"state_elements": runs.state_elements, "torch_version": torch.__version__}
-            search, trials = file.begin(text, search, more)
+            made = {"device": place.name, "state_elements": runs.state_elements}
+            # The file is rank 0's: the other ranks' devices have other names.
+            text, made = ranks.gather([text, made], doing="the search to resume")[0]
+            search, trials = file.begin(text, search, {**asked, **made})
             if budget_bytes < (search.budget_bytes or 0):
                 log.warning("the search was begun when more memory was free on %s", place.name)
         if work is not None and not work.declared and ranks.is_main:
@@ -164,7 +165,7 @@ def find_batch_size(
             soak_steps=soak_steps,
             time_limit_s=time_limit_s,
             on_trial=on_trial,
-            file=file if ranks.is_main else None,
+            file=file,
             begun=begun,
         )
 
@@ -185,7 +186,7 @@ def _search(
     before, earlier_s = len(trials), 0.0 if file is None else file.earlier_s
     budget_bytes = search.budget_bytes or 0
     now = search
-    if file is not None:
+    if file is not None and ranks.is_main:
         file.save(now, trials, 0.0)  # a file that cannot be written is told of before any trial
 
     def attempt(ask: Ask) -> Told | None:
@@ -204,7 +205,7 @@ def _search(
         trials.append(trial)
         learned = told(trial)
         now = now.tell(learned)
-        if file is not None:
+        if file is not None and ranks.is_main:
             file.save(now, trials, time.perf_counter() - begun)
         if ranks.is_main:
             log.info("batch size %d: %s", trial.size, trial.verdict)

@@ -108,34 +108,36 @@ class ResumeFile:
         self._settings: Mapping[str, Any] = {}
         self.earlier_s = 0.0  # seconds spent by earlier runs
 
-    def read(self) -> str:
-        """The text of the file; empty where there is none yet."""
+    def read(self, search: Search, settings: Mapping[str, Any]) -> str:
+        """The text of the file, empty where there is none yet; settings known so far are compared now."""
+        kept = self.kept()
+        if kept is None:
+            return ""
+        kept.check(str(self.path), search, settings)
+        return kept.to_json()
+
+    def kept(self) -> Kept | None:
+        """What the file holds; None where it is not there, or empty."""
         if not self.path.resolve().parent.is_dir():
             raise ValueError(f"resume must be a file in a folder that exists, not {str(self.path)!r}")
         try:
-            return self.path.read_text(encoding="utf-8")
+            text = self.path.read_text(encoding="utf-8")
+            return Kept.from_json(text) if text.strip() else None
         except FileNotFoundError:
-            return ""
-        except (UnicodeDecodeError, IsADirectoryError) as error:
+            return None
+        except (UnicodeDecodeError, IsADirectoryError, ResultFileError) as error:
             raise ResultFileError(f"{self.path} cannot be resumed from: {error}") from None
 
     def begin(self, text: str, search: Search, settings: Mapping[str, Any]) -> tuple[Search, list[Trial]]:
-        """The search to go on with, and its trials so far: of the file's `text`, or from the start."""
+        """The search to go on with, and its trials so far: those of `text`, which one rank has read."""
         self._settings = settings
-        if not text.strip():
+        if not text:
             return search, []
-        kept = self.parse(text)
+        kept = Kept.from_json(text)
         kept.check(str(self.path), search, settings)
         self.earlier_s = kept.elapsed_s
         told, budget_bytes = kept.search.told, kept.search.budget_bytes
         return replace(search, told=told, budget_bytes=budget_bytes), list(kept.trials)
-
-    def parse(self, text: str) -> Kept:
-        """What the text of the file says; an error names the file."""
-        try:
-            return Kept.from_json(text)
-        except ResultFileError as error:
-            raise ResultFileError(f"{self.path} cannot be resumed from: {error}") from None
 
     def save(self, search: Search, trials: list[Trial], elapsed_s: float) -> None:
         """Keep the search as it is now."""

@@ -34,16 +34,16 @@ def saved(path: Path, search: Search | None = None, sizes: tuple[int, ...] = (1,
 
 def test_a_new_file_begins_at_the_start(tmp_path: Path) -> None:
     file = ResumeFile(tmp_path / "search.json")
-    assert file.begin(file.read(), begun(), SETTINGS) == (begun(), [])
+    assert file.begin(file.read(begun(), SETTINGS), begun(), SETTINGS) == (begun(), [])
     file.path.touch()  # as mktemp leaves it
-    assert file.begin(file.read(), begun(), SETTINGS) == (begun(), [])
+    assert file.begin(file.read(begun(), SETTINGS), begun(), SETTINGS) == (begun(), [])
 
 
 def test_it_goes_on_with_the_same_size(tmp_path: Path) -> None:
     path = tmp_path / "search.json"
     then = saved(path)
     file = ResumeFile(path)
-    search, trials = file.begin(file.read(), begun(), SETTINGS)
+    search, trials = file.begin(file.read(begun(), SETTINGS), begun(), SETTINGS)
     assert search == then
     assert search.ask() == then.ask()
     assert [trial.size for trial in trials] == [1, 8]
@@ -56,7 +56,8 @@ def test_the_budget_of_the_beginning_counts_where_none_was_asked_for(tmp_path: P
     path = tmp_path / "search.json"
     saved(path)
     file = ResumeFile(path)
-    search, _ = file.begin(file.read(), begun(budget_bytes=2**29), SETTINGS)
+    now = begun(budget_bytes=2**29)
+    search, _ = file.begin(file.read(now, SETTINGS), now, SETTINGS)
     assert search.budget_bytes == 2**30
 
 
@@ -64,7 +65,8 @@ def test_limits_may_differ(tmp_path: Path) -> None:
     path = tmp_path / "search.json"
     saved(path, begun(max_trials=2))
     file = ResumeFile(path)
-    search, _ = file.begin(file.read(), begun(max_trials=9), SETTINGS)
+    now = begun(max_trials=9)
+    search, _ = file.begin(file.read(now, SETTINGS), now, SETTINGS)
     assert search.max_trials == 9
     assert search.ask() is not None
 
@@ -86,11 +88,20 @@ def test_other_settings_are_refused_and_named(
     path = tmp_path / "search.json"
     saved(path)
     before = path.read_bytes()
-    file = ResumeFile(path)
     with pytest.raises(SettingsDifferError, match=words) as caught:
-        file.begin(file.read(), begun(**search), {**SETTINGS, **settings})
+        ResumeFile(path).read(begun(**search), {**SETTINGS, **settings})
     assert len(caught.value.differences) == len(search) + len(settings)
     assert path.read_bytes() == before
+
+
+def test_what_is_known_early_is_compared_early(tmp_path: Path) -> None:
+    """Before a device is touched: what only a loaded workload shows is compared in `begin`."""
+    path = tmp_path / "search.json"
+    saved(path)
+    file = ResumeFile(path)
+    text = file.read(begun(), {"budget": 2**30, "steps": 3})
+    with pytest.raises(SettingsDifferError, match="device: cpu then, mps now"):
+        file.begin(text, begun(), {**SETTINGS, "device": "mps"})
 
 
 def _damaged(path: Path, **changes: Any) -> str:
@@ -122,15 +133,17 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         (_damaged(path, search=None), "kind"),
         (_damaged(path, trials=[{"size": 1}, {"size": 2}]), "field 'outcome' of Trial"),
     ):
+        path.write_text(text)
         with pytest.raises(ResultFileError, match=f"search.json cannot be resumed from: .*{words}"):
-            ResumeFile(path).begin(text, begun(), SETTINGS)
+            ResumeFile(path).read(begun(), SETTINGS)
+        assert path.read_text() == text
 
 
 def test_a_path_that_cannot_be_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resume must be a file in a folder that exists"):
-        ResumeFile(tmp_path / "no" / "search.json").read()
+        ResumeFile(tmp_path / "no" / "search.json").kept()
     with pytest.raises(ResultFileError, match="cannot be resumed from"):
-        ResumeFile(tmp_path).read()
+        ResumeFile(tmp_path).kept()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ResultFileError, match="cannot be resumed from"):
-        ResumeFile(tmp_path / "binary").read()
+        ResumeFile(tmp_path / "binary").kept()

@@ -227,15 +227,13 @@ def _take_up(resume: str | None, watch: Watch, progress: Progress) -> None:
         return
     from batchfit._resume import ResumeFile
 
-    file = ResumeFile(resume)
     try:
-        text = file.read()
-        trials = file.parse(text).trials if text.strip() else ()
+        kept = ResumeFile(resume).kept()
     except errors.ResultFileError as error:
         raise CommandFailed(Code.USAGE, str(error)) from None
-    watch.trials.extend(trials)
-    if trials:
-        progress.note(f"going on with the search in {resume}: {count_of(len(trials), 'trial')} in it")
+    if kept is not None and kept.trials:
+        watch.trials.extend(kept.trials)
+        progress.note(f"going on with the search in {resume}: {count_of(len(kept.trials), 'trial')} in it")
 
 
 def _deliver(
