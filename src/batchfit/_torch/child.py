@@ -50,8 +50,11 @@ _SLACK_BYTES = 64 * 2**20  # other processes come and go
 Message = dict[str, Any]
 
 
-def serve(requests: BinaryIO, answers_fd: int, parent_pid: int) -> NoReturn:
-    """Do what the parent asks: load a factory, run one trial of what it makes."""
+def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
+    """Do what the parent asks: load a factory, run one trial of what it makes.
+
+    A `spare` child has time until its turn comes: it imports what most workloads will need.
+    """
     global active
     active = True
     _die_with(parent_pid)
@@ -65,6 +68,9 @@ def serve(requests: BinaryIO, answers_fd: int, parent_pid: int) -> NoReturn:
         while whole:
             whole = whole[os.write(answers_fd, whole) :]
 
+    if spare:
+        with contextlib.suppress(Exception):
+            importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
     say("started")
     request = asked.get()
     _be_taken_first()

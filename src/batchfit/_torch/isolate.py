@@ -54,7 +54,7 @@ log = logging.getLogger("batchfit")
 _BOOT = (
     "import json, sys; requests = open({requests}, 'rb', buffering=0); "
     "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
-    "from batchfit._torch.child import serve; serve(requests, {answers}, first['parent'])"
+    "from batchfit._torch.child import serve; serve(requests, {answers}, **first['more'])"
 )
 _START_S = 300.0  # to import torch, on a machine that is busy with other things
 _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer is here
@@ -249,7 +249,7 @@ class Children:
                 expected_bytes=self.place.available_bytes,
             )
             if not soak:  # after a soak there is most likely nothing more to try
-                self._spare = self._spare or _Child()
+                self._spare = self._spare or _Child(spare=True)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
             child.end(after_s=_FAREWELL_S)
         finally:
@@ -401,7 +401,7 @@ def _unpickled(text: str | None) -> BaseException | None:
 class _Child:
     """One process, its group and its two pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: bool = False) -> None:
         self._buffer = b""
         self._closed = False
         requests, self._requests = os.pipe()
@@ -421,7 +421,7 @@ class _Child:
         finally:
             os.close(requests)
             os.close(answers)
-        self.send(path=sys.path, parent=os.getpid())
+        self.send(path=sys.path, more={"parent_pid": os.getpid(), "spare": spare})
 
     def send(self, **request: object) -> None:
         """Tell the child what to do; one that is gone is noticed by `receive`."""
