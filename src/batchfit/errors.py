@@ -77,9 +77,10 @@ class ChildDiedError(BatchfitError):
 
     def __init__(self, text: str, *, exit_code: int | None = None, smallest: bool = False) -> None:
         self.exit_code = exit_code
-        advice = "Run the workload without isolate to see more."
+        advice = "No step had begun, so the batch size has nothing to do with it."
         if smallest:
-            advice = f"This is the smallest size allowed, so it does not come from the size. {advice}"
+            advice = "This is the smallest size allowed, so it does not come from the size. "
+            advice += "Run one step by itself to see more."
         super().__init__(f"the child process {text}. {advice}")
 
 

@@ -136,6 +136,15 @@ class TestFaults:
         assert all(is_gone(pid) for pid in pids(diary, "left"))
         assert pids(diary, "left")
 
+    def test_a_program_that_ignores_its_childrens_deaths(self, fault: Callable[..., None]) -> None:
+        fault("exit")
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            fit = batchfit.find_batch_size(TARGET, **QUICK)
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        assert outcomes(fit) == [(8, "killed"), (4, "fits")]
+
     def test_every_size_killed_is_said(self, fault: Callable[..., None]) -> None:
         fault("SIGKILL", above=0)
         with pytest.raises(
@@ -211,6 +220,12 @@ class TestErrors:
         with pytest.raises(SystemExit) as caught:
             batchfit.find_batch_size(TARGET, **QUICK)
         assert caught.value.code == 7
+
+    def test_one_without_words_is_no_size_too_big(self, fault: Callable[..., None]) -> None:
+        fault("own")
+        with pytest.raises(faulty_targets.OwnError) as caught:
+            batchfit.find_batch_size(TARGET, **QUICK)
+        assert "in raise_own_error\n" in "\n".join(caught.value.__notes__)
 
     def test_a_target_without_the_function(self) -> None:
         with pytest.raises(TargetError, match=r"there is no 'mak' .* did you mean"):

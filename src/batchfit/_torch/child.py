@@ -16,6 +16,7 @@ import atexit
 import base64
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import json
 import operator
@@ -110,7 +111,7 @@ def _leave() -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(Exception):  # the user's code may have closed or replaced it
             stream.flush()
     os._exit(0)
 
@@ -133,6 +134,8 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
     begun = time.perf_counter()
     parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
     message = ""
+    if request["smallest"]:
+        faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
     try:
         with place.limit(request["budget_bytes"]):
             return run_trial(
@@ -176,9 +179,13 @@ def _load(request: Message, target: Target) -> Callable[[], object]:
 
 def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:
     """An error as text, and as itself where it can travel."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  a broken __str__ must not make a crash of the user's error
+        text = ""
     return {
         "type": type(error).__name__,
-        "text": str(error),
+        "text": text,
         "headline": failure.headline(error, what="", home=home, made_at=made_at).strip(),
         "short": failure.details(error, home=home, full=False),
         "full": failure.details(error, home=home, full=True),

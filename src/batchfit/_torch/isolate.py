@@ -464,7 +464,10 @@ class _Child:
         if not hasattr(os, "waitid") or self._process.returncode is not None:
             return self._process.poll() is not None
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:
+            return True  # the program ignores SIGCHLD: the system has reaped it, and how it ended is lost
 
     def exit_code(self) -> int:
         """How it ended: a code, or the negative number of a signal. Ends what it has left."""
@@ -484,8 +487,9 @@ class _Child:
         try:
             self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
-            raise ChildDiedError(
-                f"{self._process.pid} was killed and has not ended within {_REAP_S:g} s"
+            raise BatchfitError(
+                f"the child process {self._process.pid} was killed and has not ended within {_REAP_S:g} s. "
+                "It is most likely stuck in a device driver."
             ) from None
         finally:
             os.close(self._requests)
