@@ -127,6 +127,7 @@ class TestFaults:
         assert len(started) == 1
         assert all(is_gone(pid) for pid in (*started, *pids(diary, "hangs")))
 
+    @pytest.mark.slow
     def test_a_process_that_it_leaves_behind_does_not_hold_the_search_up(
         self, fault: Callable[..., None], diary: Path
     ) -> None:
@@ -136,6 +137,7 @@ class TestFaults:
         assert all(is_gone(pid) for pid in pids(diary, "left"))
         assert pids(diary, "left")
 
+    @pytest.mark.slow
     def test_a_program_that_ignores_its_childrens_deaths(self, fault: Callable[..., None]) -> None:
         fault("exit")
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -167,6 +169,7 @@ class TestFaults:
             batchfit.find_batch_size(TARGET, **{**QUICK, "start": 1})
         assert caught.value.exit_code == -signal.SIGILL
 
+    @pytest.mark.slow
     def test_a_poisoned_device_at_the_smallest_size_is_the_users_error(
         self, fault: Callable[..., None]
     ) -> None:
@@ -398,6 +401,7 @@ class TestParent:
         assert process.returncode == 1
         assert 'Put the call under if __name__ == "__main__"' in stderr
 
+    @pytest.mark.slow
     def test_a_script_that_guards_its_call(self, tmp_path: Path) -> None:
         code = (
             "import batchfit\nfrom faulty_targets import make as made\n"

@@ -35,6 +35,7 @@ from batchfit._decide.units import format_bytes
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
 from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.process import Message
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
@@ -47,8 +48,6 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
 _PATIENCE_S = 10.0  # for the memory of the child before this one to come back
 _SLACK_BYTES = 64 * 2**20  # other processes come and go
-
-Message = dict[str, Any]
 
 
 def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:

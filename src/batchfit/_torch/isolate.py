@@ -11,9 +11,7 @@ Rules:
 - No child outlives the search: its whole process group is killed and its end is waited for, on Ctrl-C too.
 - Nothing of the user's is loaded here, no device is touched, and no file handle stays open.
 
-The child's side is `child.py`. Requests and answers are lines of JSON in two pipes; the pipe of the requests
-stays open as long as the parent lives, and the child ends with it. multiprocessing is not used: its spawn
-runs the user's main module in every child, and leaves a tracker process behind.
+`process.py` starts, reads and ends a process; `child.py` is what runs in it.
 """
 
 from __future__ import annotations
@@ -22,14 +20,11 @@ import base64
 import contextlib
 import inspect
 import io
-import json
 import logging
 import operator
 import os
 import pickle
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +38,7 @@ import torch.distributed as dist
 from batchfit._failure import ChildTraceback
 from batchfit._target import parse_target
 from batchfit._torch import child as child_side
-from batchfit._torch.child import Message
+from batchfit._torch.process import Child, Message, Silent
 from batchfit._torch.virtual import active
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
@@ -51,15 +46,8 @@ from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
 
-_BOOT = (
-    "import json, sys; requests = open({requests}, 'rb', buffering=0); "
-    "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
-    "from batchfit._torch.child import serve; serve(requests, {answers}, **first['more'])"
-)
 _START_S = 300.0  # to import torch, on a machine that is busy with other things
 _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer is here
-_REAP_S = 60.0  # a driver may take long to tear a context down
-_PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
 
 
 @final
@@ -179,10 +167,6 @@ def _place(loaded: Message) -> Place:
     return Place(loaded["device"], available, total, loaded["state_elements"])
 
 
-class _Silent(Exception):
-    """The child has said nothing for too long."""
-
-
 class RunOne(Protocol):
     """Runs one trial, in this process or in a child."""
 
@@ -205,8 +189,8 @@ class Children:
         self._factory = factory
         self._timeout_s = timeout_s
         self._first: Place | None = None
-        self._loaded: _Child | None = None
-        self._spare: _Child | None = None
+        self._loaded: Child | None = None
+        self._spare: Child | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -249,14 +233,14 @@ class Children:
                 expected_bytes=self.place.available_bytes,
             )
             if not soak:  # after a soak there is most likely nothing more to try
-                self._spare = self._spare or _Child(spare=True)
+                self._spare = self._spare or Child(spare=True)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
             child.end(after_s=_FAREWELL_S)
         finally:
             child.end()
         return trial.model_copy(update={"elapsed_s": time.perf_counter() - begun})
 
-    def _load(self) -> _Child:
+    def _load(self) -> Child:
         """A child that has made the workload and waits for its trial."""
         factory = self._factory
         child = self._started()
@@ -275,15 +259,15 @@ class Children:
             raise
         return child
 
-    def _started(self) -> _Child:
+    def _started(self) -> Child:
         """A child that has imported torch: the spare one, unless something has killed it meanwhile."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(ChildDiedError):
                 return self._when_started(spare)
-        return self._when_started(_Child())
+        return self._when_started(Child())
 
-    def _when_started(self, child: _Child) -> _Child:
+    def _when_started(self, child: Child) -> Child:
         try:
             self._await(child, "started", doing="starting", timeout_s=_START_S)
         except BaseException:
@@ -291,11 +275,11 @@ class Children:
             raise
         return child
 
-    def _await(self, child: _Child, kind: str, *, doing: str, timeout_s: float | None) -> Message:
+    def _await(self, child: Child, kind: str, *, doing: str, timeout_s: float | None) -> Message:
         """The next message, which must be of that kind; a death here has nothing to do with the size."""
         try:
             message = child.receive(timeout_s)
-        except _Silent:
+        except Silent:
             raise ChildDiedError(f"was still {doing} after {timeout_s:g} s") from None
         if message is None:
             raise ChildDiedError(
@@ -306,14 +290,14 @@ class Children:
         assert message["kind"] == kind, message
         return message
 
-    def _follow(self, child: _Child, size: int, *, soak: bool, smallest: bool) -> Trial:
+    def _follow(self, child: Child, size: int, *, soak: bool, smallest: bool) -> Trial:
         """Read what the child says of its trial until that ends, one way or another."""
         number = 0
         ending: _Ending | None = None
         while ending is None:
             try:
                 message = child.receive(self._timeout_s)
-            except _Silent:
+            except Silent:
                 ending = _Ending(
                     "timeout", f"was stopped after {self._timeout_s:g} s without an answer (timeout_s)", False
                 )
@@ -395,103 +379,3 @@ def _unpickled(text: str | None) -> BaseException | None:
     except Exception:  # noqa: BLE001  its type may look different in this process, in whatever way
         return None
     return error if isinstance(error, BaseException) else None
-
-
-@final
-class _Child:
-    """One process, its group and its two pipes."""
-
-    def __init__(self, *, spare: bool = False) -> None:
-        self._buffer = b""
-        self._closed = False
-        requests, self._requests = os.pipe()
-        self._answers, answers = os.pipe()
-        try:
-            # A session of its own: Ctrl-C goes to us, and one signal reaches all that the child starts.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(requests, answers),
-                start_new_session=True,
-            )
-        except BaseException:
-            os.close(self._requests)
-            os.close(self._answers)
-            raise
-        finally:
-            os.close(requests)
-            os.close(answers)
-        self.send(path=sys.path, more={"parent_pid": os.getpid(), "spare": spare})
-
-    def send(self, **request: object) -> None:
-        """Tell the child what to do; one that is gone is noticed by `receive`."""
-        whole = json.dumps(request).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):
-            while whole:
-                whole = whole[os.write(self._requests, whole) :]
-
-    def receive(self, timeout_s: float | None) -> Message | None:
-        """The child's next message; None where it has ended instead, `_Silent` where neither happens."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            ended = self.has_ended()  # looked at first: what it wrote before its end is in the pipe by then
-            if self._read(0.0 if ended else _PAUSE_S):
-                continue
-            if ended:
-                return None
-            if deadline is not None and time.monotonic() > deadline:
-                raise _Silent
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        message: Message = json.loads(line)
-        return message
-
-    def _read(self, pause_s: float) -> bool:
-        """Whether something was read. A pipe that the user's code has closed says nothing, for ever."""
-        if self._closed:
-            time.sleep(pause_s)
-            return False
-        poll = select.poll()
-        poll.register(self._answers, select.POLLIN)
-        if not poll.poll(pause_s * 1000):
-            return False
-        part = os.read(self._answers, 2**16)
-        self._buffer += part
-        self._closed = not part
-        return bool(part)
-
-    def has_ended(self) -> bool:
-        """Whether the process is over. It is not reaped: its group keeps its number until `end`."""
-        if not hasattr(os, "waitid") or self._process.returncode is not None:
-            return self._process.poll() is not None
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        try:
-            return os.waitid(os.P_PID, self._process.pid, flags) is not None
-        except ChildProcessError:
-            return True  # the program ignores SIGCHLD: the system has reaped it, and how it ended is lost
-
-    def exit_code(self) -> int:
-        """How it ended: a code, or the negative number of a signal. Ends what it has left."""
-        self.end()
-        assert self._process.returncode is not None
-        return self._process.returncode
-
-    def end(self, *, after_s: float = 0.0) -> None:
-        """Kill the whole group, wait for the process' end and close the pipes; more than once is fine."""
-        if self._requests < 0:
-            return
-        deadline = time.monotonic() + after_s
-        while time.monotonic() < deadline and not self.has_ended():
-            time.sleep(0.005)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        try:
-            self._process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:
-            raise BatchfitError(
-                f"the child process {self._process.pid} was killed and has not ended within {_REAP_S:g} s. "
-                "It is most likely stuck in a device driver."
-            ) from None
-        finally:
-            os.close(self._requests)
-            os.close(self._answers)
-            self._requests = self._answers = -1
