@@ -234,42 +234,6 @@ def _search(
     )
 
 
-class Here:
-    """Runs trials in this process, on the caller's own objects, and puts them back."""
-
-    def __init__(self, work: Workload, place: Device) -> None:
-        self.place = place
-        self.state_elements = count_elements(work.state)
-        self._work = work
-
-    @contextlib.contextmanager
-    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
-        """Inside, a function that runs one trial under the budget."""
-        work, first = self._work, True
-        snapshot = Snapshot.take(work.state)
-        parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
-
-        def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
-            nonlocal first
-            trial = run_trial(
-                work.step,
-                size,
-                device=self.place,
-                snapshot=snapshot,
-                parameters=parameters,
-                steps=steps,
-                soak=soak,
-                raise_ambiguous=smallest,
-            )
-            if first or not trial.fits:
-                collections.thorough()
-            first = False
-            return trial
-
-        with self.place.limit(budget_bytes), QuickCollections() as collections:
-            yield run_one
-
-
 def fit_result(
     search: Search,
     trials: list[Trial],
@@ -351,6 +315,42 @@ def _telling_others(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         ranks.leave(oom.describe(error))
         raise
+
+
+class Here:
+    """Runs trials in this process, on the caller's own objects, and puts them back."""
+
+    def __init__(self, work: Workload, place: Device) -> None:
+        self.place = place
+        self.state_elements = count_elements(work.state)
+        self.work = work
+
+    @contextlib.contextmanager
+    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
+        """Inside, a function that runs one trial under the budget."""
+        work, first = self.work, True
+        snapshot = Snapshot.take(work.state)
+        parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
+
+        def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
+            nonlocal first
+            trial = run_trial(
+                work.step,
+                size,
+                device=self.place,
+                snapshot=snapshot,
+                parameters=parameters,
+                steps=steps,
+                soak=soak,
+                raise_ambiguous=smallest,
+            )
+            if first or not trial.fits:
+                collections.thorough()
+            first = False
+            return trial
+
+        with self.place.limit(budget_bytes), QuickCollections() as collections:
+            yield run_one
 
 
 class QuickCollections:

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 KIND = "find"
 
 # Fields of a search that are no settings of the user's, or only say when to stop.
-_FREE = {"told", "budget_bytes", "max_trials"}
+_FREE = {"told", "predicted", "budget_bytes", "max_trials"}
 
 
 @final
@@ -136,8 +136,7 @@ class ResumeFile:
         kept = Kept.from_json(text)
         kept.check(str(self.path), search, settings)
         self.earlier_s = kept.elapsed_s
-        told, budget_bytes = kept.search.told, kept.search.budget_bytes
-        return replace(search, told=told, budget_bytes=budget_bytes), list(kept.trials)
+        return replace(kept.search, max_trials=search.max_trials), list(kept.trials)
 
     def save(self, search: Search, trials: list[Trial], elapsed_s: float) -> None:
         """Keep the search as it is now."""
