@@ -40,8 +40,8 @@ def stdout_for_results(*, alone: bool) -> Iterator[TextIO]:
         os.close(kept)
 
 
-def check_writable(path: Path, *, make_folder: bool = False, name: str = "output") -> None:
-    """Refuse a path that cannot be written, while nothing is lost yet."""
+def check_writable(path: Path, *, name: str = "output", make_folder: bool = False) -> None:
+    """Refuse a path that cannot be written, while nothing is lost yet; `name` is the flag's."""
 
     def refuse(why: str) -> CommandFailed:
         return CommandFailed(
