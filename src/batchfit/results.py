@@ -134,6 +134,7 @@ class FitResult(Result):
     device: str
     strategy: str
     elapsed_s: float
+    trials_resumed: int = 0
     batchfit_version: str = ""
     torch_version: str = ""
 
@@ -153,9 +154,18 @@ class FitResult(Result):
         peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
         return (
             f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
-            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s; "
+            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
+            f"{self.resumed}; "
             f"stopped because {self.reason}"
         )
+
+    @property
+    def resumed(self) -> str:
+        """How many of the trials were taken from the file of an earlier run; empty where none were."""
+        if not self.trials_resumed:
+            return ""
+        count = "all" if self.trials_resumed == len(self.trials) else str(self.trials_resumed)
+        return f" ({count} of them in an earlier run)"
 
     def __str__(self) -> str:
         rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]

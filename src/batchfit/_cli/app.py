@@ -43,6 +43,7 @@ Examples:
   batchfit find train.py:make_workload
   batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
   batchfit find mypackage.train:make --strategy grow --start 19 --max-size 4096
+  batchfit find train.py:make_workload --isolate --timeout-s 120 --resume search.json
   batchfit find train.py:make_workload --json | jq .batch_size
 
 where train.py has:
@@ -242,6 +243,33 @@ def find(
             help="Begin no trial after this many seconds.",
         ),
     ] = None,
+    isolate: Annotated[
+        bool,
+        typer.Option(
+            "--isolate",
+            rich_help_panel=TRIAL,
+            help="Run each trial in a child process: one that is killed or hangs is too big, and the search "
+            "goes on.",
+        ),
+    ] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=TRIAL,
+            show_default="no limit",
+            help="With --isolate: stop a child whose step takes longer.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=SEARCH,
+            show_default=False,
+            help="Keep the search in FILE after each trial; go on with the one that it holds.",
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout."),
@@ -279,6 +307,9 @@ def find(
         max_trials=max_trials,
         time_limit_s=time_limit_s,
         device=device,
+        isolate=isolate,
+        timeout_s=timeout_s,
+        resume=resume,
     )
     _end(lambda: find_target(target, settings, as_json=json, output=output, full_traceback=traceback))
 
