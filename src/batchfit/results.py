@@ -251,25 +251,23 @@ class Prediction(Result):
         )
 
     def __str__(self) -> str:
-        rows = [
-            (
-                answer.name or format_bytes(answer.budget_bytes),
-                format_bytes(answer.budget_bytes),
-                str(answer.batch_size) if answer.batch_size else "none",
-                format_bytes(answer.peak_bytes) if answer.batch_size else "-",
-            )
-            for answer in self.answers
-        ]
-        table = text_table(("card", "budget", "batch size", "peak"), rows) + "\n" if len(rows) > 1 else ""
+        table = text_table(ANSWER_COLUMNS, self._rows()) + "\n" if len(self.answers) > 1 else ""
         notes = "".join(f"\nnot seen: {one}" for one in self.unseen)
         return f"{table}{self.summary}{notes}"
 
     def _repr_html_(self) -> str:
-        rows = [
-            (format_bytes(one.budget_bytes), str(one.batch_size), format_bytes(one.peak_bytes))
+        return html_table(ANSWER_COLUMNS, self._rows(), caption=self.summary)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                format_bytes(one.budget_bytes),
+                str(one.batch_size) if one.batch_size else "none",
+                format_bytes(one.peak_bytes) if one.batch_size else "-",
+                f"{one.peak_bytes / one.budget_bytes:.1%}" if one.batch_size else "-",
+            )
             for one in self.answers
         ]
-        return html_table(("budget", "batch size", "peak"), rows, caption=self.summary)
 
 
 class Holder(Result):
@@ -351,6 +349,7 @@ class MemoryExplanation(Result):
         return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>"
 
 
+ANSWER_COLUMNS = ("budget", "batch size", "peak", "of budget")
 TRIAL_COLUMNS = ("size", "outcome", "steps", "peak", "reserved", "of budget", "s/step")
 
 

@@ -603,4 +603,4 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
         assert size is not None, ran.stdout
         assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
     assert "Predicting it for cards that are not here" in ran.stderr
-    assert "next       batchfit find your_file.py:your_function" in ran.stdout.splitlines()[-1]
+    assert ran.stdout.endswith("next       batchfit predict your_file.py:your_function --gpu h100\n")

@@ -1,8 +1,8 @@
 """`batchfit demo`: the main jobs on a small GPT, in well under a minute.
 
-Rules: it is a real search, with real steps and the defaults of `find`, and then a real prediction; it says what
-it is about to do before it does it, and claims nothing that it did not run; without a GPU the CPU runs out of
-memory like one, and the prediction is for cards that are not there. Nothing is downloaded.
+Rules: it is a real search, with real steps and the defaults of `find`, and then a real prediction; it says
+what it is about to do before it does it, and claims nothing that it did not run; without a GPU the CPU runs
+out of memory like one, and the prediction is for cards that are not there. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
 CPU_BUDGET = "128MiB"  # a step at the answer takes a fifth of a second on two cores
 GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
 CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
-NEXT = "batchfit find your_file.py:your_function, or batchfit predict ... --gpu h100"
+NEXT = "batchfit predict your_file.py:your_function --gpu h100"
 
 
 def run_demo(*, output: Path) -> Code:

@@ -71,7 +71,6 @@ def trace(
     """
     undo = global_states()
     collects = gc.isenabled()
-    gc.collect()
     gc.disable()  # a collection would free things at moments of its own
     try:
         with contextlib.ExitStack() as stack:

@@ -1,0 +1,114 @@
+"""Prediction on a real CUDA device: near the truth, and the program untouched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+from batchfit import errors
+
+pytestmark = pytest.mark.gpu
+
+BUDGET = 6 * 2**30
+
+
+def classifier(*, recurrent: bool = False) -> batchfit.Workload:
+    torch.manual_seed(0)
+    inner: nn.Module
+    if recurrent:
+        inner = Recurrent()
+    else:
+        inner = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True), 4
+        )
+    model = nn.Sequential(nn.Embedding(8192, 256), inner, nn.Linear(256, 8192)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_fn(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    return batchfit.training(
+        model, optimizer, loss_fn, lambda n: torch.randint(0, 8192, (n, 128)), autocast=torch.bfloat16
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(256, 256, num_layers=2, batch_first=True, dropout=0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.lstm(x)[0]
+        return out
+
+
+def peak_of(workload: batchfit.Workload, size: int) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        workload.step(size)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def test_the_predicted_peak_is_the_measured_one() -> None:
+    workload = classifier()
+    prediction = batchfit.predict_batch_size(workload, budget=BUDGET, calibrate=False)
+    assert prediction.based_on == "GPU, not run"
+    for size in (prediction.batch_size // 2, prediction.batch_size):
+        measured = peak_of(workload, size)
+        assert abs(prediction.peak_bytes_at(size) / measured - 1) < 0.02
+
+
+def test_two_small_runs_calibrate_and_change_nothing() -> None:
+    workload = classifier()
+    before = [parameter.detach().clone() for parameter in workload.model.parameters()]
+    state = torch.cuda.get_rng_state()
+    prediction = batchfit.predict_batch_size(workload, budget=BUDGET)
+    assert prediction.based_on == "calibrated"
+    assert len(prediction.trials) == 2
+    assert max(trial.size for trial in prediction.trials) < prediction.batch_size
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert all(torch.equal(one, two) for one, two in zip(before, workload.model.parameters(), strict=True))
+
+
+def test_find_begins_with_the_prediction() -> None:
+    fit = batchfit.find_batch_size(classifier(), budget=BUDGET)
+    alone = batchfit.find_batch_size(classifier(), budget=BUDGET, predict=False)
+    assert fit.sustained
+    assert all(trial.fits for trial in fit.trials)
+    assert len({trial.size for trial in fit.trials}) <= 3
+    assert fit.batch_size >= 0.97 * alone.batch_size
+
+
+def test_a_recurrent_layer_runs_before_and_after_its_trace() -> None:
+    workload = classifier(recurrent=True)
+    prediction = batchfit.predict_batch_size(workload, budget=BUDGET, calibrate=False)
+    measured = peak_of(workload, prediction.batch_size)  # a fake dropout state left behind would raise
+    assert abs(prediction.peak_bytes / measured - 1) < 0.05
+
+
+def test_what_cannot_be_traced_is_measured() -> None:
+    workload = classifier()
+
+    def loss_fn(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        kept = ids[ids >= 0].view_as(ids)  # the shape depends on the data
+        return nn.functional.cross_entropy(model(kept).flatten(0, 1), kept.flatten())
+
+    other = batchfit.training(
+        workload.model, workload.optimizer, loss_fn, lambda n: torch.randint(0, 8192, (n, 128))
+    )
+    with pytest.raises(errors.UntraceableError, match=r"test_predict_gpu\.py"):
+        batchfit.predict_batch_size(other, budget=BUDGET)
+    assert batchfit.find_batch_size(other, budget="2GiB").sustained
+
+
+def test_another_card_is_traced_without_this_one() -> None:
+    prediction = batchfit.predict_batch_size(classifier(), gpu="rtx3090")
+    assert prediction.based_on == "no GPU"
+    assert prediction.card == "rtx3090"
+    assert any("rtx3090" in note for note in prediction.unseen)
