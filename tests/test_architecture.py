@@ -25,6 +25,8 @@ LAYERS = {
     "batchfit.workload": 1,
     "batchfit.testing": 1,
     "batchfit._find": 2,
+    "batchfit._recall": 2,
+    "batchfit._store": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }

@@ -23,6 +23,7 @@ import torch
 import batchfit
 from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
+from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._torch import oom
 from batchfit._torch.device import Device, resolve_device, tensors_in
 from batchfit._torch.ranks import Ranks
@@ -54,6 +55,9 @@ def find_batch_size(
     max_trials: int | None = None,
     time_limit_s: float | None = None,
     device: str | torch.device | Device | None = None,
+    store: bool = False,
+    fresh: bool = False,
+    key: str | None = None,
     on_trial: OnTrial | None = None,
 ) -> FitResult:
     """Find the largest batch size that runs, and keeps running.
@@ -76,6 +80,10 @@ def find_batch_size(
         soak_steps: steps in the soak that the answer has to survive; 0 for none.
         max_trials, time_limit_s: end the search early with what it has.
         device: where the workload runs; default: where its state is.
+        store: use answers found before, each confirmed by one trial, and keep this one.
+        fresh: search even if there is a stored answer, and replace it.
+        key: a name for this workload in the store, for a step that says nothing about itself; turns
+            `store` on.
         on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
 
     Raises:
@@ -98,9 +106,10 @@ def find_batch_size(
             soak=soak_steps != 0,
         )
         check_steps(steps, soak_steps, time_limit_s, on_trial)
+        check_store(store, fresh, key, work)
         asked_bytes = None if budget is None else parse_bytes(budget)
         place = resolve_device(device, near=(*work.state, work.model))
-        settings = [search.to_json(), steps, soak_steps, time_limit_s is not None]
+        settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
         if not work.declared and ranks.is_main:
@@ -109,16 +118,32 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
-        return _search(
+        search = replace(search, budget_bytes=budget_bytes)
+        before = Recall()
+        if store or key is not None:
+            before = recall(
+                work,
+                search,
+                place,
+                ranks,
+                name=key,
+                fresh=fresh,
+                asked_bytes=asked_bytes,
+                steps=steps,
+                soak_steps=soak_steps,
+            )
+        fit = _search(
             work,
-            replace(search, budget_bytes=budget_bytes),
+            search,
             place,
             ranks,
             steps=steps,
             soak_steps=soak_steps,
             time_limit_s=time_limit_s,
             on_trial=on_trial,
+            known=before.known,
         )
+        return before.keep(fit)
 
 
 def _search(
@@ -131,6 +156,7 @@ def _search(
     soak_steps: int,
     time_limit_s: float | None,
     on_trial: OnTrial | None,
+    known: Known | None = None,
 ) -> FitResult:
     begun = time.perf_counter()
     trials: list[Trial] = []
@@ -164,19 +190,23 @@ def _search(
         return told(trial)
 
     with place.limit(budget_bytes), QuickCollections() as collections:
-        ended = run(search, attempt)
+        search, confirmed = confirm(search, known, attempt)
+        ended = search if confirmed else run(search, attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
     ranks.settle()
-    if ended.stopped_because == "largest" and ranks.is_main:
+    if ended.stopped_because == "largest" and not confirmed and ranks.is_main:
         log.warning("memory on %s does not grow with the batch size: is it where the step runs?", place.name)
-    return fit_result(
+    fit = fit_result(
         ended,
         trials,
-        stopped_because=ended.stopped_because or "time_limit",
+        stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
         budget_bytes=budget_bytes,
         device=place.name,
         elapsed_s=elapsed_s,
     )
+    if known is None or not confirmed:
+        return fit
+    return fit.model_copy(update={"from_store": True, "stored_age_s": known.age_s})
 
 
 def fit_result(

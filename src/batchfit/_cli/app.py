@@ -2,7 +2,8 @@
 
 Rules: a flag of `find` is a keyword of `find_batch_size` with the same name and default (a test
 compares the two); this module imports typer and nothing heavy, so that `--help` is quick; each command
-does its work in a module of its own.
+does its work in a module of its own. One default differs: the store is on here, since a command is typed
+again and again, and off there, since a program should not read a file that its author does not know of.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def batchfit_command(
 
 SEARCH = "Search"
 TRIAL = "Trials"
+STORE = "Store"
 OUTPUT = "Output"
 
 
@@ -206,6 +208,29 @@ def find(
             help="Begin no trial after this many seconds.",
         ),
     ] = None,
+    store: Annotated[
+        bool,
+        typer.Option(
+            "--store/--no-store",
+            rich_help_panel=STORE,
+            help="Use an answer found before, confirmed by one trial, and keep this one.",
+        ),
+    ] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", rich_help_panel=STORE, help="Search even if there is a stored answer, and replace it."
+        ),
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=STORE,
+            show_default="made from the workload",
+            help="Name of this workload in the store; needed for a step without a model.",
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout."),
@@ -243,6 +268,9 @@ def find(
         max_trials=max_trials,
         time_limit_s=time_limit_s,
         device=device,
+        store=store,
+        fresh=fresh,
+        key=key,
     )
     _end(lambda: find_target(target, settings, as_json=json, output=output, full_traceback=traceback))
 

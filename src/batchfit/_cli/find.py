@@ -48,6 +48,9 @@ class FindSettings(TypedDict):
     max_trials: int | None
     time_limit_s: float | None
     device: str | None
+    store: bool
+    fresh: bool
+    key: str | None
 
 
 def default_settings() -> FindSettings:
@@ -161,14 +164,17 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         progress.note(job.intro)
     progress.doing("loading torch")
     from batchfit import _find
+    from batchfit._recall import check_store
     from batchfit._torch.device import resolve_device
 
     try:
         _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
+        check_store(settings["store"], settings["fresh"], settings["key"])
         if settings["device"] is not None:
             resolve_device(settings["device"])
         progress.doing(f"loading {job.what}")
         workload = job.make()
+        settings = stored_where_possible(settings, workload)
         device = resolve_device(settings["device"], near=workload.state)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None
@@ -192,6 +198,15 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         if isinstance(error, ValueError | TypeError) and not watch.started:
             raise _wrong_flag(error) from None
         raise
+
+
+def stored_where_possible(settings: FindSettings, workload: Workload) -> FindSettings:
+    """The settings for this workload: the command's default must not refuse a step that has no key."""
+    if not settings["store"]:
+        return {**settings, "key": None}
+    if workload.model is None and settings["key"] is None:
+        return {**settings, "store": False, "fresh": False}
+    return settings
 
 
 def _deliver(

@@ -1,0 +1,178 @@
+"""How one search uses the store: what was found before, one trial that confirms it, what is kept.
+
+Rules:
+- A stored size is an answer only after one trial here and now: the soak, in the same budget. The trial must
+  also look like the stored one; where it needs less, something has changed that the key does not show, and
+  the search goes on.
+- A stored size is not even tried where it cannot be the answer: what it used exceeds the budget, or the
+  budget has grown by more than half the tolerance.
+- Only what a search ended by itself is kept, never what a limit or an interrupt left.
+- Rank 0 alone reads and writes; the key is made of every rank's part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, final
+
+from batchfit._decide.search import Ask, Search, Told
+from batchfit._store import SCHEMA_VERSION, Answer, Store
+from batchfit._torch.device import Device
+from batchfit._torch.fingerprint import (
+    UndescribableError,
+    digest_of,
+    environment,
+    state_digest,
+    workload_digest,
+)
+from batchfit._torch.ranks import Ranks
+from batchfit.results import FitResult
+from batchfit.workload import Workload
+
+log = logging.getLogger("batchfit")
+
+# Ends that would come again: another run with more time or trials could not do better.
+_OWN_ENDS: Final = frozenset({"within_tolerance", "bracketed", "max_size", "attempts", "strategy"})
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A size from the store, with what there is to compare."""
+
+    size: int
+    peak_bytes: int | None
+    used_bytes: int | None
+    budget_bytes: int
+    age_s: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> Known:
+        fit = answer.fit
+        runs = [trial for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
+        used = [trial.reserved_bytes or trial.peak_bytes for trial in runs]
+        return cls(
+            size=fit.batch_size,
+            peak_bytes=fit.peak_bytes,
+            used_bytes=max((count for count in used if count is not None), default=None),
+            budget_bytes=fit.budget_bytes,
+            age_s=answer.age_s,
+        )
+
+    def may_answer(self, search: Search) -> bool:
+        """The size is worth a trial: it can run in the budget of now, and no larger one is likely to."""
+        budget = search.budget_bytes or 0
+        needed = self.budget_bytes if self.used_bytes is None else self.used_bytes
+        most = self.budget_bytes * (1 + search.tolerance / 2)
+        return self.size in search.sizes and needed <= budget <= most
+
+    def looks_like(self, told: Told, tolerance: float) -> bool:
+        """A trial of the size takes no less memory than it did."""
+        if self.peak_bytes is None or told.allocated_bytes is None:
+            return True
+        return told.allocated_bytes >= (1 - tolerance) * self.peak_bytes
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """The store in one search: `known` is the same on all ranks, `keep` writes on one."""
+
+    key: str | None = None
+    known: Known | None = None
+    fresh: bool = False
+    store: Store | None = None
+
+    def keep(self, fit: FitResult) -> FitResult:
+        """Store the answer of a search that has ended; one from the store is there already."""
+        if self.store is None or self.key is None or fit.from_store or fit.stopped_because not in _OWN_ENDS:
+            return fit
+        # What is known was tried and is no longer true.
+        tried = self.known is not None
+        self.store.put(self.key, fit, alone=self.fresh or tried)
+        return fit
+
+
+def recall(
+    work: Workload,
+    search: Search,
+    place: Device,
+    ranks: Ranks,
+    *,
+    name: str | None,
+    fresh: bool,
+    asked_bytes: int | None,
+    steps: int,
+    soak_steps: int,
+) -> Recall:
+    """What the store says about this search, for all ranks."""
+    mine, why = None, ""
+    try:
+        mine = digest_of(
+            [
+                ["named", name, state_digest(work)]
+                if name is not None
+                else ["described", workload_digest(work, sample_size=search.sizes.first)],
+                environment(place),
+                ["asked", asked_bytes] if asked_bytes is not None else ["all of", place.total_bytes()],
+            ]
+        )
+    except (UndescribableError, RecursionError) as error:
+        why = str(error)
+    digests = ranks.gather(mine, doing="the key of the store")
+    if None in digests:
+        if why:
+            log.warning("the answer is not stored: %s. Pass key= to name this workload", why)
+        return Recall()
+    key = digest_of([SCHEMA_VERSION, digests, _settings(search), steps, soak_steps])
+    store = Store() if ranks.is_main else None
+    best: Known | None = None
+    if store is not None and not fresh:
+        usable = [known for one in store.get(key) if (known := Known.of(one)).may_answer(search)]
+        budget = search.budget_bytes or 0
+        best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
+    told = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
+    return Recall(key=key, known=None if told is None else Known(**told), fresh=fresh, store=store)
+
+
+def confirm(
+    search: Search, known: Known | None, attempt: Callable[[Ask], Told | None]
+) -> tuple[Search, bool]:
+    """One trial of the known size, told to the search; whether that size is the answer."""
+    if known is None:
+        return search, False
+    told = attempt(Ask(known.size, search.soak))
+    if told is None:
+        return search, False
+    search = search.tell(told)
+    if told.fits:
+        return search, known.looks_like(told, search.tolerance)
+    if search.strategy == "guided" and search.start is None:
+        search = replace(search, start=known.size)  # it ran once: the answer is not far below
+    return search, False
+
+
+def check_store(store: bool, fresh: bool, key: object, work: Workload | None = None) -> None:
+    """Refuse wrong settings of the store."""
+    for name, flag in (("store", store), ("fresh", fresh)):
+        if type(flag) is not bool:
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    if key is not None and (not isinstance(key, str) or not key.strip()):
+        raise ValueError(f"key must be a name or None, not {key!r}")
+    if fresh and not store and key is None:
+        raise ValueError("fresh must be False without store=True or key, not True")
+    if store and key is None and work is not None and work.model is None:
+        raise ValueError(
+            "key must be given to store the answer of a step without a model, not None: "
+            'key="my-workload" names it'
+        )
+
+
+def _settings(search: Search) -> dict[str, Any]:
+    """The settings that change the answer. Limits do not: what they cut short is not kept."""
+    names = ["strategy", "min_size", "max_size", "multiple_of", "power_of_two", "tolerance", "soak"]
+    if search.strategy in ("halve", "grow"):
+        names += ["start", "attempts"]
+    return {name: getattr(search, name) for name in names}
