@@ -17,16 +17,18 @@ import os
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult
 
 log = logging.getLogger("batchfit")
+
+_T = TypeVar("_T")
 
 FILE_NAME: Final = "store.sqlite3"
 SCHEMA_VERSION: Final = 1
@@ -106,13 +108,16 @@ class Store:
 
     def get(self, key: str) -> list[Answer]:
         """The answers for `key`, one a budget, the newest first. Makes no file and no folder."""
-        rows: list[tuple[float, str]] = []
-        with self._safely("read"):
-            if self.path.exists():
-                with self._open() as db:
-                    rows = db.execute(
-                        "SELECT found_at, result FROM answers WHERE key = ? ORDER BY found_at DESC", (key,)
-                    ).fetchall()
+
+        def read(path: Path) -> list[tuple[float, str]]:
+            if not path.exists():
+                return []
+            with _opened(path) as db:
+                return db.execute(
+                    "SELECT found_at, result FROM answers WHERE key = ? ORDER BY found_at DESC", (key,)
+                ).fetchall()
+
+        rows = self._safely(read, "read") or []
         found = []
         for found_at, text in rows:
             with suppress(ResultFileError, TypeError):  # a row of a later version, or garbage: not an answer
@@ -122,16 +127,17 @@ class Store:
     def put(self, key: str, fit: FitResult, *, alone: bool = False) -> bool:
         """Keep `fit`; `alone`: in place of whatever is there for `key`. Whether it was kept."""
         row = (key, fit.budget_bytes, time.time(), fit.to_json(indent=None))
-        kept = False
-        with self._safely("written"):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._open(make=True) as db:
+
+        def write(path: Path) -> bool:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _opened(path, make=True) as db:
                 if alone:
                     db.execute("DELETE FROM answers WHERE key = ?", (key,))
                 db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
-                self._prune(db, key)
-            kept = True
-        return kept
+                _prune(db, key)
+            return True
+
+        return self._safely(write, "written") or False
 
     def state(self) -> StoreState:
         """Where the store is and what it holds."""
@@ -142,56 +148,54 @@ class Store:
         try:
             if not path.exists():
                 return StoreState(str(path), 0, 0, _unwritable(path.parent))
-            with self._open() as db:
+            with _opened(path) as db:
                 (count,) = db.execute("SELECT count(*) FROM answers").fetchone()
             return StoreState(str(path), count, path.stat().st_size, _unwritable(path.parent))
         except (sqlite3.Error, OSError, _UnusableError) as error:
             return StoreState(str(path), 0, 0, f"the store cannot be used: {error}")
 
-    @staticmethod
-    def _prune(db: sqlite3.Connection, key: str) -> None:
-        db.execute(
-            "DELETE FROM answers WHERE key = ? AND budget_bytes NOT IN "
-            "(SELECT budget_bytes FROM answers WHERE key = ? ORDER BY found_at DESC LIMIT ?)",
-            (key, key, MOST_BUDGETS),
-        )
-        (count,) = db.execute("SELECT count(*) FROM answers").fetchone()
-        if count > MOST_ANSWERS:
-            db.execute(
-                "DELETE FROM answers WHERE (key, budget_bytes) IN "
-                "(SELECT key, budget_bytes FROM answers ORDER BY found_at LIMIT ?)",
-                (count - MOST_ANSWERS,),
-            )
-
-    @contextmanager
-    def _open(self, *, make: bool = False) -> Iterator[sqlite3.Connection]:
-        """One transaction on the file; all of it or, after an error or a kill, nothing."""
-        address = f"{self.path.as_uri()}?mode={'rwc' if make else 'rw'}"
-        with closing(sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None)) as db:
-            db.execute("BEGIN IMMEDIATE" if make else "BEGIN")
-            _check(db, self.path, make=make)
-            yield db
-            db.execute("COMMIT")
-
-    @contextmanager
-    def _safely(self, done: str) -> Iterator[None]:
-        """Whatever goes wrong inside is a warning; a damaged file is put out of the way."""
+    def _safely(self, work: Callable[[Path], _T], done: str) -> _T | None:
+        """What `work` returns; whatever goes wrong is a warning, and a damaged file is put out of the way."""
         path: Path | None = None
         identity: tuple[int, int] | None = None
-        damage = ""
         try:
             path = self.path
             identity = _identity(path)
-            yield
-        except sqlite3.Error as error:
-            if path is not None and _is_damage(error):
-                damage = str(error)
-            else:
-                log.warning("found sizes cannot be %s at %s: %s", done, path, error)
-        except (OSError, RuntimeError, _UnusableError) as error:
-            log.warning("found sizes cannot be %s at %s: %s", done, path or "a cache folder", error)
-        if damage and path is not None:
-            _set_aside(path, identity, damage)
+            return work(path)
+        except (sqlite3.Error, OSError, RuntimeError, _UnusableError) as error:
+            why = str(error)
+            damaged = isinstance(error, sqlite3.Error) and _is_damage(error)
+        if damaged and path is not None:
+            _set_aside(path, identity, why)
+        else:
+            log.warning("found sizes cannot be %s at %s: %s", done, path or "a cache folder", why)
+        return None
+
+
+@contextmanager
+def _opened(path: Path, *, make: bool = False) -> Iterator[sqlite3.Connection]:
+    """One transaction on the file; all of it or, after an error or a kill, nothing."""
+    address = f"{path.as_uri()}?mode={'rwc' if make else 'rw'}"
+    with closing(sqlite3.connect(address, uri=True, timeout=BUSY_S, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE" if make else "BEGIN")
+        _check(db, path, make=make)
+        yield db
+        db.execute("COMMIT")
+
+
+def _prune(db: sqlite3.Connection, key: str) -> None:
+    db.execute(
+        "DELETE FROM answers WHERE key = ? AND budget_bytes NOT IN "
+        "(SELECT budget_bytes FROM answers WHERE key = ? ORDER BY found_at DESC LIMIT ?)",
+        (key, key, MOST_BUDGETS),
+    )
+    (count,) = db.execute("SELECT count(*) FROM answers").fetchone()
+    if count > MOST_ANSWERS:
+        db.execute(
+            "DELETE FROM answers WHERE (key, budget_bytes) IN "
+            "(SELECT key, budget_bytes FROM answers ORDER BY found_at LIMIT ?)",
+            (count - MOST_ANSWERS,),
+        )
 
 
 def _check(db: sqlite3.Connection, path: Path, *, make: bool) -> None:
@@ -238,11 +242,9 @@ def _set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> None:
     if identity is None or _identity(path) != identity:
         return
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns():x}-{os.getpid()}")
-    journal = path.with_name(f"{path.name}-journal")
     try:
-        # The journal first: left behind, it would be played back into the file that is made next.
-        with suppress(FileNotFoundError):
-            journal.rename(f"{aside}-journal")
+        # Its journal, if any, stays: whoever makes the next file here deletes it (SQLite's own rule for an
+        # empty file), and by now it may as well be that of a new file.
         path.rename(aside)
     except OSError as error:
         log.warning("the store of found sizes %s is damaged (%s) and cannot be renamed: %s", path, why, error)

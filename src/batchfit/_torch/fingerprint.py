@@ -46,6 +46,9 @@ MOST_PARTS: Final = 1_000_000  # a second or two of reading
 _DEEPEST: Final = 60
 _LONG: Final = 1024  # longer sequences are data: their length and evenly spaced items count
 
+# No size is that large: it is an id, a hash or a time, which transformers and dynamo keep in attributes.
+_IDENTITY: Final = 2**40
+
 _ATOMS: Final = (int, float, complex, str, bytes, bool, type(None), type(...), range, slice)
 _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath)
 # Machinery: what it holds differs from run to run (sockets, counters, compiled code) and needs no memory.
@@ -85,7 +88,12 @@ def digest_of(parts: object) -> str:
 
 
 def workload_digest(work: Workload, *, sample_size: int) -> str:
-    """The digest of a workload that knows its model. `sample_size` is the size of the one batch made.
+    """The digest of a workload that knows its model. `sample_size` is the size of the one batch made."""
+    return digest_of(described(work, sample_size=sample_size))
+
+
+def described(work: Workload, *, sample_size: int) -> list[Any]:
+    """All that the digest is made of, as nested lists: two of them show where workloads differ.
 
     A workload without a model has none: what its step does cannot be read.
     """
@@ -93,7 +101,7 @@ def workload_digest(work: Workload, *, sample_size: int) -> str:
         raise UndescribableError("a step without a model says nothing about itself")
     reader = _Reader()
     source = work.parts.get("source")
-    described = [
+    return [
         work.kind,
         reader.read(work.model),
         _model_text(work.model),
@@ -103,7 +111,6 @@ def workload_digest(work: Workload, *, sample_size: int) -> str:
         reader.source(source),
         None if source is None else _sample(work, source, sample_size),
     ]
-    return digest_of(described)
 
 
 def state_digest(work: Workload) -> str:
@@ -423,6 +430,8 @@ def _atom(value: object) -> list[str]:
     # Subclasses aside (`type(value) in _ATOMS`), so that True is no 1 and no repr is the user's.
     if isinstance(value, str) and len(value) > 200:
         return ["str", hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()]
+    if type(value) is int and abs(value) >= _IDENTITY:
+        return ["int", "large"]
     if isinstance(value, bytes):
         return ["bytes", hashlib.sha256(value).hexdigest()]
     return [type(value).__name__, repr(value)]
