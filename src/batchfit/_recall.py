@@ -15,10 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from batchfit._decide.search import Ask, Search, Told
-from batchfit._store import SCHEMA_VERSION, Answer, Store
 from batchfit._torch.device import Device
 from batchfit._torch.fingerprint import (
     UndescribableError,
@@ -31,8 +30,12 @@ from batchfit._torch.ranks import Ranks
 from batchfit.results import FitResult
 from batchfit.workload import Workload
 
+if TYPE_CHECKING:
+    from batchfit._store import Answer, Store
+
 log = logging.getLogger("batchfit")
 
+KEY_VERSION: Final = 1  # to be raised where a key means something else than it did
 # Ends that would come again: another run with more time or trials could not do better.
 _OWN_ENDS: Final = frozenset({"within_tolerance", "bracketed", "max_size", "attempts", "strategy"})
 
@@ -119,15 +122,17 @@ def recall(
                 ["asked", asked_bytes] if asked_bytes is not None else ["all of", place.total_bytes()],
             ]
         )
-    except (UndescribableError, RecursionError) as error:
+    except UndescribableError as error:
         why = str(error)
+    except Exception as error:  # noqa: BLE001  objects of the user's are read, and may raise anything
+        why = f"reading it raised {type(error).__name__}: {error}"
     digests = ranks.gather(mine, doing="the key of the store")
     if None in digests:
         if why:
             log.warning("the answer is not stored: %s. Pass key= to name this workload", why)
         return Recall()
-    key = digest_of([SCHEMA_VERSION, digests, _settings(search), steps, soak_steps])
-    store = Store() if ranks.is_main else None
+    key = digest_of([KEY_VERSION, digests, _settings(search), steps, soak_steps])
+    store = _opened() if ranks.is_main else None
     best: Known | None = None
     if store is not None and not fresh:
         usable = [known for one in store.get(key) if (known := Known.of(one)).may_answer(search)]
@@ -135,6 +140,15 @@ def recall(
         best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
     told = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
     return Recall(key=key, known=None if told is None else Known(**told), fresh=fresh, store=store)
+
+
+def _opened() -> Store | None:
+    try:
+        from batchfit._store import Store
+    except ImportError as error:  # a Python that was built without SQLite
+        log.warning("found sizes are not stored: %s", error)
+        return None
+    return Store()
 
 
 def confirm(

@@ -47,11 +47,11 @@ class Workload:
     kind: Kind
     model: Any
     optimizer: Any
-    parts: Mapping[str, Any]  # what else the step is made of, for the store's key
+    _parts: Mapping[str, Any]  # what else the step is made of, for the store's key
 
     def __init__(self, step: Callable[[int], object], *, state: object = None) -> None:
         self._set(step=_checked_step(step), state=_checked_state(state), declared=state is not None)
-        self._set(kind="step", model=None, optimizer=None, parts={})
+        self._set(kind="step", model=None, optimizer=None, _parts={})
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -61,13 +61,13 @@ class Workload:
         """This workload with another step over the same state: one that counts, logs or fails."""
         twin = Workload(step, state=self.state if self.declared else None)
         twin._set(kind=self.kind, model=self.model, optimizer=self.optimizer)
-        twin._set(parts={**self.parts, "step": step})
+        twin._set(_parts={**self._parts, "step": step})
         return twin
 
-    def watched(self, step: Callable[[int], object]) -> Workload:
+    def _watched(self, step: Callable[[int], object]) -> Workload:
         """This workload with a step that only looks on while it runs this one's: for the store, the same."""
         twin = self.with_step(step)
-        twin._set(parts=self.parts)
+        twin._set(_parts=self._parts)
         return twin
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ def _known(
     parts: Mapping[str, Any],
 ) -> Workload:
     workload = Workload(step, state=state)
-    workload._set(kind=kind, model=model, optimizer=optimizer, parts=parts)
+    workload._set(kind=kind, model=model, optimizer=optimizer, _parts=parts)
     return workload
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import batchfit
 from batchfit._torch import fingerprint
-from batchfit._torch.device import CpuDevice
+from batchfit._torch.device import CpuDevice, CudaDevice, MpsDevice
 from batchfit._torch.fingerprint import (
     UndescribableError,
     described,
@@ -304,7 +304,7 @@ def test_a_patch_of_a_packages_class_counts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_step_put_in_place_of_another_counts_and_one_that_only_watches_does_not() -> None:
     base = work()
     assert digest(base.with_step(lambda size: base.step(2 * size))) != digest(base)
-    assert digest(base.watched(lambda size: base.step(size))) == digest(base)
+    assert digest(base._watched(lambda size: base.step(size))) == digest(base)
 
 
 def test_functions_that_call_each_other_end() -> None:
@@ -503,6 +503,21 @@ def test_making_a_sample_leaves_generators_as_they_were() -> None:
     assert numpy.random.get_state()[1].tolist() == legacy
 
 
+def test_scanning_a_dataset_leaves_generators_as_they_were() -> None:
+    class Augmented(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(WIDTH)
+
+    workload = work(make_batch=Augmented())
+    before = torch.get_rng_state()
+    first = digest(workload)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert digest(work(make_batch=Augmented())) == first
+
+
 def test_a_source_that_raises_has_no_key() -> None:
     def make_batch(n: int) -> torch.Tensor:
         raise LookupError("no data")
@@ -562,3 +577,28 @@ def test_settings_around_the_program_count(monkeypatch: pytest.MonkeyPatch) -> N
         differs()
     fake = environment(FakeDevice("1GiB"))
     assert digest_of(fake) not in seen
+
+
+def test_a_card_counts_by_its_name_capability_and_memory_not_by_its_place() -> None:
+    class Backend:
+        def __init__(
+            self, name: str = "A card", total: int = 2**34, capability: tuple[int, int] = (9, 0)
+        ) -> None:
+            self.name, self.total, self.capability = name, total, capability
+
+        def get_device_name(self, index: int) -> str:
+            return self.name
+
+        def get_device_capability(self, index: int) -> tuple[int, int]:
+            return self.capability
+
+        def get_device_properties(self, index: int) -> Any:
+            return types.SimpleNamespace(total_memory=self.total)
+
+    def card(index: int = 0, **changes: Any) -> str:
+        return digest_of(environment(CudaDevice(index, Backend(**changes))))
+
+    assert card(1) == card(0)
+    others = [card(), card(name="Another"), card(total=2**35), card(capability=(8, 0))]
+    assert len(set(others)) == 4
+    assert digest_of(environment(MpsDevice())) not in others

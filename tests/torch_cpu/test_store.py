@@ -9,10 +9,10 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,9 +23,13 @@ from torch import nn
 import batchfit
 from batchfit import FitResult
 from batchfit._cli.answer import facts, format_age
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._decide.search import Ask, Search, Told
-from batchfit._recall import Known, confirm
+from batchfit._recall import Known, confirm, recall
 from batchfit._store import Store
+from batchfit._torch.device import CpuDevice
+from batchfit._torch.ranks import Ranks
 from batchfit.errors import SearchStoppedError
 from batchfit.results import REASONS
 from batchfit.testing import FakeDevice
@@ -90,35 +94,79 @@ class TestConfirmed:
         assert torch.equal(work.model.weight, weight)
         assert work.model.weight.grad is None
 
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"budget": "3MiB"},
+
+def key_of(
+    work: batchfit.Workload | None = None, *, budget: int | None = None, steps: int = 3, **changes: Any
+) -> str:
+    """The key under which a search with these settings is stored; nothing is run."""
+    search = Search(budget_bytes=budget or 2 * MIB, **changes)
+    found = recall(
+        work or workload(),
+        search,
+        CpuDevice(),
+        Ranks.current(),
+        name=None,
+        fresh=False,
+        asked_bytes=budget,
+        steps=steps,
+        soak_steps=25 if search.soak else 0,
+    )
+    assert found.key is not None
+    return found.key
+
+
+class TestKey:
+    def test_other_settings_are_another_search(self) -> None:
+        others: list[dict[str, Any]] = [
+            {},
+            {"budget": 3 * MIB},
+            {"budget": 3 * MIB + 1},
             {"multiple_of": 8},
             {"power_of_two": True},
             {"max_size": 200},
             {"min_size": 2},
             {"tolerance": 0.1},
             {"strategy": "bisect"},
+            {"strategy": "grow", "start": 4},
+            {"strategy": "grow", "start": 5},
+            {"strategy": "grow", "start": 5, "attempts": 6},
+            {"soak": False},
             {"steps": 4},
-            {"soak_steps": 5},
-            {"soak_steps": 0},
-        ],
-        ids=str,
-    )
-    def test_other_settings_are_another_search(self, changes: dict[str, Any]) -> None:
-        find(workload())
-        assert not find(workload(), **changes).from_store
+        ]
+        assert len({key_of(**one) for one in others}) == len(others)
 
     def test_limits_and_hints_are_not(self) -> None:
-        find(workload())
-        for changes in ({"max_trials": 30}, {"time_limit_s": 60.0}, {"start": 4}, {"attempts": 3}):
-            assert find(workload(), **changes).from_store
+        hints: list[dict[str, Any]] = [{}, {"max_trials": 30}, {"start": 4}, {"attempts": 3}]
+        assert len({key_of(**one) for one in hints}) == 1
 
     def test_another_workload_is_another_search(self) -> None:
-        find(workload())
-        assert not find(workload(width=65)).from_store
-        assert not find(workload(each=2)).from_store
+        assert len({key_of(), key_of(workload(width=65)), key_of(workload(each=2))}) == 3
+
+    def test_what_is_free_is_not_in_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = key_of()
+        monkeypatch.setattr(CpuDevice, "budget_bytes", lambda self: 12345)
+        assert key_of() == first
+        monkeypatch.setattr(CpuDevice, "total_bytes", lambda self: 123456)
+        assert key_of() != first  # another machine
+
+    def test_a_rank_more_is_another_search(self) -> None:
+        class Two:
+            is_main = True
+
+            def gather(self, value: object, *, doing: str) -> list[object]:
+                return [value, value]
+
+        arguments: dict[str, Any] = {
+            "name": None,
+            "fresh": False,
+            "asked_bytes": 1,
+            "steps": 3,
+            "soak_steps": 25,
+        }
+        two = recall(workload(), Search(), CpuDevice(), cast(Ranks, Two()), **arguments)
+        one = recall(workload(), Search(), CpuDevice(), Ranks.current(), **arguments)
+        assert None not in (one.key, two.key)
+        assert one.key != two.key
 
 
 class TestNotConfirmed:
@@ -173,7 +221,7 @@ class TestNotConfirmed:
             raise LookupError("no such column")
 
         with pytest.raises(LookupError, match="no such column"):
-            find(broken.watched(step))
+            find(broken._watched(step))
         assert find(workload()).from_store
 
     def test_a_batch_that_cannot_be_made_is_raised_by_the_trial(
@@ -299,6 +347,23 @@ class TestUse:
         assert find(workload()).sustained
         assert "cannot be" in caplog.text
         assert (tmp_path / "file").read_text() == "in the way"
+
+    def test_a_python_without_sqlite_searches_all_the_same(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "batchfit._store", None)
+        assert find(workload()).sustained
+        assert "found sizes are not stored" in caplog.text
+
+    def test_an_object_that_cannot_be_read_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Shy(nn.Linear):
+            def extra_repr(self) -> str:
+                raise LookupError("not today")
+
+        model = Shy(64, 64)
+        work = batchfit.training(model, None, lambda model, x: model(x).sum(), torch.zeros(2, 64))
+        assert find(work).sustained
+        assert "reading it raised LookupError: not today. Pass key=" in caplog.text
 
     def test_a_damaged_store_is_set_aside_and_the_search_runs(self, caplog: pytest.LogCaptureFixture) -> None:
         Store().path.parent.mkdir(parents=True)
@@ -444,37 +509,53 @@ def test_the_command_remembers_and_says_so(project: Path) -> None:
     first = run(project, "find", "train.py:make", *FLAGS)
     assert "stored " not in first.stdout
     second = run(project, "find", "train.py:make", *FLAGS)
-    assert re.search(
-        r"^stored   found \d+ seconds? ago, confirmed now; --fresh searches again$", second.stdout, re.M
-    )
+    said = r"^stored   found \d+ seconds? ago, confirmed now; --fresh searches again$"
+    assert re.search(said, second.stdout, re.MULTILINE)
     assert f"because {REASONS['stored']}" in second.stdout
     assert second.stderr.count("trial ") == 1
-    fresh = run(project, "find", "train.py:make", *FLAGS, "--fresh", "--json")
-    assert not FitResult.from_json(fresh.stdout).from_store
-    again = run(project, "find", "train.py:make", *FLAGS, "--json")
-    assert FitResult.from_json(again.stdout).from_store
-    never = run(project, "find", "train.py:make", *FLAGS, "--no-store", "--json")
-    assert not FitResult.from_json(never.stdout).from_store
 
 
-def test_an_edit_of_the_file_is_another_workload(project: Path) -> None:
-    run(project, "find", "train.py:make", *FLAGS)
-    (project / "train.py").write_text(TRAIN.replace("model(x).square()", "(model(x) * 2).square()"))
-    edited = run(project, "find", "train.py:make", *FLAGS, "--json")
-    assert not FitResult.from_json(edited.stdout).from_store
-    (project / "train.py").write_text("# a comment\n" + TRAIN)
-    commented = run(project, "find", "train.py:make", *FLAGS, "--json")
-    assert FitResult.from_json(commented.stdout).from_store
+class TestCommandHere:
+    """The same without a process of its own."""
 
+    @pytest.fixture(autouse=True)
+    def _in_the_project(self, project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.chdir(project)
+        path = list(sys.path)
+        yield
+        sys.path[:] = path
 
-def test_a_plain_step_is_stored_under_a_name_only(project: Path) -> None:
-    assert not FitResult.from_json(run(project, "find", "train.py:plain", *FLAGS, "--json").stdout).from_store
-    assert not Store().path.exists()
-    named = (*FLAGS, "--json", "--key", "mine")
-    assert not FitResult.from_json(run(project, "find", "train.py:plain", *named).stdout).from_store
-    assert FitResult.from_json(run(project, "find", "train.py:plain", *named).stdout).from_store
-    off = run(project, "find", "train.py:plain", *named, "--no-store")
-    assert not FitResult.from_json(off.stdout).from_store
+    def find(self, target: str, **changes: Any) -> FitResult:
+        flags = {"budget": "2MiB", "soak_steps": 3, "store": True, **changes}
+        given = cast(FindSettings, {**default_settings(), **flags})
+        output = Path("fit.json")
+        assert find_target(target, given, as_json=False, output=output, full_traceback=False) == Code.FOUND
+        sys.modules.pop("train", None)
+        return FitResult.from_json(output.read_text())
+
+    def test_fresh_and_no_store(self) -> None:
+        assert not self.find("train.py:make").from_store
+        assert not self.find("train.py:make", store=False).from_store
+        assert not self.find("train.py:make", fresh=True).from_store
+        assert self.find("train.py:make").from_store
+        with pytest.raises(CommandFailed, match="fresh must be False without") as caught:
+            self.find("train.py:make", store=False, fresh=True)
+        assert caught.value.code == Code.USAGE
+
+    def test_an_edit_of_the_file_is_another_workload_and_a_comment_is_not(self, project: Path) -> None:
+        self.find("train.py:make")
+        (project / "train.py").write_text(TRAIN.replace("model(x).square()", "(model(x) * 2).square()"))
+        assert not self.find("train.py:make").from_store
+        (project / "train.py").write_text("# a comment\n" + TRAIN)
+        assert self.find("train.py:make").from_store
+
+    def test_a_plain_step_is_stored_under_a_name_only(self) -> None:
+        assert not self.find("train.py:plain").from_store
+        assert not self.find("train.py:plain", fresh=True).from_store
+        assert not self.find("train.py:plain", store=False, key="mine").from_store
+        assert not Store().path.exists()
+        assert not self.find("train.py:plain", key="mine").from_store
+        assert self.find("train.py:plain", key="mine").from_store
 
 
 def test_doctor_shows_the_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

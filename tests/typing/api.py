@@ -86,6 +86,7 @@ def show(trial: Trial, budget_bytes: int) -> None:
 fit = batchfit.find_batch_size(workload)
 assert_type(fit, FitResult)
 assert_type(batchfit.find_batch_size(step, budget="24GiB", max_size=512), FitResult)
+assert_type(batchfit.find_batch_size(workload, store=True, fresh=True, key="mine").from_store, bool)
 assert_type(
     batchfit.find_batch_size(
         workload,

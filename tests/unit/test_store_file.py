@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -192,6 +193,28 @@ class TestFilesThatAreNotOurs:
         assert sizes(store, "a") == [8]
 
 
+READ_ONLY = """
+import json, logging, os, sys
+from pathlib import Path
+from batchfit._store import Store
+from batchfit.results import FitResult
+
+logging.basicConfig()
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may write anywhere
+folder, fit = Path(sys.argv[1]), FitResult.from_json(sys.argv[2])
+store = Store(folder)
+assert store.put("a", fit)
+store.path.chmod(0o400)
+folder.chmod(0o500)
+try:
+    found = len(store.get("a"))  # a shared store may be read
+    print(json.dumps([found, store.put("a", fit), store.state().note]))
+finally:
+    folder.chmod(0o700)
+"""
+
+
 class TestFoldersThatCannotBeUsed:
     def test_a_file_in_the_way_is_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("here")
@@ -200,21 +223,19 @@ class TestFoldersThatCannotBeUsed:
         assert not store.put("a", fit())
         assert "cannot be written" in caplog.text
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-    def test_a_folder_without_the_right_to_write(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        store = Store(folder)
-        store.put("a", fit(8))
-        folder.chmod(0o500)
-        store.path.chmod(0o400)
-        try:
-            assert sizes(store, "a") == [8]  # a shared store may be read
-            assert not store.put("a", fit(9))
-            assert "cannot be written" in store.state().note
-        finally:
-            folder.chmod(0o700)
-        assert "cannot be written" in caplog.text
+    def test_a_folder_without_the_right_to_write(self) -> None:
+        with tempfile.TemporaryDirectory() as name:  # not tmp_path, which nobody but its owner may enter
+            os.chmod(name, 0o777)
+            done = subprocess.run(
+                [sys.executable, "-c", READ_ONLY, f"{name}/cache", fit().to_json()],
+                env={**os.environ, "PYTHONPATH": SOURCE},
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [1, False, f"the store's folder cannot be written: {name}/cache"]
+        assert "found sizes cannot be written" in done.stderr
 
     def test_no_home(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         def nowhere() -> Path:

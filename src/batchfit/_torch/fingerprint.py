@@ -100,16 +100,18 @@ def described(work: Workload, *, sample_size: int) -> list[Any]:
     if work.model is None:
         raise UndescribableError("a step without a model says nothing about itself")
     reader = _Reader()
-    source = work.parts.get("source")
+    source = work._parts.get("source")
+    # First, and with every generator put back: a dataset is also scanned here for its longest samples.
+    sample = None if source is None else _sample(work, source, sample_size)
     return [
         work.kind,
         reader.read(work.model),
         _model_text(work.model),
         reader.optimizer(work.optimizer, work.model),
-        [[name, reader.read(part)] for name, part in sorted(work.parts.items()) if name != "source"],
+        [[name, reader.read(part)] for name, part in sorted(work._parts.items()) if name != "source"],
         [reader.shape_of_state(part) for part in work.state],
         reader.source(source),
-        None if source is None else _sample(work, source, sample_size),
+        sample,
     ]
 
 
