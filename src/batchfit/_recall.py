@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._torch.device import Device
 from batchfit._torch.fingerprint import (
+    NoSampleError,
     UndescribableError,
     digest_of,
     environment,
@@ -68,14 +69,14 @@ class Known:
         """The size is worth a trial: it can run in the budget of now, and no larger one is likely to."""
         budget = search.budget_bytes or 0
         needed = self.budget_bytes if self.used_bytes is None else self.used_bytes
-        most = self.budget_bytes * (1 + search.tolerance / 2)
+        most = self.budget_bytes * (1 + _tolerance(search) / 2)
         return self.size in search.sizes and needed <= budget <= most
 
-    def looks_like(self, told: Told, tolerance: float) -> bool:
+    def looks_like(self, told: Told, search: Search) -> bool:
         """A trial of the size takes no less memory than it did."""
         if self.peak_bytes is None or told.allocated_bytes is None:
             return True
-        return told.allocated_bytes >= (1 - tolerance) * self.peak_bytes
+        return told.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
 
 
 @final
@@ -111,7 +112,8 @@ def recall(
     soak_steps: int,
 ) -> Recall:
     """What the store says about this search, for all ranks."""
-    mine, why = None, ""
+    mine: str | None = None
+    why = ""
     try:
         mine = digest_of(
             [
@@ -122,14 +124,18 @@ def recall(
                 ["asked", asked_bytes] if asked_bytes is not None else ["all of", place.total_bytes()],
             ]
         )
+    except NoSampleError:
+        pass
     except UndescribableError as error:
         why = str(error)
     except Exception as error:  # noqa: BLE001  objects of the user's are read, and may raise anything
         why = f"reading it raised {type(error).__name__}: {error}"
-    digests = ranks.gather(mine, doing="the key of the store")
+    parts = ranks.gather([mine, why], doing="the key of the store")
+    digests = [digest for digest, _ in parts]
     if None in digests:
-        if why:
-            log.warning("the answer is not stored: %s. Pass key= to name this workload", why)
+        reasons = [reason for _, reason in parts if reason]
+        if reasons and ranks.is_main:
+            log.warning("the answer is not stored: %s. Pass key= to name this workload", reasons[0])
         return Recall()
     key = digest_of([KEY_VERSION, digests, _settings(search), steps, soak_steps])
     store = _opened() if ranks.is_main else None
@@ -162,7 +168,7 @@ def confirm(
         return search, False
     search = search.tell(told)
     if told.fits:
-        return search, known.looks_like(told, search.tolerance)
+        return search, known.looks_like(told, search)
     if search.strategy == "guided" and search.start is None:
         search = replace(search, start=known.size)  # it ran once: the answer is not far below
     return search, False
@@ -182,6 +188,11 @@ def check_store(store: bool, fresh: bool, key: object, work: Workload | None = N
             "key must be given to store the answer of a step without a model, not None: "
             'key="my-workload" names it'
         )
+
+
+def _tolerance(search: Search) -> float:
+    """How far from the largest size an answer may be: only one strategy stops early."""
+    return search.tolerance if search.strategy == "guided" else 0.0
 
 
 def _settings(search: Search) -> dict[str, Any]:

@@ -74,11 +74,18 @@ _CLASS_PARTS: Final = (
     *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__"),
     *("_abc_impl", "__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
 )
+_RANDOM_NAME: Final = (
+    "__composable_api_state_key"  # of an attribute that `fully_shard` adds, with a UUID in it
+)
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
 
 class UndescribableError(Exception):
     """A workload that has no digest; the text says why."""
+
+
+class NoSampleError(UndescribableError):
+    """No batch could be made: the trial will say so itself."""
 
 
 def digest_of(parts: object) -> str:
@@ -172,7 +179,7 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
         why = f"{type(error).__name__} while making a batch of {size}"
     finally:
         snapshot.restore()
-    raise UndescribableError(why)
+    raise NoSampleError(why)
 
 
 def _shapes(node: Any) -> Any:
@@ -203,6 +210,16 @@ def _tensor(tensor: torch.Tensor) -> list[Any]:
     if placements is not None:
         described.append([str(placements), _tensor(tensor.to_local())])  # type: ignore[attr-defined]
     return described
+
+
+def _sharding(module: Any) -> list[Any] | None:
+    """How FSDP2 was told to shard a module; it keeps that out of the module's own attributes."""
+    if not callable(getattr(module, "_get_fsdp_state", None)):
+        return None
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    names = ("mp_policy", "offload_policy", "_reshard_after_forward")
+    return [[repr(getattr(group, name, None)) for name in names] for group in groups]
 
 
 @final
@@ -293,8 +310,13 @@ class _Reader:
             [[name, self.read(one)] for name, one in module._buffers.items()],
             [[name, self.read(one)] for name, one in module._modules.items()],
             [[name, self.read(list(own[name].values()))] for name in _MODULE_HOOKS if own.get(name)],
-            [[name, self.read(one)] for name, one in sorted(own.items()) if name not in _MODULE_PARTS],
+            [
+                [name, self.read(one)]
+                for name, one in sorted(own.items())
+                if name not in _MODULE_PARTS and not name.startswith(_RANDOM_NAME)
+            ],
             code if isinstance(code, str) else None,
+            _sharding(module),
         ]
 
     def optimizer(self, optimizer: Any, model: object) -> Any:
