@@ -18,15 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from batchfit._decide.search import Ask, Search, Told
+from batchfit._torch.describe import UndescribableError, digest_of
 from batchfit._torch.device import Device
-from batchfit._torch.fingerprint import (
-    NoSampleError,
-    UndescribableError,
-    digest_of,
-    environment,
-    state_digest,
-    workload_digest,
-)
+from batchfit._torch.fingerprint import NoSampleError, environment, state_digest, workload_digest
 from batchfit._torch.ranks import Ranks
 from batchfit.results import FitResult
 from batchfit.workload import Workload

@@ -23,16 +23,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import batchfit
-from batchfit._torch import fingerprint
+from batchfit._torch import describe
+from batchfit._torch.describe import Reader, UndescribableError, digest_of
 from batchfit._torch.device import CpuDevice, CudaDevice, MpsDevice
-from batchfit._torch.fingerprint import (
-    UndescribableError,
-    described,
-    digest_of,
-    environment,
-    state_digest,
-    workload_digest,
-)
+from batchfit._torch.fingerprint import described, environment, state_digest, workload_digest
 from batchfit.testing import FakeDevice
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -389,8 +383,8 @@ def exactly(value: Any) -> Any:
 @settings(deadline=None, max_examples=200)
 @given(PLAIN, PLAIN)
 def test_closure_values_are_told_apart(first: Any, second: Any) -> None:
-    read = fingerprint._Reader().read
-    same = digest_of(read(first)) == digest_of(fingerprint._Reader().read(second))
+    read = Reader().read
+    same = digest_of(read(first)) == digest_of(Reader().read(second))
     assert same == (exactly(first) == exactly(second))
 
 
@@ -532,7 +526,7 @@ def test_a_step_without_a_model_has_no_key() -> None:
 
 
 def test_too_much_to_read_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "MOST_PARTS", 10)
+    monkeypatch.setattr(describe, "MOST_PARTS", 10)
     with pytest.raises(UndescribableError, match="more than 10 values"):
         digest(work())
 

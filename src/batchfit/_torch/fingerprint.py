@@ -1,37 +1,24 @@
 """What makes two workloads the same for the store: a digest of all that memory depends on.
 
 Rules:
-- The same program gives the same digest in another process: no id, no address, no hash order, no line
-  number, no value of a parameter goes in.
-- Where in doubt, more goes in: a needless miss costs one search, a shared digest a wrong answer. What cannot
-  be read (the inside of an extension type) counts by its class alone.
-- Your code counts by its bytecode, constants, defaults, closure and the globals that it names; a package's
-  code by the package's version, and by whatever was patched into its classes.
+- The same program gives the same digest in another process (`describe` sees to that).
+- Where in doubt, more goes in: a needless miss costs one search, a shared digest a wrong answer.
+- What takes no memory stays out: values of parameters, learning rates, the place of a device.
 - Data counts by its shape: a batch is made once, at the smallest size, and every generator is put back.
 """
 
 from __future__ import annotations
 
-import dis
-import enum
-import functools
-import hashlib
-import json
 import os
 import re
-import sys
-import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import date, timedelta
-from numbers import Number
-from pathlib import PurePath
-from typing import Any, Final, final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from batchfit._torch.batches import Longest, Made, Repeated
+from batchfit._torch.describe import ATOMS, Reader, UndescribableError, atom, digest_of, tensor_shape
 from batchfit._torch.device import Device
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.structure import children, is_array
@@ -42,56 +29,11 @@ ALLOCATOR_VARIABLES: Final = (
     *("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_MPS_HIGH_WATERMARK_RATIO"),
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
 )
-MOST_PARTS: Final = 1_000_000  # a second or two of reading
-_DEEPEST: Final = 60
-_LONG: Final = 1024  # longer sequences are data: their length and evenly spaced items count
-
-# No size is that large: it is an id, a hash or a time, which transformers and dynamo keep in attributes.
-_IDENTITY: Final = 2**40
-
-_ATOMS: Final = (int, float, complex, str, bytes, bool, type(None), type(...), range, slice)
-_NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, PurePath)
-# Machinery: what it holds differs from run to run (sockets, counters, compiled code) and needs no memory.
-_MACHINERY: Final = (
-    *("torch._C", "torch._dynamo", "torch._inductor", "torch.distributed", "torch.utils.tensorboard"),
-    *(
-        "threading",
-        "_thread",
-        "logging",
-        "multiprocessing",
-        "concurrent",
-        "queue",
-        "_io",
-        "socket",
-        "asyncio",
-    ),
-    *("random", "numpy.random", "weakref", "itertools"),
-    *("wandb", "mlflow", "neptune", "comet_ml", "tensorboard", "tqdm", "loguru"),
-)
-_MODULE_PARTS: Final = frozenset(vars(nn.Module()))  # torch's own, read in their own way
-_MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_CLASS_PARTS: Final = (
-    *("__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__"),
-    *("_abc_impl", "__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
-)
-_RANDOM_NAME: Final = (
-    "__composable_api_state_key"  # of an attribute that `fully_shard` adds, with a UUID in it
-)
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]+\b")
-
-
-class UndescribableError(Exception):
-    """A workload that has no digest; the text says why."""
 
 
 class NoSampleError(UndescribableError):
     """No batch could be made: the trial will say so itself."""
-
-
-def digest_of(parts: object) -> str:
-    """A name for nested lists, text and numbers: equal for equal ones, whatever the process."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def workload_digest(work: Workload, *, sample_size: int) -> str:
@@ -106,7 +48,7 @@ def described(work: Workload, *, sample_size: int) -> list[Any]:
     """
     if work.model is None:
         raise UndescribableError("a step without a model says nothing about itself")
-    reader = _Reader()
+    reader = Reader()
     source = work._parts.get("source")
     # First, and with every generator put back: a dataset is also scanned here for its longest samples.
     sample = None if source is None else _sample(work, source, sample_size)
@@ -114,18 +56,17 @@ def described(work: Workload, *, sample_size: int) -> list[Any]:
         work.kind,
         reader.read(work.model),
         _model_text(work.model),
-        reader.optimizer(work.optimizer, work.model),
+        _optimizer(reader, work.optimizer, work.model),
         [[name, reader.read(part)] for name, part in sorted(work._parts.items()) if name != "source"],
-        [reader.shape_of_state(part) for part in work.state],
-        reader.source(source),
+        [_state(part) for part in work.state],
+        _source(reader, source),
         sample,
     ]
 
 
 def state_digest(work: Workload) -> str:
     """The shapes of the declared state: what can be told of a workload that the user has named."""
-    reader = _Reader()
-    return digest_of([work.kind, [reader.shape_of_state(part) for part in work.state]])
+    return digest_of([work.kind, [_state(part) for part in work.state]])
 
 
 def environment(device: Device) -> list[Any]:
@@ -185,7 +126,7 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
 def _shapes(node: Any) -> Any:
     """The shape of a batch: tensors and arrays by shape, text by length, all else by type."""
     if isinstance(node, torch.Tensor):
-        return _tensor(node)
+        return tensor_shape(node)
     if is_array(node):
         return ["array", list(node.shape), str(node.dtype)]
     if isinstance(node, str | bytes):
@@ -199,278 +140,58 @@ def _shapes(node: Any) -> Any:
     return [type(node).__qualname__, list(extent) if isinstance(extent, tuple) else None]
 
 
-def _tensor(tensor: torch.Tensor) -> list[Any]:
-    described: list[Any] = [
-        *(type(tensor).__qualname__, [str(side) for side in tensor.shape], str(tensor.dtype)),
-        *(str(tensor.layout), tensor.device.type, tensor.requires_grad),
-    ]
-    if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous():
-        described.append(list(tensor.stride()))  # channels-last chooses other kernels
-    placements = getattr(tensor, "placements", None)  # a DTensor: how it is spread over the ranks
-    if placements is not None:
-        described.append([str(placements), _tensor(tensor.to_local())])  # type: ignore[attr-defined]
-    return described
-
-
-def _sharding(module: Any) -> list[Any] | None:
-    """How FSDP2 was told to shard a module; it keeps that out of the module's own attributes."""
-    if not callable(getattr(module, "_get_fsdp_state", None)):
+def _optimizer(reader: Reader, optimizer: Any, model: object) -> Any:
+    """Class and options of each group. Of a number only whether it is zero counts: momentum takes
+    memory, 0.9 or 0.95 does not; of the learning rate only whether it is a tensor."""
+    if optimizer is None:
         return None
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    names = ("mp_policy", "offload_policy", "_reshard_after_forward")
-    return [[repr(getattr(group, name, None)) for name in names] for group in groups]
-
-
-@final
-class _Reader:
-    """Reads values into nested lists. What was read before is named by its number: ties and cycles show."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        self._kept: list[object] = []  # so that no id is given out twice
-        self._count = 0
-        self._depth = 0
-
-    def read(self, value: Any) -> Any:
-        """Any value. Containers, tensors, modules, functions, classes and objects by what is in them."""
-        self._count += 1
-        if self._count > MOST_PARTS:
-            raise UndescribableError(f"it refers to more than {MOST_PARTS:,} values")
-        if isinstance(value, enum.Enum):
-            return ["enum", type(value).__qualname__, value.name]
-        if type(value) in _ATOMS or isinstance(value, _NAMED):
-            return _atom(value)
-        if self._depth > _DEEPEST:
-            return ["deep", type(value).__qualname__]
-        self._depth += 1
-        try:
-            if isinstance(value, tuple | frozenset | types.CodeType):
-                # Never by number: whether equal constants are one object depends on how code was loaded.
-                return self._unnumbered(value)
-            number = self._numbers.get(id(value))
-            if number is not None:
-                return ["again", number]
-            self._numbers[id(value)] = len(self._kept)
-            self._kept.append(value)
-            return self._numbered(value)
-        finally:
-            self._depth -= 1
-
-    def _unnumbered(self, value: Any) -> Any:
-        if isinstance(value, types.CodeType):
-            return self._code(value)
-        if isinstance(value, frozenset):
-            return ["frozenset", _unordered(value)]
-        return [type(value).__qualname__, self._items(value)]
-
-    def _numbered(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _tensor(value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if isinstance(value, types.MethodType):
-            return ["method", self.read(value.__func__), self.read(value.__self__)]
-        if isinstance(value, functools.partial):
-            return ["partial", self.read(value.func), self.read(value.args), self.read(value.keywords)]
-        if isinstance(value, type):
-            return self._class(value)
-        if isinstance(value, types.ModuleType):
-            return ["module", value.__name__, version_of(value.__name__)]
-        if isinstance(value, Mapping):
-            keys = list(value)
-            return [type(value).__qualname__, self._items(keys), self._items([value[key] for key in keys])]
-        if isinstance(value, list | deque):
-            return [type(value).__qualname__, self._items(value)]
-        if isinstance(value, set):
-            return ["set", _unordered(value)]
-        if is_array(value):
-            return ["array", list(value.shape), str(value.dtype)]
-        return self._object(value)
-
-    def _items(self, values: Any) -> list[Any]:
-        count = len(values)
-        if count <= _LONG:
-            return [self.read(value) for value in values]
-        values = list(values)
-        if all(type(value) in _ATOMS for value in values):
-            return [count, digest_of([_atom(value) for value in values])]
-        return [count, [self.read(values[i * count // _LONG]) for i in range(_LONG)]]
-
-    def _module(self, module: nn.Module) -> Any:
-        own = vars(module)
-        code = getattr(module, "code", None)  # of a traced or scripted module, whose class says nothing
-        return [
-            "nn.Module",
-            self.read(type(module)),
-            module.training,
-            [[name, self.read(one)] for name, one in module._parameters.items()],
-            [[name, self.read(one)] for name, one in module._buffers.items()],
-            [[name, self.read(one)] for name, one in module._modules.items()],
-            [[name, self.read(list(own[name].values()))] for name in _MODULE_HOOKS if own.get(name)],
-            [
-                [name, self.read(one)]
-                for name, one in sorted(own.items())
-                if name not in _MODULE_PARTS and not name.startswith(_RANDOM_NAME)
-            ],
-            code if isinstance(code, str) else None,
-            _sharding(module),
+    names: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        names = {id(one): name for name, one in model.named_parameters()}
+    groups = [
+        [
+            [names.get(id(one)) or tensor_shape(one) for one in group["params"]],
+            [[name, _option(name, group[name])] for name in sorted(group) if name != "params"],
         ]
-
-    def optimizer(self, optimizer: Any, model: object) -> Any:
-        """Class and options of each group. Of a number only whether it is zero counts: momentum takes
-        memory, 0.9 or 0.95 does not; of the learning rate only whether it is a tensor."""
-        if optimizer is None:
-            return None
-        names: dict[int, str] = {}
-        if isinstance(model, nn.Module):
-            names = {id(one): name for name, one in model.named_parameters()}
-        groups = [
-            [
-                [names.get(id(one)) or _tensor(one) for one in group["params"]],
-                [[name, _option(name, group[name])] for name in sorted(group) if name != "params"],
-            ]
-            for group in getattr(optimizer, "param_groups", ())
-        ]
-        own = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
-        hooks = [
-            [name, self.read(list(own[name].values()))]
-            for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-            if own.get(name)
-        ]
-        wrapped = own.get("optimizer")  # of a wrapper such as Accelerate's
-        inner = self.optimizer(wrapped, model) if hasattr(wrapped, "param_groups") else None
-        return [self.read(type(optimizer)), groups, hooks, inner]
-
-    def shape_of_state(self, part: Any) -> Any:
-        """A part of the declared state: its class, and the tensors in it."""
-        if isinstance(part, nn.Module):
-            tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-            return [type(part).__qualname__, [[name, _tensor(one)] for name, one in tensors.items()]]
-        if isinstance(part, torch.Tensor):
-            return _tensor(part)
-        if isinstance(groups := getattr(part, "param_groups", None), list):
-            sizes = [[_tensor(one) for one in group["params"]] for group in groups]
-            return [type(part).__qualname__, sizes]
-        if isinstance(part, Mapping):
-            return [[str(name), self.shape_of_state(one)] for name, one in part.items()]
-        if isinstance(part, list | tuple):
-            return [self.shape_of_state(one) for one in part]
-        return type(part).__qualname__
-
-    def source(self, source: Any) -> Any:
-        """Where batches come from. Of data only the shape counts, which `_sample` and the lengths show."""
-        if isinstance(source, Made):
-            return ["made", self.read(source.make)]
-        if isinstance(source, Longest):
-            return ["longest", self.read(type(source.dataset)), self.read(source.collate), source.lengths()]
-        if isinstance(source, Repeated):
-            return ["repeated", _shapes(source.example)]
-        return self.read(source)
-
-    def _function(self, function: types.FunctionType) -> Any:
-        closure = function.__closure__ or ()
-        cells = [
-            [name, self._cell(cell)]
-            for name, cell in zip(function.__code__.co_freevars, closure, strict=True)
-        ]
-        given = [self.read(function.__defaults__), self.read(function.__kwdefaults__)]
-        version = version_of(function.__module__)
-        if version is not None:
-            return ["function", f"{function.__module__}.{function.__qualname__}", version, cells, given]
-        return ["function", self._code(function.__code__), self._globals(function), cells, given]
-
-    def _cell(self, cell: types.CellType) -> Any:
-        try:
-            return self.read(cell.cell_contents)
-        except ValueError:  # not bound yet
-            return ["empty"]
-
-    def _code(self, code: types.CodeType) -> Any:
-        shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        work = hashlib.sha256(code.co_code + b"|" + code.co_exceptiontable).hexdigest()
-        return ["code", work, list(shape), list(code.co_names), [self.read(one) for one in code.co_consts]]
-
-    def _globals(self, function: types.FunctionType) -> Any:
-        """The globals that a function of the user's names; of the user's modules also their functions."""
-        names, attributes = _named_in(function.__code__)
-        found = []
-        for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            found.append([name, self.read(value)])
-            if isinstance(value, types.ModuleType) and version_of(value.__name__) is None:
-                inside = sorted(attributes & vars(value).keys())
-                found += [[f"{name}.{one}", self.read(vars(value)[one])] for one in inside]
-        return found
-
-    def _class(self, cls: type) -> Any:
-        version = version_of(cls.__module__)
-        bases = [self.read(base) for base in cls.__bases__ if base is not object]
-        if version is None:
-            return ["class", cls.__qualname__, bases, self._members(cls, vars(cls).items())]
-        home = cls.__module__.partition(".")[0]
-        patched = [
-            (name, one)
-            for name, one in vars(cls).items()
-            if isinstance(one, types.FunctionType) and (one.__module__ or "").partition(".")[0] != home
-        ]
-        # A class without patches needs no look at its bases: they are of packages with versions, or read.
-        return ["class", f"{cls.__module__}.{cls.__qualname__}", version, bases, self._members(cls, patched)]
-
-    def _members(self, cls: type, members: Iterable[tuple[str, Any]]) -> list[Any]:
-        found = []
-        for name, member in sorted(members, key=lambda one: one[0]):
-            if name in _CLASS_PARTS:
-                continue
-            if isinstance(member, staticmethod | classmethod):
-                member = member.__func__
-            if isinstance(member, property):
-                member = (member.fget, member.fset)
-            elif isinstance(member, functools.cached_property):
-                member = member.func
-            found.append([name, self.read(member)])
-        return found
-
-    def _object(self, value: Any) -> Any:
-        cls = type(value)
-        if isinstance(value, torch.autocast):
-            return ["autocast", value.device, str(value.fast_dtype), value._enabled, value._cache_enabled]
-        if isinstance(value, torch.amp.GradScaler):
-            return ["scaler", self.read(cls), value.is_enabled()]
-        home = cls.__module__
-        if home.startswith(("torch._ops", "triton")):  # a kernel: its name or its source, not its cache
-            return ["kernel", cls.__qualname__, getattr(value, "src", None) or str(value)]
-        if any(home == one or home.startswith(one + ".") for one in _MACHINERY):
-            return ["object", f"{home}.{cls.__qualname__}"]
-        if cls.__module__ == "builtins" or isinstance(value, types.BuiltinFunctionType):
-            return ["builtin", cls.__qualname__, getattr(value, "__qualname__", None)]
-        own = [[name, self.read(one)] for name, one in _attributes(value)]
-        return ["object", self.read(cls), own, _number_or_text(value)]
+        for group in getattr(optimizer, "param_groups", ())
+    ]
+    own = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
+    hooks = [
+        [name, reader.read(list(own[name].values()))]
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        if own.get(name)
+    ]
+    wrapped = own.get("optimizer")  # of a wrapper such as Accelerate's
+    inner = _optimizer(reader, wrapped, model) if hasattr(wrapped, "param_groups") else None
+    return [reader.read(type(optimizer)), groups, hooks, inner]
 
 
-def _atom(value: object) -> list[str]:
-    # Subclasses aside (`type(value) in _ATOMS`), so that True is no 1 and no repr is the user's.
-    if isinstance(value, str) and len(value) > 200:
-        return ["str", hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()]
-    if type(value) is int and abs(value) >= _IDENTITY:
-        return ["int", "large"]
-    if isinstance(value, bytes):
-        return ["bytes", hashlib.sha256(value).hexdigest()]
-    return [type(value).__name__, repr(value)]
+def _state(part: Any) -> Any:
+    """A part of the declared state: its class, and the tensors in it."""
+    if isinstance(part, nn.Module):
+        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        return [type(part).__qualname__, [[name, tensor_shape(one)] for name, one in tensors.items()]]
+    if isinstance(part, torch.Tensor):
+        return tensor_shape(part)
+    if isinstance(groups := getattr(part, "param_groups", None), list):
+        sizes = [[tensor_shape(one) for one in group["params"]] for group in groups]
+        return [type(part).__qualname__, sizes]
+    if isinstance(part, Mapping):
+        return [[str(name), _state(one)] for name, one in part.items()]
+    if isinstance(part, list | tuple):
+        return [_state(one) for one in part]
+    return type(part).__qualname__
 
 
-def _number_or_text(value: Any) -> list[str] | None:
-    """The value of a number or text of a class of its own: a NumPy scalar, a subclass of int, a date."""
-    for base in (int, float, complex, str, bytes):
-        if isinstance(value, base):
-            return [base.__name__, base.__repr__(value)]
-    if isinstance(value, Number | date | timedelta):
-        return [type(value).__qualname__, repr(value)]
-    if type(value).__module__ == "numpy" and hasattr(value, "item"):
-        return [str(value.dtype), repr(value.item())]
-    return None
+def _source(reader: Reader, source: Any) -> Any:
+    """Where batches come from. Of data only the shape counts, which `_sample` and the lengths show."""
+    if isinstance(source, Made):
+        return ["made", reader.read(source.make)]
+    if isinstance(source, Longest):
+        return ["longest", reader.read(type(source.dataset)), reader.read(source.collate), source.lengths()]
+    if isinstance(source, Repeated):
+        return ["repeated", _shapes(source.example)]
+    return reader.read(source)
 
 
 def _option(name: str, value: Any) -> Any:
@@ -482,57 +203,4 @@ def _option(name: str, value: Any) -> Any:
         return value != 0
     if isinstance(value, tuple | list):
         return [_option("", one) for one in value]
-    return _atom(value) if type(value) in _ATOMS else type(value).__qualname__
-
-
-def _unordered(values: Iterable[object]) -> list[str]:
-    """A set, in an order that no process chooses: each item is read on its own."""
-    return sorted(digest_of(_Reader().read(value)) for value in values)
-
-
-def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """The attributes of an object by name, those in slots too."""
-    own = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                own.setdefault(name, getattr(value, name))
-    yield from sorted((str(name), one) for name, one in own.items()) if _all_text(own) else ()
-
-
-def _all_text(names: Iterable[object]) -> bool:
-    return all(isinstance(name, str) for name in names)
-
-
-def _named_in(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The globals that code names, and the attributes; those of functions inside it too."""
-    names, attributes = set(), set()
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(step.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner_names, inner_attributes = _named_in(constant)
-            names |= inner_names
-            attributes |= inner_attributes
-    return names, attributes
-
-
-@functools.lru_cache(maxsize=4096)
-def version_of(module: str | None) -> str | None:
-    """The version that stands for a module's code; None for code of the user's own, which has none."""
-    top = (module or "").partition(".")[0]
-    if top in sys.stdlib_module_names and top != "__main__":
-        return "python {}.{}".format(*sys.version_info)
-    loaded = sys.modules.get(top)
-    version = getattr(loaded, "__version__", None)
-    if not isinstance(version, str):
-        return None
-    if top in ("torch", "batchfit"):
-        return version
-    file = getattr(loaded, "__file__", None) or ""
-    installed = {"site-packages", "dist-packages"} & set(PurePath(file).parts)
-    return version if installed else None
+    return atom(value) if type(value) in ATOMS else type(value).__qualname__
