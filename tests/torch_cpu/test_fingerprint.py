@@ -136,6 +136,14 @@ def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) + model(batch)).mean()
 
 
+class Packed(torch.optim.SGD):
+    """Keeps what it was told outside its groups."""
+
+    def __init__(self, parameters: Any, *, bits: int) -> None:
+        super().__init__(parameters)
+        self.args = types.SimpleNamespace(bits=bits)
+
+
 def hooked() -> nn.Module:
     model = layers(nn.Dropout(0.1))
     model.register_forward_hook(lambda module, inputs, output: output * 2)
@@ -182,6 +190,8 @@ DIFFERENT: dict[str, Callable[[], batchfit.Workload]] = {
     "foreach": lambda: work(options={"foreach": True}),
     "no foreach": lambda: work(options={"foreach": False}),
     "fused": lambda: work(options={"fused": True}),
+    "8 bits": lambda: work(optimizer=Packed, options={"bits": 8}),
+    "32 bits": lambda: work(optimizer=Packed, options={"bits": 32}),
     "clip": lambda: work(clip_norm=1.0),
     "bf16": lambda: work(autocast=torch.bfloat16),
     "a context": lambda: work(autocast=torch.autocast("cpu", dtype=torch.bfloat16)),

@@ -112,8 +112,11 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
     small = [
         part for part in work.state if not (isinstance(part, nn.Module) or hasattr(part, "param_groups"))
     ]
-    snapshot = Snapshot.take(small)
     why = ""
+    try:
+        snapshot = Snapshot.take(small)
+    except TypeError:  # a state that cannot be put back: the search will refuse it
+        raise NoSampleError("its state cannot be put back") from None
     try:
         return _shapes(source(size))
     except Exception as error:  # noqa: BLE001  the trial will raise it, where the user sees it in its place
@@ -161,9 +164,15 @@ def _optimizer(reader: Reader, optimizer: Any, model: object) -> Any:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         if own.get(name)
     ]
+    # Some keep what they were told beside the groups (bitsandbytes: in `args`).
+    more = [
+        [name, _option(name, one) if type(one) in ATOMS else reader.read(one)]
+        for name, one in sorted(own.items())
+        if not name.startswith("_") and name != "optimizer" and not isinstance(one, Mapping | list)
+    ]
     wrapped = own.get("optimizer")  # of a wrapper such as Accelerate's
     inner = _optimizer(reader, wrapped, model) if hasattr(wrapped, "param_groups") else None
-    return [reader.read(type(optimizer)), groups, hooks, inner]
+    return [reader.read(type(optimizer)), groups, hooks, more, inner]
 
 
 def _state(part: Any) -> Any:
