@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._torch import oom
 from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -121,17 +123,10 @@ def find_batch_size(
         search = replace(search, budget_bytes=budget_bytes)
         before = Recall()
         if store or key is not None:
-            before = recall(
-                work,
-                search,
-                place,
-                ranks,
-                name=key,
-                fresh=fresh,
-                asked_bytes=asked_bytes,
-                steps=steps,
-                soak_steps=soak_steps,
+            make_digest = partial(
+                rank_digest, work, place, name=key, sample_size=search.sizes.first, asked_bytes=asked_bytes
             )
+            before = recall(make_digest, search, ranks, fresh=fresh, steps=steps, soak_steps=soak_steps)
         fit = _search(
             work,
             search,

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._torch.describe import UndescribableError, digest_of
-from batchfit._torch.device import Device
-from batchfit._torch.fingerprint import NoSampleError, environment, state_digest, workload_digest
+from batchfit._torch.fingerprint import NoSampleError
 from batchfit._torch.ranks import Ranks
 from batchfit.results import FitResult
 from batchfit.workload import Workload
@@ -94,30 +93,19 @@ class Recall:
 
 
 def recall(
-    work: Workload,
+    make_digest: Callable[[], str],
     search: Search,
-    place: Device,
     ranks: Ranks,
     *,
-    name: str | None,
     fresh: bool,
-    asked_bytes: int | None,
     steps: int,
     soak_steps: int,
 ) -> Recall:
-    """What the store says about this search, for all ranks."""
+    """What the store says about this search, on all ranks. `make_digest`: this rank's part of the key."""
     mine: str | None = None
     why = ""
     try:
-        mine = digest_of(
-            [
-                ["named", name, state_digest(work)]
-                if name is not None
-                else ["described", workload_digest(work, sample_size=search.sizes.first)],
-                environment(place),
-                ["asked", asked_bytes] if asked_bytes is not None else ["all of", place.total_bytes()],
-            ]
-        )
+        mine = make_digest()
     except NoSampleError:
         pass
     except UndescribableError as error:

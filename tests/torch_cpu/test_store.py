@@ -29,6 +29,7 @@ from batchfit._decide.search import Ask, Search, Told
 from batchfit._recall import Known, confirm, recall
 from batchfit._store import Store
 from batchfit._torch.device import CpuDevice
+from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import SearchStoppedError
 from batchfit.results import REASONS
@@ -100,17 +101,9 @@ def key_of(
 ) -> str:
     """The key under which a search with these settings is stored; nothing is run."""
     search = Search(budget_bytes=budget or 2 * MIB, **changes)
-    found = recall(
-        work or workload(),
-        search,
-        CpuDevice(),
-        Ranks.current(),
-        name=None,
-        fresh=False,
-        asked_bytes=budget,
-        steps=steps,
-        soak_steps=25 if search.soak else 0,
-    )
+    digest = rank_digest(work or workload(), CpuDevice(), name=None, sample_size=1, asked_bytes=budget)
+    soak_steps = 25 if search.soak else 0
+    found = recall(lambda: digest, search, Ranks.current(), fresh=False, steps=steps, soak_steps=soak_steps)
     assert found.key is not None
     return found.key
 
@@ -156,15 +149,9 @@ class TestKey:
             def gather(self, value: object, *, doing: str) -> list[object]:
                 return [value, value]  # as if the other rank held the same
 
-        arguments: dict[str, Any] = {
-            "name": None,
-            "fresh": False,
-            "asked_bytes": 1,
-            "steps": 3,
-            "soak_steps": 25,
-        }
-        two = recall(workload(), Search(), CpuDevice(), cast(Ranks, Two()), **arguments)
-        one = recall(workload(), Search(), CpuDevice(), Ranks.current(), **arguments)
+        rest: dict[str, Any] = {"fresh": False, "steps": 3, "soak_steps": 25}
+        two = recall(lambda: "a digest", Search(), cast(Ranks, Two()), **rest)
+        one = recall(lambda: "a digest", Search(), Ranks.current(), **rest)
         assert None not in (one.key, two.key)
         assert one.key != two.key
 

@@ -36,6 +36,22 @@ class NoSampleError(UndescribableError):
     """No batch could be made: the trial will say so itself."""
 
 
+def rank_digest(
+    work: Workload, device: Device, *, name: str | None, sample_size: int, asked_bytes: int | None
+) -> str:
+    """One rank's part of the key: the workload (or its name and shapes), the device, the budget asked for.
+
+    To be made where the workload is, which may be a child process.
+    """
+    if name is None:
+        what = ["described", workload_digest(work, sample_size=sample_size)]
+    else:
+        what = ["named", name, state_digest(work)]
+    # What is free differs from run to run; how much there is does not.
+    budget = ["all of", device.total_bytes()] if asked_bytes is None else ["asked", asked_bytes]
+    return digest_of([what, environment(device), budget])
+
+
 def workload_digest(work: Workload, *, sample_size: int) -> str:
     """The digest of a workload that knows its model. `sample_size` is the size of the one batch made."""
     return digest_of(described(work, sample_size=sample_size))
