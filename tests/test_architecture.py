@@ -21,7 +21,9 @@ LAYERS = {
     "batchfit.errors": 0,
     "batchfit.results": 0,
     "batchfit._decide": 0,
+    "batchfit._draw": 0,
     "batchfit._files": 0,
+    "batchfit._screen": 0,
     "batchfit._torch": 1,
     "batchfit.workload": 1,
     "batchfit.testing": 1,
@@ -29,17 +31,30 @@ LAYERS = {
     "batchfit._target": 1,
     "batchfit._resume": 2,
     "batchfit._find": 2,
+    "batchfit._explain": 2,
+    "batchfit._predict": 2,
+    "batchfit._recall": 2,
+    "batchfit._store": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
 THIRD_PARTY = {
-    "torch": ("batchfit._torch", "batchfit.workload", "batchfit.testing", "batchfit._find", "batchfit._cli"),
+    "torch": (
+        "batchfit._torch",
+        "batchfit.workload",
+        "batchfit.testing",
+        "batchfit._find",
+        "batchfit._predict",
+        "batchfit._explain",
+        "batchfit._cli",
+    ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results",),
     "typer": ("batchfit._cli",),
     "click": ("batchfit._cli",),
     "rich": ("batchfit._cli",),
+    "matplotlib": ("batchfit._cli.plot",),
 }
 
 

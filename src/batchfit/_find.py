@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -27,10 +28,12 @@ import batchfit
 from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
+from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
 from batchfit._torch import oom
 from batchfit._torch.child import count_elements
 from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.isolate import Children, Factory, RunOne
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
@@ -74,6 +77,9 @@ def find_batch_size(
     isolate: bool = False,
     timeout_s: float | None = None,
     resume: str | os.PathLike[str] | None = None,
+    store: bool = False,
+    fresh: bool = False,
+    key: str | None = None,
     on_trial: OnTrial | None = None,
 ) -> FitResult:
     """Find the largest batch size that runs, and keeps running.
@@ -97,13 +103,18 @@ def find_batch_size(
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
         soak_steps: steps in the soak that the answer has to survive; 0 for none.
         max_trials, time_limit_s: end the search early with what it has.
-        predict: "guided" on a GPU begins with what a prediction says, where the step can be traced.
+        predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
+            `isolate`.
         device: where the workload runs; default: where its state is.
         isolate: run each trial in a child process, so that one that is killed, hangs or poisons the device
             counts as too big and the search goes on.
         timeout_s: with `isolate`, stop a child whose step (or whose loading) takes longer; default: never.
         resume: a file in which the search is kept after each trial, and from which a later call with the
             same settings goes on.
+        store: use answers found before, each confirmed by one trial, and keep this one; not with `isolate`.
+        fresh: search even if there is a stored answer, and replace it.
+        key: a name for this workload in the store, for a step that says nothing about itself; turns
+            `store` on.
         on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
 
     Raises:
@@ -131,6 +142,9 @@ def find_batch_size(
             soak=soak_steps != 0,
         )
         check_steps(steps, soak_steps, time_limit_s, on_trial)
+        if type(predict) is not bool:
+            raise TypeError(f"predict must be True or False, not {predict!r}")
+        check_store(store, fresh, key, work, isolate=isolate)
         asked_bytes = None if budget is None else parse_bytes(budget)
         file = None if resume is None else ResumeFile(resume)
         asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
@@ -142,6 +156,7 @@ def find_batch_size(
             runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
         place = runs.place
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
+        settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
         search = replace(search, budget_bytes=budget_bytes)
@@ -159,7 +174,20 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
-        return _search(
+        before = Recall()
+        if isinstance(runs, Here) and (store or key is not None):
+            make_digest = partial(
+                rank_digest,
+                runs.work,
+                runs.place,
+                name=key,
+                sample_size=search.sizes.first,
+                asked_bytes=asked_bytes,
+            )
+            before = recall(
+                make_digest, search, ranks, fresh=fresh, steps=steps, soak_steps=soak_steps, predict=predict
+            )
+        fit = _search(
             search,
             trials,
             runs,
@@ -171,7 +199,9 @@ def find_batch_size(
             on_trial=on_trial,
             file=file,
             begun=begun,
+            known=before.known,
         )
+        return before.keep(fit)
 
 
 def _search(
@@ -187,6 +217,7 @@ def _search(
     on_trial: OnTrial | None,
     file: ResumeFile | None,
     begun: float,
+    known: Known | None,
 ) -> FitResult:
     before, earlier_s = len(trials), 0.0 if file is None else file.earlier_s
     budget_bytes = search.budget_bytes or 0
@@ -219,27 +250,32 @@ def _search(
         return learned
 
     with runs.trying(budget_bytes) as run_one:
-        if predict and not trials:  # a resumed search has had its look, and keeps what it predicted
+        search, confirmed = confirm(search, known, attempt)
+        # A resumed search has had its look, and keeps what it predicted.
+        if predict and not confirmed and not before:
             search = _foreseen(search, runs, attempt, ranks)
             now = replace(now, predicted=search.predicted)
-        ended = run(search, attempt)
+        ended = search if confirmed else run(search, attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
     ranks.settle()
     if before == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
-    if ended.stopped_because == "largest" and ranks.is_main:
+    if ended.stopped_because == "largest" and not confirmed and ranks.is_main:
         log.warning(
             "memory on %s does not grow with the batch size: is it where the step runs?", runs.place.name
         )
-    return fit_result(
+    fit = fit_result(
         ended,
         trials,
-        stopped_because=ended.stopped_because or "time_limit",
+        stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
         budget_bytes=budget_bytes,
         device=runs.place.name,
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
     )
+    if known is None or not confirmed:
+        return fit
+    return fit.model_copy(update={"from_store": True, "stored_age_s": known.age_s})
 
 
 def _traceable(work: Workload, place: Device) -> bool:

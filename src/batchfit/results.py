@@ -33,6 +33,7 @@ REASONS = {
     "max_trials": "max_trials was reached",
     "time_limit": "time_limit_s was reached",
     "interrupted": "the search was interrupted",
+    "stored": "a stored answer was confirmed by one trial",
 }
 
 
@@ -121,7 +122,10 @@ class Trial(Result):
 
 
 class FitResult(Result):
-    """What `find_batch_size` answers: the largest size of one forward/backward in one process."""
+    """What `find_batch_size` answers: the largest size of one forward/backward in one process.
+
+    `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
+    """
 
     kind: Literal["fit"] = "fit"
     schema_version: int = SCHEMA_VERSION
@@ -137,6 +141,8 @@ class FitResult(Result):
     trials_resumed: int = 0
     batchfit_version: str = ""
     torch_version: str = ""
+    from_store: bool = False
+    stored_age_s: float | None = None
 
     @property
     def sustained(self) -> bool:

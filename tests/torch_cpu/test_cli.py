@@ -133,7 +133,7 @@ class TestFlags:
             for name, parameter in inspect.signature(batchfit.find_batch_size).parameters.items()
             if name not in ("workload", "on_trial")
         }
-        assert flags == keywords
+        assert flags == {**keywords, "store": True}  # off in a program, on at the command line: `_cli/app.py`
         assert default_settings() == keywords
         assert set(FindSettings.__annotations__) == set(keywords)
 
@@ -148,14 +148,15 @@ class TestFlags:
         given: dict[str, object] = {
             "budget": "24GiB", "max_size": 64, "min_size": 2, "strategy": "grow", "multiple_of": 2,
             "power_of_two": True, "tolerance": 0.5, "start": 4, "attempts": 7, "steps": 4, "soak_steps": 9,
-            "max_trials": 11, "time_limit_s": 2.5, "device": "cpu",
-            "isolate": True, "timeout_s": 1.5, "resume": "search.json",
+            "max_trials": 11, "time_limit_s": 2.5, "predict": False, "device": "cpu",
+            "isolate": True, "timeout_s": 1.5, "resume": "search.json", "store": True, "fresh": True,
+            "key": "mine",
         }  # fmt: skip
         assert set(given) == set(FindSettings.__annotations__)
         arguments = ["find", "train.py:make"]
         for name, value in given.items():
-            flag = f"--{name.replace('_', '-')}"
-            arguments += [flag] if value is True else [flag, str(value)]
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            arguments += [flag] if isinstance(value, bool) else [flag, str(value)]
         seen: list[FindSettings] = []
 
         def catch(text: str, settings: FindSettings, **rest: object) -> Code:

@@ -96,6 +96,7 @@ def make() -> Workload:
 assert_type(batchfit.find_batch_size(make, isolate=True, timeout_s=60, resume=Path("s.json")), FitResult)
 assert_type(batchfit.find_batch_size("train.py:make", isolate=True, resume="search.json"), FitResult)
 assert_type(fit.trials_resumed, int)
+assert_type(batchfit.find_batch_size(workload, store=True, fresh=True, key="mine").from_store, bool)
 assert_type(
     batchfit.find_batch_size(
         workload,

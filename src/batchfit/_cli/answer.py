@@ -47,6 +47,9 @@ def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list
         ("stopped", f"because {fit.reason}"),
         ("use it", f"DataLoader(dataset, batch_size={fit.batch_size})"),
     ]
+    if fit.from_store:
+        age = format_age(fit.stored_age_s or 0.0)
+        lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
     if saved is not None:
         lines.append(("saved", str(saved)))
     if next_command:
@@ -87,6 +90,14 @@ def show_answer(
     for label, text in rows:
         strong = "bold" if label in ("use it", "next") else ""
         console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
+
+
+def format_age(age_s: float) -> str:
+    """`40 seconds`, `3 hours`, `12 days`: one number, rounded down."""
+    for noun, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if age_s >= length_s:
+            return count_of(int(age_s // length_s), noun)
+    return count_of(int(age_s), "second")
 
 
 def count_of(number: int, noun: str) -> str:

@@ -47,10 +47,14 @@ class FindSettings(TypedDict):
     soak_steps: int
     max_trials: int | None
     time_limit_s: float | None
+    predict: bool
     device: str | None
     isolate: bool
     timeout_s: float | None
     resume: str | None
+    store: bool
+    fresh: bool
+    key: str | None
 
 
 def default_settings() -> FindSettings:
@@ -169,6 +173,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         progress.note(job.intro)
     progress.doing("loading torch")
     from batchfit import _find
+    from batchfit._recall import check_store
     from batchfit._torch.device import resolve_device
     from batchfit._torch.isolate import Factory
 
@@ -184,6 +189,8 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     try:
         _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
         _find.check_isolation(settings["isolate"], settings["timeout_s"])
+        settings = stored_where_possible(settings)
+        check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
         _take_up(settings["resume"], watch, progress)
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
             watched = Factory(job.what, on_loaded=loaded, on_step=watch.step)
@@ -192,6 +199,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
                 resolve_device(settings["device"])
             progress.doing(f"loading {job.what}")
             workload = job.make()
+            settings = stored_where_possible(settings, workload)
             device = resolve_device(settings["device"], near=workload.state)
             loaded(device.name, device.budget_bytes())
             watched = watch.over(workload)
@@ -234,6 +242,20 @@ def _take_up(resume: str | None, watch: Watch, progress: Progress) -> None:
     if kept is not None and kept.trials:
         watch.trials.extend(kept.trials)
         progress.note(f"going on with the search in {resume}: {count_of(len(kept.trials), 'trial')} in it")
+
+
+def stored_where_possible(settings: FindSettings, workload: Workload | None = None) -> FindSettings:
+    """The settings for this workload: the command's default must not refuse what has no key.
+
+    That is a step without a model, and what a child makes; a flag that asks for the store is refused later.
+    """
+    if not settings["store"]:
+        return {**settings, "key": None}
+    if settings["isolate"] and settings["key"] is None and not settings["fresh"]:
+        return {**settings, "store": False}
+    if workload is not None and workload.model is None and settings["key"] is None:
+        return {**settings, "store": False, "fresh": False}
+    return settings
 
 
 def _deliver(

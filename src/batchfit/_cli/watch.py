@@ -35,7 +35,7 @@ class Watch:
 
     def over(self, workload: Workload) -> Workload:
         """The same workload, watched."""
-        return workload.with_step(self._watched(workload.step))
+        return workload._watched(self._watched(workload.step))
 
     def on_trial(self, trial: Trial, budget_bytes: int) -> None:
         """For `find_batch_size(on_trial=...)`."""
