@@ -287,14 +287,16 @@ def _foreseen(
     search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None], ranks: Ranks
 ) -> Search:
     """The search after one small trial that checks the prediction, with what it then predicts."""
-    left = 3 if search.max_trials is None else search.max_trials - len(search.told)
-    if left < 2 or search.ask() is None:  # a look must leave a trial for the answer
+    # A look must leave two trials: the last one is the soak of what has run, which would be the look.
+    few = search.max_trials is not None and search.max_trials - len(search.told) < 3
+    if few or search.ask() is None:
         return search
     sight = None
     if isinstance(runs, Here) and _traceable(runs.work, runs.place):
         sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
     look = ranks.minimum(0 if sight is None else sight.look_first() or 0, doing="the prediction")
-    if sight is None or look not in search.sizes:
+    failed = min((one.size for one in search.told if not one.fits), default=look + 1)
+    if sight is None or look not in search.sizes or look >= failed:
         look = 0
     if ranks.minimum(look, doing="the size to look at first"):
         assert sight is not None
