@@ -164,6 +164,22 @@ def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, An
     }
 
 
+def run_explain(model: str, precision: str, cap: str) -> dict[str, Any]:
+    """What explain says would change the largest batch."""
+    import batchfit
+    import zoo
+
+    workload = zoo.make(model, precision)
+    begun = time.perf_counter()
+    told = batchfit.explain_memory(workload, batch_size=8, budget=round(float(cap) * GIB))
+    return {
+        "seconds_explain": time.perf_counter() - begun,
+        "largest": told.largest,
+        "what_ifs": [json.loads(one.to_json()) for one in told.what_ifs],
+        "unseen": list(told.unseen),
+    }
+
+
 def OpLog() -> Any:  # noqa: N802
     """A dispatch mode that writes down which operation made which allocations (counted from the start)."""
     import torch
@@ -429,7 +445,10 @@ class Pool:
                 if time.monotonic() < self.ends:
                     begun = time.perf_counter()
                     blind = arguments[1] == "predict" and arguments[-1] == "none"
-                    answer = child(arguments, {"CUDA_VISIBLE_DEVICES": ""} if blind else None)
+                    environment = {"CUDA_VISIBLE_DEVICES": ""} if blind else {}
+                    if "@expandable" in arguments[2]:
+                        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+                    answer = child(arguments, environment)
                     with self.turn:
                         done(key, answer, time.perf_counter() - begun)
             finally:
@@ -445,7 +464,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("truth", "find", "predict", "history", "page", "child"))
+    parser.add_argument("what", choices=("truth", "find", "predict", "explain", "history", "page", "child"))
     parser.add_argument("--mode", choices=("none", "gpu", "calibrated"), default="gpu")
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("prediction_gpu.json"))
@@ -460,7 +479,13 @@ def main() -> None:
         name, *rest = given.rest
         if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             capped(float(rest[2]))
-        runs = {"truth": run_truth, "find": run_find, "predict": run_predict, "history": run_history}
+        runs = {
+            "truth": run_truth,
+            "find": run_find,
+            "predict": run_predict,
+            "explain": run_explain,
+            "history": run_history,
+        }
         answer = runs[name](*rest)
         print(json.dumps(answer))
         return

@@ -1,6 +1,7 @@
 """The models that prediction and find are measured on: random weights from configs, batches made on the spot.
 
     workload = zoo.make("gpt2", "bf16", device="cuda")
+    workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference
 
 `CORE` is what the code was developed beside; `HELD_OUT` was chosen after the code was frozen and is reported
 apart. Each model is a training step with AdamW: fp32 (TF32 off), "bf16" (autocast) or "bf16_params".
@@ -8,6 +9,7 @@ apart. Each model is a training step with AdamW: fp32 (TF32 off), "bf16" (autoca
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +43,7 @@ CORE = (
     "dcgan",
     "mlp",
 )
-HELD_OUT: tuple[str, ...] = ()
+HELD_OUT = ("gpt_neox", "efficientnet", "segformer", "clip")
 PRECISIONS = ("fp32", "bf16", "bf16_params")
 
 MakeBatch = Callable[[int], Any]
@@ -57,6 +59,9 @@ def make(
     checkpointing: bool = False,
 ) -> batchfit.Workload:
     """The workload of a model, on `device` (built on `build_on`, "meta" for what fits nowhere)."""
+    name, _, variant = name.partition("@")
+    if variant == "checkpointing":
+        checkpointing = True
     torch.manual_seed(0)
     with torch.device(build_on or "cpu"):
         model, make_batch, loss_fn = _BUILD[name](device if build_on is None else build_on)
@@ -66,12 +71,25 @@ def make(
     if precision == "bf16_params":
         model = model.to(torch.bfloat16)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if variant == "short":
+        make_batch = _halved(make_batch)
+    if variant == "generate":
+        prompts = _tokens(30000, 128, device)
+        return batchfit.generation(
+            model, lambda n: {"input_ids": prompts(n)["input_ids"]}, max_new_tokens=64, use_cache=True
+        )
     autocast = torch.bfloat16 if precision == "bf16" else None
+    if variant == "inference":
+        return batchfit.inference(model, make_batch, autocast=autocast)
     if name == "dcgan":
         return _gan(model, make_batch, autocast)
     made = _OPTIMIZERS[optimizer](model.parameters())
     return batchfit.training(model, made, loss_fn, make_batch, autocast=autocast)
+
+
+def _halved(make_batch: MakeBatch) -> MakeBatch:
+    return lambda n: {name: value[:, : value.shape[1] // 2].clone() for name, value in make_batch(n).items()}
 
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -136,7 +154,7 @@ def _qwen(device: str) -> Any:
     return hf.Qwen2ForCausalLM(config), _tokens(151936, 512, device), _hf_loss
 
 
-def llama70b(device: str) -> Any:
+def _llama70b(device: str) -> Any:
     """The shape of Llama 3 70B: for tracing on the meta device only."""
     config = hf.LlamaConfig(
         hidden_size=8192,
@@ -148,6 +166,12 @@ def llama70b(device: str) -> Any:
         use_cache=False,
     )
     return hf.LlamaForCausalLM(config), _tokens(128256, 2048, device), _hf_loss
+
+
+def _llama7b(device: str) -> Any:
+    """The shape of Llama 2 7B: for tracing on the meta device only."""
+    config = hf.LlamaConfig(use_cache=False)
+    return hf.LlamaForCausalLM(config), _tokens(32000, 2048, device), _hf_loss
 
 
 def _llama1b(device: str) -> Any:
@@ -390,13 +414,50 @@ def _gan(model: Any, make_batch: MakeBatch, autocast: torch.dtype | None) -> bat
     return batchfit.Workload(step, state=[model, for_g, for_d])
 
 
+def _gpt_neox(device: str) -> Any:
+    config = hf.GPTNeoXConfig(
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        vocab_size=50432,
+        use_cache=False,
+    )
+    return hf.GPTNeoXForCausalLM(config), _tokens(50432, 512, device), _hf_loss
+
+
+def _segformer(device: str) -> Any:
+    def make_batch(n: int) -> dict[str, torch.Tensor]:
+        return {
+            "pixel_values": torch.randn(n, 3, 256, 256, device=device),
+            "labels": torch.randint(0, 150, (n, 256, 256), device=device),
+        }
+
+    return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=150)), make_batch, _hf_loss
+
+
+def _clip(device: str) -> Any:
+    def make_batch(n: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": torch.randint(0, 49408, (n, 77), device=device),
+            "pixel_values": torch.randn(n, 3, 224, 224, device=device),
+        }
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, return_loss=True).loss
+        return loss
+
+    return hf.CLIPModel(hf.CLIPConfig()), make_batch, loss_fn
+
+
 _BUILD: dict[str, Callable[[str], Any]] = {
     "gpt2": _gpt2,
     "gpt2_eager": lambda device: _gpt2(device, "eager"),
     "llama110m": _llama,
     "qwen05b": _qwen,
     "llama1b": _llama1b,
-    "llama70b": llama70b,
+    "llama7b": _llama7b,
+    "llama70b": _llama70b,
     "opt125m": _opt,
     "bert": _bert,
     "distilbert": _distilbert,
@@ -414,4 +475,13 @@ _BUILD: dict[str, Callable[[str], Any]] = {
     "lstm": _lstm,
     "dcgan": _dcgan,
     "mlp": _mlp,
+    "gpt_neox": _gpt_neox,
+    "efficientnet": _vision(
+        hf.EfficientNetForImageClassification,
+        functools.partial(
+            hf.EfficientNetConfig, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280
+        ),
+    ),
+    "segformer": _segformer,
+    "clip": _clip,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import batchfit
+from batchfit._cli.exits import Code
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = ("predict.md", "explain.md")  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
@@ -22,6 +28,8 @@ def pages_with_code() -> list[Path]:
 @pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    if page.name in GUIDES:
+        blocks = blocks[1:]  # the first one is run below, where its output is read
     # One import of torch a page (it is the cost), one forked process a block.
     runner = tmp_path / "blocks.py"
     for number, block in enumerate(blocks):
@@ -63,6 +71,46 @@ def test_the_readme_example_is_short_and_prints_what_it_says(tmp_path: Path) -> 
         ]
 
     assert timeless(shown.group(1)) == timeless(done.stdout)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_shows_what_its_example_prints(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    block = BLOCK.search(page)
+    assert block is not None
+    shown = re.search(r"```text\n(.*?)```", page[block.end() :], re.DOTALL)
+    assert shown is not None
+    (tmp_path / "train.py").write_text(block.group(1), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stderr
+    number = re.compile(r"\d+(?:\.\d+)?")
+    for told, real in itertools.zip_longest(_steady(shown.group(1)), _steady(done.stdout), fillvalue=""):
+        assert number.sub("N", told) == number.sub("N", real)
+        # Versions of torch differ a little in what they allocate.
+        assert [float(n) for n in number.findall(told)] == [
+            pytest.approx(float(n), rel=0.05, abs=0.2) for n in number.findall(real)
+        ], f"{name} says {told!r}, and it is {real!r}"
+
+
+def _steady(text: str) -> list[str]:
+    """Lines without seconds, and without bars and columns, whose lengths are the numbers beside them."""
+    lines = (re.sub(r"[0-9.]+ s$|[█▏▎▍▌▋▊▉]+", "", line) for line in text.splitlines())
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_every_public_name_and_exit_code_is_in_the_list() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in batchfit.__all__:
+        assert f"`{name}`" in page
+    for code in Code:
+        assert re.search(rf"^\| (\d+, )?{int(code)}\b", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize(

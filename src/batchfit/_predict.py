@@ -82,8 +82,8 @@ def predict_batch_size(
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = _budgets(budget, card, work if here else None)
-    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
     settings = allocator_rules(expandable_segments)
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual: tuple[float, float] = (0.0, 0.0)
     trials: tuple[Trial, ...] = ()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.allocator import MIB, Block, CachingAllocator, Replay, Rules, _AddressSpace, replay
+from batchfit._decide.addresses import AddressSpace
+from batchfit._decide.allocator import MIB, Block, CachingAllocator, Replay, Rules, replay
 
 EXPANDABLE = Rules(expandable_segments=True)
 
@@ -129,7 +130,7 @@ def test_a_block_joins_both_neighbours_and_no_other_segment() -> None:
 
 
 def test_segments_lie_as_on_a_card() -> None:
-    space = _AddressSpace()
+    space = AddressSpace()
     top = space.take(20 * MIB)
     below = space.take(20 * MIB)
     assert below == top - 32 * MIB, "chunks of 32 MiB, downwards"
@@ -152,7 +153,7 @@ def test_segments_lie_as_on_a_card() -> None:
 
 
 def test_the_smallest_hole_of_a_chunk() -> None:
-    space = _AddressSpace()
+    space = AddressSpace()
     start = space.take(60 * MIB)
     assert space.take(2 * MIB) == start + 60 * MIB
     space.give(start, 60 * MIB)
@@ -163,7 +164,7 @@ def test_the_smallest_hole_of_a_chunk() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100), st.integers(1, 70)), max_size=60))
 def test_segments_never_overlap(moves: list[tuple[bool, int, int]]) -> None:
-    space = _AddressSpace()
+    space = AddressSpace()
     held: list[tuple[int, int]] = []
     for gives, which, size in moves:
         if gives and held:
@@ -561,7 +562,7 @@ class Plain:
         self.capacity = capacity
         self.max_split = max_split
         self.segments: list[tuple[int, bool, list[list[Any]]]] = []
-        self.addresses = _AddressSpace()
+        self.addresses = AddressSpace()
         self.retries = 0
         self.peak = 0
 

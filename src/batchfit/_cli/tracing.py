@@ -45,7 +45,7 @@ _NO_GPU_WORDS = (
 STYLES = {
     "strong": "bold",
     "dim": "dim",
-    "head": "bold underline",
+    "head": "bold",
     "good": "bold green",
     "warn": "yellow",
     "level": "yellow",

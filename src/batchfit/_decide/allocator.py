@@ -13,7 +13,7 @@ Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.
   request but pages are mapped, so reserved may pass the capacity by less than a page. That is how it is.
 
 What is not known here is where the driver puts a new segment, and that decides which of two free blocks of
-equal size is taken: `_AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
+equal size is taken: `AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
 of that card (torch 2.11, 106,000 allocations, 19 retries) replay without a difference in any event; with
 ours, which were fitted to these runs, 27 do, and the worst peak is 3.4 % off. Only default settings were
 compared with a card: not expandable segments, `max_split_size`, garbage collection or divisions.
@@ -23,103 +23,24 @@ end of an expandable range (9/8 of the card), nor a card that is itself full whi
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-MIB = 2**20
+from batchfit._decide.addresses import RANGE_BYTES, AddressSpace
+from batchfit._decide.allocator_rules import DIVISION_STEPS, MIB, OWN_SEGMENT, Rules
+
+__all__ = ["MIB", "Block", "CachingAllocator", "Replay", "Rules", "replay"]
+
 GRAIN = 512
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
-OWN_SEGMENT = 10 * MIB
 SEGMENT_GRAIN = 2 * MIB
 
 # A free block's key is its size, then its address, in one number: comparing numbers is what makes it fast.
 _ADDRESS_BITS = 56
-_RANGE_BYTES = 1 << 54
-_CHUNK = 32 * MIB  # what the driver takes addresses in
 _ENDLESS = 1 << 100
-# Divisions are set for each power of two from 1 MiB to 32 GiB; what lies outside takes the nearest.
-_DIVISION_STEPS = 16
-_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Allocator settings that change what fits (PYTORCH_CUDA_ALLOC_CONF).
-
-    >>> Rules.from_environment("expandable_segments:True,max_split_size_mb:128").max_split_size_bytes
-    134217728
-    """
-
-    expandable_segments: bool = False
-    max_split_size_bytes: int | None = None
-    # Nothing, one number for all sizes, or 16: one for each power of two from 1 MiB on. 0 and 1 mean none.
-    roundup_power2_divisions: tuple[int, ...] = ()
-    garbage_collection_threshold: float = 0.0
-    large_segment_bytes: int = 20 * MIB
-    max_non_split_rounding_bytes: int | None = None  # None: as large_segment_bytes
-
-    def __post_init__(self) -> None:
-        # What PyTorch refuses too. With it, a free block of max_split_size or more is always a whole segment.
-        large, split = self.large_segment_bytes, self.max_split_size_bytes
-        if large <= OWN_SEGMENT or large % MIB:
-            raise ValueError(f"large_segment_bytes must be whole MiB, more than 10, not {large!r}")
-        if split is not None and (split < large or split % MIB):
-            raise ValueError(f"max_split_size_bytes must be whole MiB, at least {large}, not {split!r}")
-        rounding = self.max_non_split_rounding_bytes
-        if rounding is not None and rounding < large:
-            raise ValueError(f"max_non_split_rounding_bytes must be at least {large}, not {rounding!r}")
-        divisions = self.roundup_power2_divisions
-        if len(divisions) not in (0, 1, _DIVISION_STEPS) or any(n < 0 or n & (n - 1) for n in divisions):
-            raise ValueError(
-                f"roundup_power2_divisions must be 0, 1 or {_DIVISION_STEPS} powers of two, not {divisions!r}"
-            )
-        threshold = self.garbage_collection_threshold
-        if not 0.0 <= threshold < 1.0:
-            raise ValueError(f"garbage_collection_threshold must be from 0 to below 1, not {threshold!r}")
-
-    @classmethod
-    def from_environment(cls, text: str) -> Rules:
-        """The rules that a value of PYTORCH_CUDA_ALLOC_CONF sets; other keys are passed over."""
-        found = {key: value.strip() for key, value in _SETTING.findall(text)}
-        try:
-            return cls(
-                expandable_segments=found.get("expandable_segments") == "True",
-                max_split_size_bytes=_parse_mib(found.get("max_split_size_mb")),
-                roundup_power2_divisions=_parse_divisions(found.get("roundup_power2_divisions", "[]")),
-                garbage_collection_threshold=float(found.get("garbage_collection_threshold", 0.0)),
-                large_segment_bytes=_parse_mib(found.get("large_segment_size_mb")) or 20 * MIB,
-                max_non_split_rounding_bytes=_parse_mib(found.get("max_non_split_rounding_mb")),
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"allocator settings must be what PyTorch takes, not {text!r}: {error}"
-            ) from None
-
-
-def _parse_mib(text: str | None) -> int | None:
-    return None if text is None else int(text) * MIB
-
-
-def _parse_divisions(text: str) -> tuple[int, ...]:
-    """`"4"`, or `"[256:1,512:2,>:4]"`: a list goes by size in MiB, each entry for its power of two alone."""
-    if not text.startswith("["):
-        return (int(text),)
-    entries = [entry.split(":") for entry in re.sub(r"\s", "", text[1:-1]).split(",") if entry]
-    divisions = [0] * _DIVISION_STEPS
-    last = 0
-    for position, (size, count) in enumerate(entries):
-        if size == ">":  # all sizes above the entry before it
-            divisions[last + 1 :] = [int(count)] * (_DIVISION_STEPS - last - 1)
-            continue
-        last = min(int(size).bit_length() - 1, _DIVISION_STEPS - 1)
-        if position == 0:  # the first entry is for all smaller sizes too
-            divisions[:last] = [int(count)] * last
-        divisions[last] = int(count)
-    return tuple(divisions) if entries else ()
 
 
 @final
@@ -167,7 +88,7 @@ class _Pool:
         del self.blocks[key]
 
     def reserve_range(self, address: int) -> None:
-        block = Block(address, _RANGE_BYTES, self)
+        block = Block(address, RANGE_BYTES, self)
         block.mapped = False
         self.unmapped.append((address, block))
 
@@ -207,66 +128,6 @@ def _put_between(block: Block, before: Block | None, after: Block | None) -> Non
 
 
 @final
-class _AddressSpace:
-    """Where the driver puts segments, as an H200's was seen to.
-
-    It takes addresses in chunks of whole 32 MiB, from the highest gap with room: each chunk lies below the
-    one before it. A segment goes into the newest chunk with room, there into the smallest hole, at its low
-    end; else to the low end of a new chunk. A chunk that holds nothing any more is given up.
-    """
-
-    __slots__ = ("gaps", "holes", "lengths", "starts")
-
-    def __init__(self) -> None:
-        self.gaps = [(0, _RANGE_BYTES)]
-        self.starts: list[int] = []  # of the chunks, by address
-        self.lengths: dict[int, int] = {}
-        self.holes: dict[int, list[tuple[int, int]]] = {}  # of each chunk, oldest first
-
-    def take(self, size: int) -> int:
-        for holes in reversed(self.holes.values()):
-            room = [hole for hole in holes if hole[1] >= size]
-            if room:
-                address, length = best = min(room, key=lambda hole: hole[1])
-                position = holes.index(best)
-                holes[position : position + 1] = [(address + size, length - size)] if length > size else []
-                return address
-        return self._take_chunk(size)
-
-    def _take_chunk(self, size: int) -> int:
-        length = -(-size // _CHUNK) * _CHUNK
-        position = max(place for place, gap in enumerate(self.gaps) if gap[1] >= length)
-        address, room = self.gaps[position]
-        self.gaps[position : position + 1] = [(address, room - length)] if room > length else []
-        start = address + room - length
-        insort(self.starts, start)
-        self.lengths[start] = length
-        self.holes[start] = [(start + size, length - size)] if length > size else []
-        return start
-
-    def give(self, address: int, size: int) -> None:
-        position = bisect_right(self.starts, address) - 1
-        start = self.starts[position]
-        holes = self.holes[start]
-        _add_hole(holes, address, size)
-        if holes[0] == (start, self.lengths[start]):
-            del self.starts[position], self.holes[start]
-            _add_hole(self.gaps, start, self.lengths.pop(start))
-
-
-def _add_hole(holes: list[tuple[int, int]], address: int, size: int) -> None:
-    """Put a hole among others sorted by address, joined with those next to it."""
-    position = bisect_left(holes, (address,))
-    if position < len(holes) and holes[position][0] == address + size:
-        size += holes.pop(position)[1]
-    if position and sum(holes[position - 1]) == address:
-        position -= 1
-        address, before = holes.pop(position)
-        size += before
-    holes.insert(position, (address, size))
-
-
-@final
 class CachingAllocator:
     """One simulated device: stream order, one stream.
 
@@ -283,7 +144,7 @@ class CachingAllocator:
         self._capacity = _ENDLESS if capacity_bytes is None else capacity_bytes
         self._expandable = rules.expandable_segments
         self._divisions = rules.roundup_power2_divisions * (
-            _DIVISION_STEPS if len(rules.roundup_power2_divisions) == 1 else 1
+            DIVISION_STEPS if len(rules.roundup_power2_divisions) == 1 else 1
         )
         self._max_split = _ENDLESS if rules.max_split_size_bytes is None else rules.max_split_size_bytes
         self._rounding = rules.max_non_split_rounding_bytes or rules.large_segment_bytes
@@ -296,10 +157,10 @@ class CachingAllocator:
             least_rest=GRAIN if self._expandable else MIB + GRAIN,
             split_below=_ENDLESS if self._expandable else self._max_split,
         )
-        self._addresses = _AddressSpace()
+        self._addresses = AddressSpace()
         if self._expandable:
             self._large.reserve_range(0)  # both start at a page: 20 MiB do not divide the other address
-            self._small.reserve_range(_RANGE_BYTES)
+            self._small.reserve_range(RANGE_BYTES)
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.requested_bytes = 0
@@ -555,7 +416,7 @@ def _nothing(requested_bytes: int) -> Block:
 def _round_up(requested: int, size: int, divisions: tuple[int, ...]) -> int:
     """The next of the equal steps between two powers of two (`roundup_power2_divisions`)."""
     power = requested.bit_length() - 1
-    count = divisions[min(max(power - 20, 0), _DIVISION_STEPS - 1)]
+    count = divisions[min(max(power - 20, 0), DIVISION_STEPS - 1)]
     if count <= 1 or requested <= GRAIN * count:
         return size
     step = (1 << power) // count

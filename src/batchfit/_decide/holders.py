@@ -22,7 +22,7 @@ _NAMED = ("weights", "gradients", "optimizer")  # their origin names a tensor: t
 _OPENS = 0.05  # a module that holds less of the peak is not told in parts
 _ROWS = 12
 _INSIDE = 6
-_ALIKE = 2.0  # blocks of one class are alike up to this ratio of their weights
+_ALIKE = 2.0  # blocks of one class are alike if their weights are within this ratio of the middle one's
 
 
 @final
@@ -51,7 +51,7 @@ class Peak:
     @classmethod
     def of(cls, trace: Trace) -> Peak:
         begin = _last_begins(trace)
-        total = best = 0
+        total, best = 0, -1
         moment = max(begin - 1, 0)
         for position, event in enumerate(trace.events):
             total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
@@ -250,9 +250,10 @@ def _alike(trace: Trace, classes: Mapping[str, str]) -> dict[str, str]:
             siblings[parent, kind].append(path)
     found: dict[str, str] = {}
     for (_, kind), paths in siblings.items():
-        sizes = [weights[path] for path in paths]
-        if len(paths) > 1 and max(sizes) <= _ALIKE * min(sizes):
-            found.update((path, kind) for path in paths)
+        middle = sorted(weights[path] for path in paths)[len(paths) // 2]
+        near = [path for path in paths if middle / _ALIKE <= weights[path] <= middle * _ALIKE]
+        if len(near) > 1:  # a first or last one may be another size: it stays alone
+            found.update((path, kind) for path in near)
     return found
 
 
@@ -311,16 +312,19 @@ def _own_name(peak: Peak, node: _Node) -> str:
 
 def _told(peak: Peak, node: _Node) -> Held:
     blocks = node.blocks()
-    name = node.name
     parts: tuple[Held, ...] = ()
-    if node.kind and node.repeats > 1:
-        name = f"{node.name} ({node.repeats} x {node.kind})"
     if node.children:
         size = sum(map(peak.size_of, blocks))
         rows = _opened(peak, node, limit=_INSIDE, least=0.25 * size, inside=True)
-        inner = [(row.name.removeprefix(node.name).lstrip(".: "), row) for row in rows]
+        inner = [(_shown(row, within=node).removeprefix(node.name).lstrip(".: "), row) for row in rows]
         parts = tuple(_ranked(peak.held(one, row.blocks(), repeats=row.repeats) for one, row in inner))
-    return peak.held(name, blocks, repeats=node.repeats, parts=parts)
+    return peak.held(_shown(node), blocks, repeats=node.repeats, parts=parts)
+
+
+def _shown(node: _Node, within: _Node | None = None) -> str:
+    """A node's name; alike modules with their number (in one of `within`) and their class."""
+    count = node.repeats // (1 if within is None else within.repeats)
+    return f"{node.name} ({count} x {node.kind})" if node.kind and count > 1 else node.name
 
 
 # -- helpers

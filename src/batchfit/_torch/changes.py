@@ -92,22 +92,30 @@ def _checkpointing(level: list[Repeated], model: Any) -> Change:
     blocks = [block for one in level for block in one.blocks]
     kinds = Counter(one.kind for one in level for _ in one.blocks)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    # Transformers' own blocks have a switch for it.
-    bases = [{base.__name__ for base in type(block).__mro__} for block in blocks]
-    if hasattr(model, "gradient_checkpointing_enable") and all(
-        "GradientCheckpointingLayer" in b for b in bases
-    ):
+    if _switched_alone(model, blocks):
         how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
     else:
         how = (
-            "m.forward = functools.partial(torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False) "
-            f"for each {' and '.join(kinds)} m"
+            f"for each {' and '.join(kinds)} m: m.forward = functools.partial("
+            "torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False)"
         )
     cost = "one more forward pass of these blocks (about a third more time)"
     if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
         cost += "; BatchNorm's running statistics are updated twice a step"
     name = f"activation checkpointing of each of {named}"
     return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))
+
+
+def _switched_alone(model: Any, blocks: list[nn.Module]) -> bool:
+    """Whether transformers' own switch checkpoints these blocks, and no others."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "gradient_checkpointing_enable"):
+        return False
+    switched = [
+        one
+        for one in model.modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(one).__mro__)
+    ]
+    return set(map(id, switched)) == set(map(id, blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,32 +155,20 @@ def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> l
     found = []
     learns = workload.kind in ("training", "step")
     if not uses_autocast and step_variable(workload, "context") is not None:
-        found.append(
-            Change(
-                "bf16 autocast",
-                f'with torch.autocast("cuda", torch.bfloat16): around {"forward and loss" if learns else "forward"}',
-                "exactness of products and convolutions; it is also faster",
-                "dtype",
-                (_autocast,),
-            )
+        how = f'with torch.autocast("cuda", torch.bfloat16): {"forward and loss" if learns else "forward"}'
+        cost = "exactness of products and convolutions; it is also faster"
+        found.append(Change("bf16 autocast", how, cost, "dtype", (_autocast,)))
+    if learns:
+        name = "bf16 parameters (with them gradients, optimizer state)"
+        how = "model.to(torch.bfloat16) before the optimizer is made"
+        cost = (
+            "accuracy: updates below 1/256 of a weight are lost (keep fp32 copies, or round stochastically)"
         )
-    also = "weights, gradients and optimizer state" if learns else "weights and activations"
-    lost = (
-        "accuracy: an update below 1/256 of its weight is lost (keep fp32 copies, or round stochastically)"
-        if learns
-        else "accuracy: 8 bits of each number"
-    )
-    first = "before the optimizer is made" if learns else "and the inputs"
-    found.append(
-        Change(
-            f"bf16 parameters ({also} halve)",
-            f"model.to(torch.bfloat16) {first}",
-            lost,
-            "dtype",
-            (_bf16_parameters,),
-            same_result=not learns,
-        )
-    )
+    else:
+        name = "bf16 parameters"
+        how = "model.to(torch.bfloat16), and its inputs"
+        cost = "accuracy: numbers have 8 significant bits"
+    found.append(Change(name, how, cost, "dtype", (_bf16_parameters,), same_result=not learns))
     return found
 
 

@@ -11,6 +11,7 @@ from a random generator is not; a tensor that is written with something unknown 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -84,16 +85,18 @@ class KnownValues:
             if self._values:
                 self._forget(func, args, kwargs)
             return
-        if isinstance(out, Tensor) and out.numel() <= _LARGEST:
-            self._compute(func, args, kwargs, out)
+        outs = out if isinstance(out, list | tuple) else (out,)
+        if outs and all(isinstance(one, Tensor) and one.numel() <= _LARGEST for one in outs):
+            self._compute(func, args, kwargs, outs)
         else:
-            self._forget(func, args, kwargs)  # several results, or none, as of torch._foreach_add_
+            self._forget(func, args, kwargs)  # no result, as of torch._foreach_add_
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _compute(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         with unset_fake_temporarily():
             value = func(*self._real(args), **self._real(kwargs))
-        if isinstance(value, Tensor):
-            self.put(out, value)
+        for out, one in zip(outs, value if isinstance(value, list | tuple) else (value,), strict=True):
+            if isinstance(one, Tensor):
+                self.put(out, one)
 
     def _compute_like(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         """These look at a shape only; the values of what they are like do not matter."""

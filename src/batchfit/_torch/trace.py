@@ -17,6 +17,7 @@ import gc
 import sys
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -76,6 +77,7 @@ def trace(
         with contextlib.ExitStack() as stack:
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
+            stack.enter_context(_not_compiled())
             stack.enter_context(short_generation(workload))
             for change in changes:
                 stack.enter_context(change(workload, faked))
@@ -92,6 +94,19 @@ def trace(
             gc.enable()
         for _, put_back in undo:
             put_back()
+
+
+@contextlib.contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Compiled modules run as they were written; their complaint about global hooks is about ours."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and it takes long to import
+        yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+        )
+        yield
 
 
 def _run(workload: Workload, size: int, recorder: Recorder) -> None:

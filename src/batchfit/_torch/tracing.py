@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from batchfit._decide.cards import DEFAULT, Card
-from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace
+from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, check_same_stream
 from batchfit._decide.simulate import upper_bound
 from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.faking import parts_of
 from batchfit._torch.trace import trace
 from batchfit.workload import Workload
 
@@ -110,10 +111,13 @@ def trace_workload(
     first, second = (
         trace(workload, size, rules=rules, steps=1, changes=changes, limit_s=limit_s) for size in SMALL
     )
-    low, high = around(first, second, budget_bytes)
     footprint: Footprint | None
     check = 0.0
     try:
+        check_same_stream(
+            first, second
+        )  # a loop over samples: far sizes would take as long as they are large
+        low, high = around(first, second, budget_bytes)
         footprint = Footprint.between(at(low), at(high))
         if not quick:
             check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
@@ -133,11 +137,7 @@ def trace_workload(
 
 def around(first: Trace, second: Trace, budget_bytes: int) -> tuple[int, int]:
     """Two sizes near the largest that the budget may allow and the host can make."""
-    try:
-        most = upper_bound(Footprint.between(first, second), budget_bytes)
-    except ShapeChangedError:
-        slope = (second.peak_bytes - first.peak_bytes) / (second.size - first.size)
-        most = int((budget_bytes - first.peak_bytes) / slope) if slope > 0 else 0
+    most = upper_bound(Footprint.between(first, second), budget_bytes)
     batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
     high = most if batch <= 0 else min(most, int(_HOST_BYTES / batch))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
@@ -145,12 +145,13 @@ def around(first: Trace, second: Trace, budget_bytes: int) -> tuple[int, int]:
 
 def unseen(workload: Workload) -> Iterator[str]:
     """What a trace cannot see of this workload."""
-    for part in (*workload.state, workload.model):
+    for part in parts_of(workload):
         if not isinstance(part, nn.Module):
             continue
         for name, module in part.named_modules():
-            if hasattr(module, "_orig_mod"):
-                yield f"torch.compile of {name or type(module._orig_mod).__name__}: traced as if not compiled"
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                kind = type(getattr(module, "_orig_mod", module)).__name__
+                yield f"torch.compile of {name or kind}: traced as if not compiled"
 
 
 def _cuda_device(workload: Workload) -> torch.device | None:

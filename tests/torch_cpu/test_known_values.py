@@ -1,0 +1,169 @@
+"""Values that depend on shapes alone are known in a trace, those of data never, whatever touched them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+from batchfit._torch.known_values import written_by
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
+from batchfit.errors import UntraceableError
+
+aten = torch.ops.aten
+Read = Callable[[torch.device, torch.Tensor], Any]
+
+
+def told(read: Read) -> Any:
+    """What a step learns when it reads a value on the device; `data` is a tensor of ones that it must not."""
+    found: list[Any] = []
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        found.append(read(out.device, out))
+        return out.sum()
+
+    work = batchfit.training(nn.Linear(3, 3), None, loss, lambda n: torch.ones(n, 3))
+    trace(work, 2, rules=rules_for(work), steps=1)
+    return found[0]
+
+
+def refused(read: Read) -> bool:
+    with pytest.raises(UntraceableError, match="depends on the data"):
+        told(read)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("read", "value"),
+    [
+        (lambda d, x: torch.arange(5, device=d).max().item(), 4),
+        (lambda d, x: torch.arange(1, 5, device=d).sum().item(), 10),
+        (lambda d, x: torch.zeros(3, device=d, dtype=int).add_(2)[1].item(), 2),
+        (lambda d, x: torch.ones(2, 2, device=d, dtype=int).tril().tolist(), [[1, 0], [1, 1]]),
+        (lambda d, x: bool(torch.ones_like(x, dtype=torch.bool).all()), True),
+        (lambda d, x: x.new_full((2,), 7, dtype=torch.long).sum().item(), 14),
+        (lambda d, x: (torch.arange(6, device=d).view(2, 3) > 2).nonzero().shape, (3, 2)),
+        (lambda d, x: torch.full((), 3, device=d).item(), 3),
+        (lambda d, x: bool((torch.arange(4, device=d).diff() == 1).all()), True),
+    ],
+)
+def test_what_shapes_alone_say_is_known(read: Read, value: Any) -> None:
+    assert told(read) == value
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda d, x: x.sum().item(),
+        lambda d, x: (torch.ones_like(x) * x).sum().item(),
+        lambda d, x: torch.rand(2, device=d).sum().item(),
+        lambda d, x: torch.zeros(2, device=d).normal_().sum().item(),
+        lambda d, x: torch.rand_like(torch.zeros(2, device=d)).sum().item(),
+        lambda d, x: torch.nn.functional.dropout(torch.ones(4, device=d)).sum().item(),
+        lambda d, x: torch.zeros_like(x).copy_(x.detach()).sum().item(),
+    ],
+)
+def test_what_came_from_data_or_chance_is_not(read: Read) -> None:
+    assert refused(read)
+
+
+def test_a_value_written_with_something_unknown_is_unknown() -> None:
+    def by_its_view(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.zeros(4, device=device, dtype=torch.long)
+        known[1:3].copy_(data.detach()[0, :2])
+        return known[0].item()
+
+    def by_out(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.zeros(2, 3, device=device, dtype=torch.long)
+        torch.add(data.detach().long(), 1, out=known)
+        return known.sum().item()
+
+    def by_a_list(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.zeros(2, 3, device=device, dtype=torch.long)
+        torch._foreach_add_([known], [data.detach().long()])
+        return known.sum().item()
+
+    assert all(refused(read) for read in (by_its_view, by_out, by_a_list))
+
+
+def test_known_values_are_followed_through_writes() -> None:
+    def view(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.zeros(4, device=device, dtype=torch.long)
+        known[1:3].fill_(5)
+        return known.tolist()
+
+    def foreach(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.zeros(4, device=device, dtype=torch.long)
+        torch._foreach_add_([known], 1)  # not followed: then it must not be told as it was
+        return known.sum().item()
+
+    assert told(view) == [0, 5, 5, 0]
+    assert refused(foreach)
+
+
+def test_a_branch_on_a_mask_is_taken_as_it_would_be() -> None:
+    """As libraries do: a mask that is all true is left out."""
+    sizes = {}
+    for length in (4, 5):
+
+        def loss(model: Any, batch: torch.Tensor, length: int = length) -> torch.Tensor:
+            mask = torch.ones(length, device=batch.device, dtype=torch.bool)
+            mask[4:] = False
+            out = model(batch)
+            return out.sum() if bool(mask.all()) else out.masked_fill(~mask[:1], 0).sum()
+
+        work = batchfit.training(nn.Linear(64, 64), None, loss, lambda n: torch.ones(n, 64))
+        sizes[length] = {o.operation for o in trace(work, 2, rules=rules_for(work), steps=1).origins}
+    assert not any("masked_fill" in one for one in sizes[4])
+    assert any("masked_fill" in one for one in sizes[5])
+
+
+def test_a_counter_in_a_buffer_counts() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("calls", torch.tensor(7))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            seen.append(int(self.calls))
+            return self.layer(x)
+
+    seen: list[int] = []
+    model = Counting()
+    work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.ones(n, 3))
+    trace(work, 2, rules=rules_for(work))
+    assert seen == [8, 9]
+    assert int(model.calls) == 7
+
+
+def test_a_buffer_that_is_written_with_data_is_no_constant_any_more() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("scale", torch.tensor(1.0))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            out = self.layer(x)
+            self.scale.mul_(0.9).add_(out.detach().mean())
+            return out * (2 if self.scale.item() > 1 else 1)
+
+    work = batchfit.training(Averaging(), None, lambda m, b: m(b).sum(), lambda n: torch.ones(n, 3))
+    with pytest.raises(UntraceableError, match=r"\.item\(\)"):
+        trace(work, 2, rules=rules_for(work))
+
+
+def test_what_an_operation_writes_into() -> None:
+    one, two = torch.zeros(2), torch.zeros(2)
+    assert written_by(aten.add.Tensor, (one, two), {}) == []
+    assert written_by(aten.add_.Tensor, (one, two), {})[0] is one
+    assert written_by(aten.add.out, (one, two), {"out": two})[0] is two
+    assert [id(x) for x in written_by(aten._foreach_add_.Scalar, ([one, two], 1), {})] == [id(one), id(two)]

@@ -1,0 +1,192 @@
+"""`predict_batch_size` without a GPU: right answers for steps that can be worked out, and clear refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+from batchfit._decide.cards import CARDS
+from batchfit._predict import MARGINS, allocator_rules
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
+from batchfit.errors import NothingFitsError, UntraceableError
+from batchfit.results import Prediction
+
+GIB = 2**30
+MIB = 2**20
+predict = batchfit.predict_batch_size
+
+
+def wide(width: int = 4096, optimizer: Any = torch.optim.AdamW) -> batchfit.Workload:
+    """A layer in the middle that is all that grows with the batch."""
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 4))
+    return batchfit.training(
+        model, optimizer(model.parameters()), lambda m, b: m(b).sum(), lambda n: torch.randn(n, 16)
+    )
+
+
+@pytest.fixture(scope="module")
+def several() -> Prediction:
+    return predict(wide(), budget=["1GiB", 512 * MIB, "4GiB"])
+
+
+def test_the_answer_for_a_step_that_can_be_worked_out() -> None:
+    """Width 4096: products keep 16 KiB a sample forward, and as much again backward."""
+    found = predict(wide(), budget="1GiB", margin=0.0)
+    fixed = 66 * MIB  # cuBLAS
+    assert found.batch_size == pytest.approx((GIB - fixed) / (3 * 4096 * 4 + 200), rel=0.35)
+    assert found.peak_bytes <= GIB
+    assert found.peak_bytes > 0.97 * GIB
+    assert (found.based_on, found.card, found.card_measured, found.margin) == ("no GPU", "h200", True, 0.0)
+    assert found.peak_phase in ("forward", "backward")
+    assert found.check < 0.001
+    assert found.unseen == ()
+    assert str(found.batch_size) in found.summary
+
+
+def test_the_traced_peak_is_near_what_the_step_really_needs_here() -> None:
+    """Live bytes of the real step, counted on the CPU: the trace less what only CUDA takes."""
+    work = wide(512, torch.optim.SGD)
+    size = 4000
+    found = trace(work, size, rules=rules_for(work))
+    extras = sum(s for s, o in zip(found.sizes, found.origins, strict=True) if o.operation == "cuBLAS")
+    fit = batchfit.find_batch_size
+    assert callable(fit)
+    with batchfit.virtual_memory("1GiB") as device:
+        work.step(2)
+        work.step(size)
+        peak = device.peak_bytes
+    assert found.peak_bytes - extras == pytest.approx(peak, rel=0.1)
+
+
+def test_several_budgets_come_from_one_trace(several: Prediction) -> None:
+    assert [one.budget_bytes for one in several.answers] == [GIB, 512 * MIB, 4 * GIB]
+    sizes = [one.batch_size for one in several.answers]
+    assert several.batch_size == sizes[0]
+    assert sizes[1] < sizes[0] < sizes[2]
+    assert all(one.peak_bytes <= one.budget_bytes * (1 - MARGINS["no GPU"]) for one in several.answers)
+    one = predict(wide(), budget="512MiB")
+    assert one.batch_size == pytest.approx(sizes[1], rel=0.01)
+    assert str(sizes[2]) in str(several)
+
+
+def test_it_survives_json(several: Prediction) -> None:
+    again = Prediction.from_json(several.to_json())
+    assert again == several
+    assert again.peak_bytes_at(100) == several.peak_bytes_at(100)
+
+
+def test_the_curve_is_the_peak_at_any_size(several: Prediction) -> None:
+    sizes = [point.size for point in several.curve]
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] > max(one.batch_size for one in several.answers)
+    for answer in several.answers:
+        assert several.peak_bytes_at(answer.batch_size) == pytest.approx(answer.peak_bytes, rel=0.02)
+    assert all(point.reserved_bytes >= point.peak_bytes for point in several.curve)
+    grows = [several.peak_bytes_at(size) for size in range(1, 20_000, 500)]
+    assert grows == sorted(grows)
+
+
+def test_a_card_is_its_memory_and_its_kernels() -> None:
+    found = predict(wide(), gpu="RTX 4090", max_size=10_000)
+    assert (found.card, found.card_measured) == ("rtx4090", False)
+    assert found.budget_bytes == CARDS["rtx4090"].usable_bytes
+    assert found.answers[0].name == "rtx4090"
+    assert any("rtx4090" in note for note in found.unseen)
+    assert found.batch_size == 10_000
+    smaller = predict(wide(), gpu="rtx4090", budget="1GiB")
+    assert (smaller.budget_bytes, smaller.answers[0].name) == (GIB, "")
+
+
+def test_a_margin_is_left_free() -> None:
+    sizes = [predict(wide(), budget="1GiB", margin=margin).batch_size for margin in (0.0, 0.1, 0.5)]
+    assert sizes[0] > sizes[1] > sizes[2]
+    assert sizes[1] / sizes[0] == pytest.approx(0.9, abs=0.03)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit") as refused:
+        predict(wide(), budget="16MiB")
+    assert refused.value.budget_bytes == 16 * MIB
+    assert refused.value.peak_bytes is not None
+    assert refused.value.peak_bytes > 16 * MIB
+    found = predict(wide(), budget=["16MiB", "1GiB"])
+    assert [one.batch_size > 0 for one in found.answers] == [False, True]
+    assert (found.batch_size, found.peak_bytes) == (0, 0)
+    assert "not even a batch of 1" in found.summary
+
+
+def never(n: int) -> None:
+    raise AssertionError("the step was run")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({}, ValueError, "budget must be given"),
+        ({"budget": []}, ValueError, "budget must name at least one"),
+        ({"budget": "lots"}, ValueError, "lots"),
+        ({"budget": 0}, ValueError, "0"),
+        ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
+        ({"budget": "1GiB", "max_size": 0}, ValueError, "max_size must be a positive integer"),
+        ({"budget": "1GiB", "max_size": 2.0}, ValueError, "max_size must be a positive integer"),
+        ({"budget": "1GiB", "margin": 1.0}, ValueError, "margin must be"),
+        ({"budget": "1GiB", "margin": True}, ValueError, "margin must be"),
+        ({"budget": "1GiB", "calibrate": 1}, TypeError, "calibrate must be"),
+        ({"budget": "1GiB", "calibrate": True}, ValueError, "calibrate must be False or None"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_traced(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        predict(batchfit.Workload(never, state=[]), **options)
+
+
+def test_a_model_is_no_workload() -> None:
+    with pytest.raises(TypeError, match="workload must be a Workload or a callable"):
+        predict(nn.Linear(2, 2), budget="1GiB")  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_traced_says_why() -> None:
+    model = nn.Linear(4, 4)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return out[out > 0].sum()
+
+    with pytest.raises(UntraceableError, match=r"aten\.nonzero\.default at test_predict\.py:\d+"):
+        predict(batchfit.training(model, None, loss, lambda n: torch.randn(n, 4)), budget="1GiB")
+
+
+def test_a_loop_over_samples_is_traced_size_by_size() -> None:
+    model = nn.Linear(MIB, 1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return torch.stack([model(one * 2).sum() for one in batch]).sum()
+
+    work = batchfit.training(model, None, loss, lambda n: torch.empty(n, MIB))
+    found = predict(work, budget="200MiB", margin=0.0)
+    # Each sample has 4 MiB in the batch and 4 MiB doubled, kept for the gradient of the weight.
+    assert found.batch_size == pytest.approx((200 - 66 - 8) / 8, abs=3)
+    assert any("another order at each size" in note for note in found.unseen)
+    assert found.knees == ()
+    assert found.peak_bytes_at(1) < found.peak_bytes_at(found.batch_size) == found.peak_bytes
+
+
+def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert allocator_rules().expandable_segments
+    assert not allocator_rules(False).expandable_segments
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert not allocator_rules().expandable_segments
+    assert allocator_rules(True).expandable_segments
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")
+    with pytest.raises(ValueError, match="allocator settings must be"):
+        predict(batchfit.Workload(never, state=[]), budget="1GiB")
