@@ -106,7 +106,7 @@ class TestPrediction:
         assert fit.stopped_because == "predicted"
         assert (sight.traces, sight.corrections) == (1, [8])
 
-    @pytest.mark.parametrize("changes", [{"predict": False}, {"start": 4}, {"strategy": "bisect"}])
+    @pytest.mark.parametrize("changes", [{"predict": False}, {"start": 4}, {"strategy": "powers"}])
     def test_there_is_none_where_it_is_not_wanted(self, sight: Sight, changes: dict[str, Any]) -> None:
         assert find(workload(), **changes).stopped_because != "predicted"
         assert sight.traces == 0

@@ -455,6 +455,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
     """Other hash seeds and addresses, run as a script and imported (from bytecode that was stored)."""
     (tmp_path / "program.py").write_text(PROGRAM)

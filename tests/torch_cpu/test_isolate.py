@@ -96,9 +96,14 @@ class TestFaults:
         ("name", "outcome", "words"),
         [
             ("SIGKILL", "killed", "was killed (SIGKILL"),
-            ("SIGILL", "killed", "was ended by SIGILL"),
-            ("exit", "killed", "exited by itself with code 3"),
-            ("poison", "killed", "RuntimeError: CUDA error: an illegal memory access"),
+            pytest.param("SIGILL", "killed", "was ended by SIGILL", marks=pytest.mark.slow),
+            pytest.param("exit", "killed", "exited by itself with code 3", marks=pytest.mark.slow),
+            pytest.param(
+                "poison",
+                "killed",
+                "RuntimeError: CUDA error: an illegal memory access",
+                marks=pytest.mark.slow,
+            ),
             ("hang", "timeout", "was stopped after 4 s without an answer"),
         ],
     )
@@ -116,6 +121,7 @@ class TestFaults:
         assert fit.trials[1].steps_run == 2
         assert fit.trials[1].peak_bytes
 
+    @pytest.mark.slow
     def test_what_the_child_has_started_is_killed_with_it(
         self, fault: Callable[..., None], diary: Path
     ) -> None:
@@ -147,6 +153,7 @@ class TestFaults:
             signal.signal(signal.SIGCHLD, before)
         assert outcomes(fit) == [(8, "killed"), (4, "fits")]
 
+    @pytest.mark.slow
     def test_every_size_killed_is_said(self, fault: Callable[..., None]) -> None:
         fault("SIGKILL", above=0)
         with pytest.raises(
@@ -154,6 +161,7 @@ class TestFaults:
         ):
             batchfit.find_batch_size(TARGET, **{**QUICK, "start": 2})
 
+    @pytest.mark.slow
     def test_a_hang_at_the_smallest_size_names_the_time_out(self, fault: Callable[..., None]) -> None:
         fault("hang", above=0)
         with pytest.raises(NothingFitsError, match=r"after 4 s without an answer \(timeout_s\) in step 1"):
@@ -179,7 +187,10 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         ("name", "words"),
-        [("SIGKILL", "was killed .* while loading"), ("hang", "was still loading .* 4 s")],
+        [
+            ("SIGKILL", "was killed .* while loading"),
+            pytest.param("hang", "was still loading .* 4 s", marks=pytest.mark.slow),
+        ],
     )
     def test_a_death_before_the_first_step_is_an_error(
         self, name: str, words: str, fault: Callable[..., None]
@@ -218,18 +229,21 @@ class TestErrors:
         assert "mine.py" in "\n".join(caught.value.__notes__)
         assert "mine" not in sys.modules
 
+    @pytest.mark.slow
     def test_an_exit_of_the_users_is_no_size_too_big(self, fault: Callable[..., None]) -> None:
         fault("sys.exit")
         with pytest.raises(SystemExit) as caught:
             batchfit.find_batch_size(TARGET, **QUICK)
         assert caught.value.code == 7
 
+    @pytest.mark.slow
     def test_one_without_words_is_no_size_too_big(self, fault: Callable[..., None]) -> None:
         fault("own")
         with pytest.raises(faulty_targets.OwnError) as caught:
             batchfit.find_batch_size(TARGET, **QUICK)
         assert "in raise_own_error\n" in "\n".join(caught.value.__notes__)
 
+    @pytest.mark.slow
     def test_a_target_without_the_function(self) -> None:
         with pytest.raises(TargetError, match=r"there is no 'mak' .* did you mean"):
             batchfit.find_batch_size(f"{faulty_targets.FILE}:mak", **QUICK)
@@ -337,11 +351,13 @@ class TestAnswer:
         # The process' start counts, also that of the first, which began before its trial.
         assert apart.elapsed_s > sum(trial.elapsed_s for trial in apart.trials)
 
+    @pytest.mark.slow
     def test_a_virtual_memory_around_it_holds(self) -> None:
         with batchfit.virtual_memory("8MiB"):
             fit = batchfit.find_batch_size(faulty_targets.make, isolate=True, max_size=1, soak_steps=0)
         assert fit.budget_bytes == 8 * 2**20
 
+    @pytest.mark.slow
     def test_the_next_child_starts_while_a_trial_runs_and_loads_nothing(self, diary: Path) -> None:
         with Children(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
@@ -390,6 +406,7 @@ class TestParent:
         wait_until(lambda: is_gone(child), within_s=5, what="the child outlives its parent")
         assert ("KeyboardInterrupt" in stderr) is (number == signal.SIGINT)
 
+    @pytest.mark.slow
     def test_a_script_that_calls_itself_is_told(self, tmp_path: Path) -> None:
         code = (
             "import batchfit\nfrom faulty_targets import make as made\n"
@@ -445,6 +462,7 @@ class TestCommand:
             self.find(TARGET, resume="search.json", steps=3)
         assert caught.value.code == Code.USAGE
 
+    @pytest.mark.slow
     def test_an_error_of_a_step_names_its_line(self) -> None:
         Path("mine.py").write_text(
             "import batchfit\nclass Odd(Exception): ...\ndef step(n):\n    raise Odd('strange')\n"

@@ -135,7 +135,7 @@ class TestCommand:
         lines = (folder / "diary").read_text().splitlines() if (folder / "diary").exists() else []
         return [line.partition(" ")[2] for line in lines]
 
-    @pytest.mark.parametrize("isolate", [False, True])
+    @pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_it_survives_the_death_of_its_own_process(self, isolate: bool, tmp_path: Path) -> None:
         """Trial 1 (a soak of 8 that ran out) is kept; the process is killed in trial 2 and then goes on."""
         flags = ("--isolate",) if isolate else ()

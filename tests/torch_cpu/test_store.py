@@ -233,6 +233,7 @@ class TestBudget:
         with device.limit(budget):
             return batchfit.find_batch_size(work, device=device, key="mine", **changes)
 
+    @pytest.mark.slow
     def test_what_is_free_may_vary_a_little(self) -> None:
         first = self.free(900 * MIB)
         assert self.free(905 * MIB).from_store
@@ -248,12 +249,14 @@ class TestBudget:
         assert all(trial.fits for trial in less.trials)
         assert first.batch_size not in [trial.size for trial in less.trials]
 
+    @pytest.mark.slow
     def test_answers_for_several_budgets_stand_beside_each_other(self) -> None:
         sizes = {budget: self.free(budget * MIB).batch_size for budget in (500, 700, 900)}
         for budget, size in sizes.items():
             again = self.free(budget * MIB)
             assert (again.from_store, again.batch_size) == (True, size)
 
+    @pytest.mark.slow
     def test_an_exact_search_wants_the_exact_budget(self) -> None:
         self.free(900 * MIB, tolerance=0)
         assert not self.free(901 * MIB, tolerance=0).from_store
@@ -293,6 +296,7 @@ class TestUse:
         assert find(work, store=False, key="mine").from_store
         assert not find(work, key="another").from_store
 
+    @pytest.mark.slow
     def test_a_name_does_not_cover_another_shape(self) -> None:
         find(workload(width=64), key="mine")
         assert not find(workload(width=96), key="mine").from_store
@@ -522,6 +526,7 @@ class TestCommandHere:
         sys.modules.pop("train", None)
         return FitResult.from_json(output.read_text())
 
+    @pytest.mark.slow
     def test_fresh_and_no_store(self) -> None:
         assert not self.find("train.py:make").from_store
         assert not self.find("train.py:make", store=False).from_store
@@ -538,6 +543,7 @@ class TestCommandHere:
         (project / "train.py").write_text("# a comment\n" + TRAIN)
         assert self.find("train.py:make").from_store
 
+    @pytest.mark.slow
     def test_a_plain_step_is_stored_under_a_name_only(self) -> None:
         assert not self.find("train.py:plain").from_store
         assert not self.find("train.py:plain", fresh=True).from_store
