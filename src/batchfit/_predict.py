@@ -26,7 +26,7 @@ from batchfit._decide.simulate import Simulation, largest, simulate
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.device import resolve_device, tensors_in
 from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.tracing import Traced, rules_for, trace_workload
+from batchfit._torch.tracing import STRAIGHT, Traced, rules_for, trace_workload
 from batchfit._torch.trial import run_trial
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Answer, Point, Prediction, Trial
@@ -296,7 +296,7 @@ def _prediction(
 def _curve(oracle: Oracle, top: int) -> list[Point]:
     """Memory at sizes from 1 to a little beyond the answer."""
     if oracle.traced.footprint is None:
-        sizes = sorted({1, top})
+        sizes = sorted({1, top, *oracle.traced.traced_sizes})
     else:
         shares = (0.03, 0.06, 0.12, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3)
         sizes = sorted({1, 2, *(max(1, round(top * share)) for share in shares)})
@@ -318,10 +318,13 @@ def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
 
 def _unseen(traced: Traced) -> tuple[str, ...]:
     notes = list(traced.unseen)
-    if traced.footprint is None:
+    if traced.check > STRAIGHT:
+        notes.append(
+            f"memory is no straight line in the batch size (a check was {traced.check:.1%} off), so each "
+            "size was traced"
+        )
+    elif traced.footprint is None:
         notes.append("the step allocates in another order at each size, so each size was traced")
-    elif traced.check > 0.01:
-        notes.append(f"memory is no straight line in the batch size: a check was {traced.check:.1%} off")
     if not traced.rules.card.measured:
         notes.append(f"{traced.rules.card.name} itself: its figures are the vendor's, not measured by us")
     return tuple(notes)

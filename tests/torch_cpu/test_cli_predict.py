@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from batchfit._cli.explain import ExplainSettings, explain_target
 from batchfit._cli.predict import PredictSettings, Row, default_settings, predict_target
 from batchfit._cli.tracing import NO_GPU, TOO_LARGE, Delivery
 from batchfit._decide.cards import CARDS
+from batchfit._draw import as_text
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -296,6 +298,48 @@ class TestPredict:
         monkeypatch.setattr(_predict, "rules_for", fail)
         with pytest.raises(ValueError, match="zip"):
             predict_here("train.py:make", budget=["4GiB"])
+
+    @pytest.mark.parametrize(
+        ("number", "code"), [(signal.SIGINT, Code.INTERRUPTED), (signal.SIGTERM, Code.TERMINATED)]
+    )
+    def test_an_interrupt_has_its_code(
+        self, number: signal.Signals, code: Code, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from batchfit import _predict
+
+        monkeypatch.setattr(_predict, "rules_for", lambda *_: signal.raise_signal(number))
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        try:
+            with pytest.raises(CommandFailed, match="interrupted before there was an answer") as caught:
+                predict_here("train.py:make", budget=["4GiB"])
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert caught.value.code == code
+
+    @pytest.mark.parametrize(
+        ("based_on", "named", "words"),
+        [
+            ("no GPU", True, "no GPU used; 1.0% of each budget left free"),
+            ("no GPU", False, "no GPU used (kernels as on an h200); 1.0%"),
+            ("GPU, not run", False, "this GPU's kernels, nothing was run; 1.0%"),
+            ("calibrated", False, "calibrated by 2 small runs; 1.0%"),
+        ],
+    )
+    def test_how_sure_it_is_is_said(self, based_on: str, named: bool, words: str) -> None:
+        card = "h200" if based_on == "no GPU" else "NVIDIA H200"
+        trial = {"size": 1, "outcome": "fits", "steps_run": 3}
+        told = Prediction(
+            batch_size=64, budget_bytes=80 * GIB, peak_bytes=70 * GIB, peak_phase="backward", margin=0.01,
+            based_on=based_on, card=card, curve=[{"size": 1, "peak_bytes": GIB, "reserved_bytes": GIB}],
+            trials=[trial, trial] if based_on == "calibrated" else [],
+        )  # type: ignore[arg-type]  # fmt: skip
+        row = Row(card, True, 80 * GIB, 64, 70 * GIB)
+        found = predict.Predicted((row,), (told,), card_named=named)
+        command = predict._next(found, "train.py:make")
+        text = as_text(predict.prediction_lines(found, next_command=command, width=80, plain=True))
+        assert words in " ".join(text.split())
+        memory = " --budget 80.0GiB" if based_on == "no GPU" else ""
+        assert f"next       batchfit explain train.py:make --batch-size 64{memory}" in text.splitlines()[-1]
 
     def test_a_rank_that_is_not_the_first_is_silent(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

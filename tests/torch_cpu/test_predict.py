@@ -179,6 +179,22 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
     assert found.peak_bytes_at(1) < found.peak_bytes_at(found.batch_size) == found.peak_bytes
 
 
+def test_a_step_that_grows_as_a_square_is_traced_size_by_size() -> None:
+    """Scores of all samples against all, as in contrastive losses: lines would promise far too much."""
+    model = nn.Linear(8, 8)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return torch.exp(out @ out.T).sum()
+
+    work = batchfit.training(model, None, loss, lambda n: torch.randn(n, 8))
+    found = predict(work, budget="512MiB", margin=0.0)
+    # The scores, their exponentials, and one gradient of that size: 12 bytes for each pair.
+    assert found.batch_size == pytest.approx(((512 - 66) * MIB / 12) ** 0.5, rel=0.15)
+    assert any("no straight line" in note for note in found.unseen)
+    assert found.peak_bytes_at(found.batch_size) == found.peak_bytes
+
+
 def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli.exits import Code, CommandFailed, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
 from batchfit._draw import Line, as_text
@@ -104,11 +104,21 @@ def tell(
         raise CommandFailed(Code.USAGE, str(error)) from None
     with stdout_for_results(alone=delivery.as_json) as stdout:
         progress = progress_here(steps=0, soak_steps=0)
-        with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
-            workload = _loaded(target, progress, full_traceback=full_traceback)
-            told = _answered(
-                work, workload, progress, target, command=command, flags=flags, full_traceback=full_traceback
-            )
+        try:
+            with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+                workload = _loaded(target, progress, full_traceback=full_traceback)
+                told = _answered(
+                    work,
+                    workload,
+                    progress,
+                    target,
+                    command=command,
+                    flags=flags,
+                    full_traceback=full_traceback,
+                )
+        except KeyboardInterrupt as stop:
+            code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+            raise CommandFailed(code, "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():
                 _deliver(told, stdout, delivery)

@@ -39,7 +39,7 @@ class Card:
 
     @property
     def prefers_cudnn_attention(self) -> bool:
-        """torch puts cuDNN's attention first on Hopper and on the data centre's Blackwell, not on RTX cards."""
+        """torch puts cuDNN's attention first on Hopper and on B200s, not on RTX cards."""
         return self.capability[0] in (9, 10)
 
 

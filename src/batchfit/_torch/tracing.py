@@ -4,8 +4,8 @@ Rules:
 - Two small traces tell about where the end is; two more near the end give the lines, because what kernels
   take for themselves is not a straight line from 1 to 1000. A trace costs the same at any size, as long as
   the host can make the batch.
-- The lines are checked against a trace that they do not go through. Where the streams differ from size to
-  size, the lines are not used: each size is traced (`Traced.at`).
+- The lines are checked against a trace that they do not go through. Where they are off by more than a
+  hundredth, or the streams differ from size to size, they are not used: each size is traced (`Traced.at`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from batchfit._torch.trace import trace
 from batchfit.workload import Workload
 
 SMALL = (2, 3)
+STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
 _HOST_BYTES = 2**30  # the largest batch that a trace makes on the host
 
 Change = Callable[[Workload, Any], AbstractContextManager[Any]]
@@ -57,6 +58,11 @@ class Traced:
                 trace(self.workload, size, rules=self.rules, changes=self.changes)
             )
         return self._single[size]
+
+    @property
+    def traced_sizes(self) -> list[int]:
+        """The sizes that were traced one by one."""
+        return sorted(self._single)
 
 
 def card_of(device: torch.device) -> Card:
@@ -121,6 +127,8 @@ def trace_workload(
         footprint = Footprint.between(at(low), at(high))
         if not quick:
             check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
+            if check > STRAIGHT:
+                footprint = None  # scores of all samples against all (contrastive losses) grow as a square
     except ShapeChangedError:
         footprint = None
     return Traced(
