@@ -473,6 +473,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp32"])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--deadline-s", type=float, default=500)
+    parser.add_argument("--room", type=float, default=125, help="GiB of the card for all children together")
     given = parser.parse_intermixed_args()
 
     if given.what == "child":
@@ -502,7 +503,7 @@ def main() -> None:
         kept.with_suffix(".md").write_text(page(json.loads(kept.read_text()), about))
         return
 
-    pool = Pool(125, given.workers, given.deadline_s)
+    pool = Pool(given.room, given.workers, given.deadline_s)
     if given.what == "history":
         given.folder.mkdir(exist_ok=True, parents=True)
         jobs = []

@@ -164,10 +164,14 @@ class Foresight:
 
     @classmethod
     def of(cls, work: Workload, *, budget_bytes: int) -> Foresight | None:
-        """None where the step cannot be traced: then the search measures only."""
-        rules = rules_for(work)
-        if rules.device.type != "cuda":
+        """None where the step cannot be traced: then the search measures only.
+
+        Traced as if there were no GPU: whatever a program does with a fake tensor, its real device is safe.
+        """
+        here = rules_for(work)
+        if here.device.type != "cuda":
             return None
+        rules = rules_for(work, here.card)
         try:
             traced = trace_workload(
                 work, rules=rules, budget_bytes=budget_bytes, quick=True, limit_s=_PATIENCE_S

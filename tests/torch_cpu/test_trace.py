@@ -735,3 +735,22 @@ def test_a_loop_over_samples_is_another_stream_at_each_size() -> None:
     assert whole.footprint is None
     assert whole.at(3).sizes_at(3) == list(traced(work, 3).sizes)
     assert whole.at(3) is whole.at(3)
+
+
+def shown(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    line = f"loss {loss.item():.3f} {loss:.2f} {0.9 * loss.item() + 1:.1e} {loss.detach().item()!r}"
+    assert "loss" in line
+    return loss
+
+
+def rounded(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(batch[0]).square().mean()
+    return loss * float(loss.item())
+
+
+def test_a_loss_that_is_only_shown_stands_in_no_way() -> None:
+    assert traced(trained(loss=shown)).peak_bytes > 0
+    with pytest.raises(UntraceableError, match="decides by a value") as refused:
+        traced(trained(loss=rounded))
+    assert refused.value.where == line_of(rounded, "float(")

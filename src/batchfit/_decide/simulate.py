@@ -11,7 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -117,42 +117,54 @@ def largest(
     footprint: Footprint,
     *,
     capacity_bytes: int,
-    rules: Rules = Rules(),  # noqa: B008
+    rules: Rules = Rules(),  # noqa: B008  frozen
     extra: tuple[float, float] = (0.0, 0.0),
     most: int | None = None,
 ) -> Simulation | None:
     """The largest size that is sustained, up to `most`; None where not even one sample is.
 
-    `extra` is what the footprint does not show: fixed bytes, and bytes a sample.
+    `extra` is what the footprint does not show: fixed bytes, and bytes a sample. How memory falls into
+    pieces is not monotone: a size may run although somewhat smaller ones do not. Such an island is not
+    answered: the sizes a little below the answer run too.
     """
+    tried: dict[int, Simulation] = {}
 
     def run(size: int) -> Simulation:
-        extra_bytes = max(0.0, extra[0] + extra[1] * size)
-        return simulate(footprint, size, capacity_bytes=capacity_bytes, rules=rules, extra_bytes=extra_bytes)
+        if size not in tried:
+            held = max(0.0, extra[0] + extra[1] * size)
+            tried[size] = simulate(
+                footprint, size, capacity_bytes=capacity_bytes, rules=rules, extra_bytes=held
+            )
+        return tried[size]
 
-    high = upper_bound(footprint, capacity_bytes, extra, most)
-    if high < 1:
-        return None
-    best: Simulation | None = None
-    low, top = 0, high + 1
-    # Fragmentation costs a few per cent as a rule: begin there, and close in from both sides.
-    probe = max(1, round(high * 0.97))
-    while top - low > 1:
-        found = run(probe)
-        if found.sustained:
-            low, best = probe, found
+    top = upper_bound(footprint, capacity_bytes, extra, most) + 1
+    while top > 1:
+        best = _last_sustained(run, top)
+        if best is None:
+            return None
+        below = {max(1, round(best * (1 - share))) for share in _ISLAND} - {best}
+        holes = [size for size in sorted(below) if not run(size).sustained]
+        if not holes:
+            return run(best)
+        top = holes[0]
+    return None
+
+
+# How far below an answer the sizes must run as well.
+_ISLAND = (0.01, 0.02)
+
+
+def _last_sustained(run: Callable[[int], Simulation], top: int) -> int | None:
+    """By halving, from a few per cent below the top: that is what falling into pieces costs as a rule."""
+    low, high, step = 0, top, max(1, round(top * 0.03))
+    while high - low > 1:
+        size = high - step if low == 0 else (low + high) // 2
+        if run(max(1, size)).sustained:
+            low = max(1, size)
         else:
-            top = probe
-        step = max(1, round(high * 0.03))
-        probe = min(top - 1, low + step) if low and top == high + 1 else (low + top) // 2
-        if low == 0 and top - 1 > 2 * step:
-            probe = max(1, top - 2 * step)
-    # A size that fails between others that run (seen once in 57 cases) must not cost the rest.
-    for size in range(min(high, low + max(2, low // 50)), low, -1) if low < 200 else ():
-        found = run(size)
-        if found.sustained:
-            return found
-    return best
+            high = max(1, size)
+            step *= 2
+    return low or None
 
 
 def upper_bound(

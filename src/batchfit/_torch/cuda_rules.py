@@ -246,7 +246,9 @@ def _rnn_backward(value: Tensor, weight: list[Tensor], *rest: Any, **_: Any) -> 
     """cuDNN's gradients have the shapes of what they are gradients of; torch has no fake kernel for them."""
     hx, cx = rest[2], rest[3]
     made = [None if one is None else torch.empty_like(one) for one in (value, hx, cx)]
-    return *made, [torch.empty_like(one) for one in weight]
+    flat: Any = value.new_empty(sum(one.numel() for one in weight))
+    parts = flat.split([one.numel() for one in weight])
+    return *made, [part.view(one.shape) for part, one in zip(parts, weight, strict=True)]
 
 
 # Where torch's fake kernel is missing, or stricter than CUDA's.

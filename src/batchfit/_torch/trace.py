@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -39,18 +39,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch import phase as phases
+from batchfit._torch.calling import HERE, TORCH, calling_line, library_caller, named
 from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import short_generation
 from batchfit._torch.known_values import KnownValues, written_by
 from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.rng import global_states
+from batchfit._torch.unread import values_unread
 from batchfit._torch.workspaces import Extra, extra_of, is_gemm
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
-_HERE = str(Path(__file__).resolve().parent.parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 STEPS = 2
@@ -84,6 +84,10 @@ def trace(
             recorder = Recorder(faked, rules, limit_s)
             stack.callback(recorder.put_back_written)
             stack.enter_context(not_called_a_trace(recorder.knows))
+            # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
+            jit: Any = torch.jit
+            stack.enter_context(jit.optimized_execution(False))
+            stack.enter_context(values_unread(recorder.knows))
             with recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)
@@ -126,16 +130,16 @@ def _run(workload: Workload, size: int, recorder: Recorder) -> None:
 def _is_argument_error(error: Exception) -> bool:
     """batchfit's own complaint about what it was given (a loss that is no scalar): not about tracing."""
     raised = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    inside = raised.startswith(_HERE) and Path(raised) != Path(__file__)
+    inside = raised.startswith(HERE) and Path(raised) != Path(__file__)
     return inside and isinstance(error, TypeError | ValueError)
 
 
 def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     """What stood in the way, with the user's own line."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    where = _named(reversed(places))
+    where = named(reversed(places))
     # An error that the program itself raises has nothing to do with the operation before it.
-    in_torch = places[-1][0].startswith((_TORCH, _HERE))
+    in_torch = places[-1][0].startswith((TORCH, HERE))
     operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
     if isinstance(error, DynamicOutputShapeException):
         return UntraceableError(operation, where, "the shape of its result depends on the data")
@@ -145,19 +149,6 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
         return UntraceableError(operation, where, "it has no fake kernel (torch.library.register_fake)")
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return UntraceableError(operation, where, f"{type(error).__name__}: {first.rstrip('.')}")
-
-
-def _named(places: Iterable[tuple[str, int]]) -> str:
-    """The innermost line outside torch; where it is a library's, the program's own line beside it."""
-    library = ""
-    for filename, number in places:
-        if filename.startswith((_TORCH, _HERE, "<")):
-            continue
-        line = f"{Path(filename).name}:{number}"
-        if "site-packages" not in filename and "dist-packages" not in filename:
-            return f"{library}, called from {line}" if library else line
-        library = library or line
-    return library
 
 
 @final
@@ -211,7 +202,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if not all(isinstance(one, FakeTensor) for group in groups for one in group["params"]):
                 raise UntraceableError(
                     f"{type(optimizer).__name__}.step",
-                    _calling_line(),
+                    calling_line(),
                     "it has parameters of a model that is not in the workload's state: declare both, "
                     "batchfit.Workload(step, state=[model, optimizer])",
                 )
@@ -369,7 +360,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
                 raise UntraceableError(
                     str(self.operation),
-                    _calling_line(),
+                    calling_line(),
                     "it uses a parameter of a model that is not in the workload's state: declare it, "
                     "batchfit.Workload(step, state=[model, optimizer])",
                 )
@@ -421,13 +412,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 return known.item()
         # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
         # A truth value is a branch: it is not guessed.
-        caller = _library_caller() if tensor.dtype is not torch.bool else ""
+        caller = library_caller() if tensor.dtype is not torch.bool else ""
         if caller == "optim":
             return 1.0
         if caller == "grad_scaler":
             return 0.0
         raise UntraceableError(
-            ".item()", _calling_line(), "the program reads a value that depends on the data"
+            ".item()", calling_line(), "the program reads a value that depends on the data"
         )
 
     def _record(self, func: Any, out: Any, extra: Extra | None) -> None:
@@ -435,7 +426,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         _collect((out,), made)
         here = self.rules.device
         operation = None
+        early: list[int] = []
         for index, tensor in enumerate(made):
+            if extra is not None and index in extra.before:
+                early.append(self._allocate(extra.before[index], self._origin("workspaces", str(func))))
             if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
                 continue
             if _address(tensor) not in self._known:
@@ -451,6 +445,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._keep_blas()
         if extra is not None and extra.together:
             self._briefly(extra.together, str(func))
+        self._events.extend(~block for block in early)
 
     def _briefly(self, sizes: tuple[int, ...], operation: str) -> None:
         origin = self._origin("workspaces", operation)
@@ -536,7 +531,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if code is _run.__code__:  # what lies beyond called batchfit, and is no part of the step
                 break
             name = code.co_filename
-            if not name.startswith((_TORCH, _HERE)) and name[0] != "<":
+            if not name.startswith((TORCH, HERE)) and name[0] != "<":
                 key = (code, frame.f_lineno)
                 line = self._lines.get(key)
                 if line is None:
@@ -577,27 +572,3 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _forget(table: dict[int, Any], key: int, _: Any) -> None:
     table.pop(key, None)
-
-
-def _calling_line() -> str:
-    return _named(
-        (frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(2))
-    )
-
-
-def _library_caller() -> str:
-    """Which part of torch asks for a value: its optimizers, its gradient scaler, or none of them."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(12):
-        if frame is None:
-            break
-        name = frame.f_code.co_filename
-        if name.startswith(_TORCH):
-            if "/optim/" in name.replace("\\", "/"):
-                return "optim"
-            if name.endswith("grad_scaler.py"):
-                return "grad_scaler"
-        elif not name.startswith(_HERE):
-            break
-        frame = frame.f_back
-    return ""

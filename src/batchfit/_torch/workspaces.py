@@ -32,13 +32,16 @@ class Extra:
     """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
 
     `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
-    plan. `outputs` corrects the bytes of results that the fake kernel gets wrong. A rule that takes nothing
-    at this size says 0, so that the stream of allocations is the same at every size.
+    plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
+    it, which decides how memory falls into pieces. `outputs` corrects the bytes of results that the fake
+    kernel gets wrong. A rule that takes nothing at this size says 0, so that the stream of allocations is the
+    same at every size.
     """
 
     together: tuple[int, ...] = ()
     after: dict[int, int] = field(default_factory=dict)
     plans: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
 
 
@@ -289,25 +292,24 @@ def _convolution_backward(args: Any, card: Card) -> Extra | None:
 # -- recurrent layers
 
 
-def _rnn_sizes(args: Any) -> tuple[int, int, int, int]:
-    tensor, weights = args[0], args[1]
-    hidden, layers = args[7], args[9]
+def _rnn_workspace(tensor: Tensor, weights: Any, hidden: int) -> int:
+    """Gates of all steps, and the weights in cuDNN's own order (read off one LSTM in fp32 and in fp16)."""
     units = tensor.shape[0] * tensor.shape[1] * hidden
-    held = sum(_bytes(one) for one in weights)
-    return units, layers, held, tensor.element_size()
+    return sum(_bytes(one) for one in weights) + int(6.64 * units) * tensor.element_size() + (16 << 20)
 
 
 def _rnn(args: Any, card: Card) -> Extra:
-    """cuDNN's LSTM: gates and cells of each layer are kept, dropout between layers too."""
-    units, layers, held, item = _rnn_sizes(args)
-    kept = units * item * (5 * layers + max(layers - 1, 0)) + (128 << 10)
-    return Extra((held + int(6.64 * units) * item // 4 * 4 + (16 << 20),), outputs={3: kept})
+    """cuDNN's recurrent layers: gates and cells of each layer are kept, dropout between layers too."""
+    tensor, weights, hidden, layers = args[0], args[1], args[7], args[9]
+    units = tensor.shape[0] * tensor.shape[1] * hidden
+    kept = units * tensor.element_size() * (5 * layers + max(layers - 1, 0)) + (128 << 10)
+    return Extra(before={3: _rnn_workspace(tensor, weights, hidden)}, outputs={3: kept})
 
 
 def _rnn_backward(args: Any, card: Card) -> Extra:
-    tensor, weights = args[0], args[1]
-    held = sum(_bytes(one) for one in weights)
-    return Extra((held + 12 * _bytes(tensor) + (16 << 20), held))
+    """First the gradients of the data, then, in one buffer, those of the weights: a workspace for each."""
+    size = _rnn_workspace(args[0], args[1], args[4].shape[-1])
+    return Extra(after={2: size, 3: size})
 
 
 _RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
