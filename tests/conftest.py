@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.abc
+import itertools
 import os
 import signal
 import sys
@@ -69,6 +70,18 @@ def _nothing_is_left_switched() -> Generator[None, None, None]:
     assert (gc.get_freeze_count(), gc.isenabled()) == (frozen, collecting)
     virtual = sys.modules.get("batchfit._torch.virtual")
     assert virtual is None or virtual.active() is None
+
+
+_cache_numbers = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _no_test_uses_the_users_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Found sizes go to a folder of the test's own, made only if something is stored."""
+    folder = tmp_path_factory.getbasetemp() / "cache" / str(next(_cache_numbers))
+    monkeypatch.setenv("BATCHFIT_CACHE", str(folder))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ Rules:
 - The search decides (`_decide.search`), the trial measures (`_torch.trial`); this file only drives.
 - The answer has been run; the last trial is the soak, and a soak that fails counts as too big.
 - Under `torch.distributed` all ranks try the same size, and one rank's failure is everyone's.
+- Where a trial runs (here, or in a child process with `isolate`) makes no difference to the search.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -24,8 +28,13 @@ import batchfit
 from batchfit._decide.search import Ask, Search, Told, run
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
+from batchfit._recall import Known, Recall, check_store, confirm, recall
+from batchfit._resume import ResumeFile
 from batchfit._torch import oom
+from batchfit._torch.child import count_elements
 from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.fingerprint import rank_digest
+from batchfit._torch.isolate import Children, Factory, RunOne
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -38,8 +47,17 @@ log = logging.getLogger("batchfit")
 OnTrial = Callable[[Trial, int], object]
 
 
+class Room(Protocol):
+    """What there is to know of a device before a search."""
+
+    @property
+    def name(self) -> str: ...
+    def total_bytes(self) -> int: ...
+    def budget_bytes(self) -> int: ...
+
+
 def find_batch_size(
-    workload: Workload | Callable[[int], object],
+    workload: Workload | Callable[[int], object] | Callable[[], object] | str,
     *,
     budget: int | str | None = None,
     max_size: int | None = None,
@@ -56,6 +74,12 @@ def find_batch_size(
     time_limit_s: float | None = None,
     predict: bool = True,
     device: str | torch.device | Device | None = None,
+    isolate: bool = False,
+    timeout_s: float | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    store: bool = False,
+    fresh: bool = False,
+    key: str | None = None,
     on_trial: OnTrial | None = None,
 ) -> FitResult:
     """Find the largest batch size that runs, and keeps running.
@@ -67,6 +91,8 @@ def find_batch_size(
 
     Args:
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
+            With `isolate`: a module-level function that returns the workload, or its name as
+            "file.py:function" or "package.module:function".
         budget: bytes the program may use ("24GiB"); default: all that is free. On a CPU this is
             virtual memory.
         max_size, min_size, multiple_of, power_of_two: the sizes allowed.
@@ -77,17 +103,32 @@ def find_batch_size(
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
         soak_steps: steps in the soak that the answer has to survive; 0 for none.
         max_trials, time_limit_s: end the search early with what it has.
-        predict: "guided" on a GPU begins with what a prediction says, where the step can be traced.
+        predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
+            `isolate`.
         device: where the workload runs; default: where its state is.
+        isolate: run each trial in a child process, so that one that is killed, hangs or poisons the device
+            counts as too big and the search goes on.
+        timeout_s: with `isolate`, stop a child whose step (or whose loading) takes longer; default: never.
+        resume: a file in which the search is kept after each trial, and from which a later call with the
+            same settings goes on.
+        store: use answers found before, each confirmed by one trial, and keep this one; not with `isolate`.
+        fresh: search even if there is a stored answer, and replace it.
+        key: a name for this workload in the store, for a step that says nothing about itself; turns
+            `store` on.
         on_trial: called with each trial and the budget in bytes, as soon as the trial ends.
 
     Raises:
         NothingFitsError: not even the smallest size allowed fits.
         SearchStoppedError: a limit ended the search before any size ran.
+        ChildDiedError: a child process ended for a reason that is not the size.
+        SettingsDifferError: the file to resume from holds a search with other settings.
     """
+    begun = time.perf_counter()
     ranks = Ranks.current()
-    with _telling_others(ranks):
-        work = as_workload(workload)
+    with _telling_others(ranks), contextlib.ExitStack() as stack:
+        check_isolation(isolate, timeout_s, resume)
+        work = None if isolate else as_workload(workload)
+        factory = Factory.of(workload) if isolate else None
         search = Search(
             strategy=strategy,
             min_size=min_size,
@@ -101,34 +142,72 @@ def find_batch_size(
             soak=soak_steps != 0,
         )
         check_steps(steps, soak_steps, time_limit_s, on_trial)
+        if type(predict) is not bool:
+            raise TypeError(f"predict must be True or False, not {predict!r}")
+        check_store(store, fresh, key, work, isolate=isolate)
         asked_bytes = None if budget is None else parse_bytes(budget)
-        place = resolve_device(device, near=(*work.state, work.model))
-        settings = [search.to_json(), steps, soak_steps, time_limit_s is not None]
+        file = None if resume is None else ResumeFile(resume)
+        asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
+        text = file.read(search, asked) if file is not None and ranks.is_main else ""
+        runs: Here | Children
+        if factory is not None:
+            runs = stack.enter_context(Children(factory, device=device, timeout_s=timeout_s))
+        elif work is not None:
+            runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
+        place = runs.place
+        settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
+        settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
-        if not work.declared and ranks.is_main:
+        search = replace(search, budget_bytes=budget_bytes)
+        trials: list[Trial] = []
+        if file is not None:
+            made = {"device": place.name, "state_elements": runs.state_elements}
+            # The file is rank 0's: the other ranks' devices have other names.
+            text, made = ranks.gather([text, made], doing="the search to resume")[0]
+            search, trials = file.begin(text, search, {**asked, **made})
+            if budget_bytes < (search.budget_bytes or 0):
+                log.warning("the search was begun when more memory was free on %s", place.name)
+        if work is not None and not work.declared and ranks.is_main:
             warnings.warn(
                 "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
-        return _search(
-            work,
-            replace(search, budget_bytes=budget_bytes),
-            place,
+        before = Recall()
+        if isinstance(runs, Here) and (store or key is not None):
+            make_digest = partial(
+                rank_digest,
+                runs.work,
+                runs.place,
+                name=key,
+                sample_size=search.sizes.first,
+                asked_bytes=asked_bytes,
+            )
+            before = recall(
+                make_digest, search, ranks, fresh=fresh, steps=steps, soak_steps=soak_steps, predict=predict
+            )
+        fit = _search(
+            search,
+            trials,
+            runs,
             ranks,
             steps=steps,
             soak_steps=soak_steps,
             time_limit_s=time_limit_s,
             predict=predict and strategy == "guided" and start is None,
             on_trial=on_trial,
+            file=file,
+            begun=begun,
+            known=before.known,
         )
+        return before.keep(fit)
 
 
 def _search(
-    work: Workload,
     search: Search,
-    place: Device,
+    trials: list[Trial],
+    runs: Here | Children,
     ranks: Ranks,
     *,
     steps: int,
@@ -136,53 +215,67 @@ def _search(
     time_limit_s: float | None,
     predict: bool,
     on_trial: OnTrial | None,
+    file: ResumeFile | None,
+    begun: float,
+    known: Known | None,
 ) -> FitResult:
-    begun = time.perf_counter()
-    trials: list[Trial] = []
-    snapshot = Snapshot.take(work.state)
-    parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
+    before, earlier_s = len(trials), 0.0 if file is None else file.earlier_s
     budget_bytes = search.budget_bytes or 0
+    now = search
+    if file is not None and ranks.is_main:
+        file.save(now, trials, 0.0)  # a file that cannot be written is told of before any trial
 
     def attempt(ask: Ask) -> Told | None:
+        nonlocal now
         late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
         if ranks.any(late, doing="the time limit"):
             return None
-        mine = run_trial(
-            work.step,
+        mine = run_one(
             ask.size,
-            device=place,
-            snapshot=snapshot,
-            parameters=parameters,
             steps=soak_steps if ask.soak else steps,
             soak=ask.soak,
-            raise_ambiguous=ask.size == search.sizes.first,
+            smallest=ask.size == search.sizes.first,
         )
         answers = ranks.gather(mine.model_dump(), doing=f"the trial of batch size {ask.size}")
         trial = worst([Trial.model_validate(answer) for answer in answers])
         trials.append(trial)
+        learned = told(trial)
+        now = now.tell(learned)
+        if file is not None and ranks.is_main:
+            file.save(now, trials, time.perf_counter() - begun)
         if ranks.is_main:
             log.info("batch size %d: %s", trial.size, trial.verdict)
             if on_trial is not None:
                 on_trial(trial, budget_bytes)
-        if not trial.fits or len(trials) == 1:
-            collections.thorough()
-        return told(trial)
+        return learned
 
-    sight = Foresight.of(work, budget_bytes=budget_bytes) if predict and _traceable(work, place) else None
-    with place.limit(budget_bytes), QuickCollections() as collections:
-        ended = run(_foreseen(search, sight, attempt, ranks), attempt)
+    with runs.trying(budget_bytes) as run_one:
+        search, confirmed = confirm(search, known, attempt)
+        # A resumed search has had its look, and keeps what it predicted.
+        if predict and not confirmed and not before:
+            search = _foreseen(search, runs, attempt, ranks)
+            now = replace(now, predicted=search.predicted)
+        ended = search if confirmed else run(search, attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
     ranks.settle()
-    if ended.stopped_because == "largest" and ranks.is_main:
-        log.warning("memory on %s does not grow with the batch size: is it where the step runs?", place.name)
-    return fit_result(
+    if before == len(trials) > 0 and ranks.is_main:
+        log.info("the search to resume had ended before: nothing was run")
+    if ended.stopped_because == "largest" and not confirmed and ranks.is_main:
+        log.warning(
+            "memory on %s does not grow with the batch size: is it where the step runs?", runs.place.name
+        )
+    fit = fit_result(
         ended,
         trials,
-        stopped_because=ended.stopped_because or "time_limit",
+        stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
         budget_bytes=budget_bytes,
-        device=place.name,
-        elapsed_s=elapsed_s,
+        device=runs.place.name,
+        elapsed_s=earlier_s + elapsed_s,
+        trials_resumed=before,
     )
+    if known is None or not confirmed:
+        return fit
+    return fit.model_copy(update={"from_store": True, "stored_age_s": known.age_s})
 
 
 def _traceable(work: Workload, place: Device) -> bool:
@@ -191,11 +284,19 @@ def _traceable(work: Workload, place: Device) -> bool:
 
 
 def _foreseen(
-    search: Search, sight: Foresight | None, attempt: Callable[[Ask], Told | None], ranks: Ranks
+    search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None], ranks: Ranks
 ) -> Search:
     """The search after one small trial that checks the prediction, with what it then predicts."""
+    # A look must leave two trials: the last one is the soak of what has run, which would be the look.
+    few = search.max_trials is not None and search.max_trials - len(search.told) < 3
+    if few or search.ask() is None:
+        return search
+    sight = None
+    if isinstance(runs, Here) and _traceable(runs.work, runs.place):
+        sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
     look = ranks.minimum(0 if sight is None else sight.look_first() or 0, doing="the prediction")
-    if sight is None or look not in search.sizes:
+    failed = min((one.size for one in search.told if not one.fits), default=look + 1)
+    if sight is None or look not in search.sizes or look >= failed:
         look = 0
     if ranks.minimum(look, doing="the size to look at first"):
         assert sight is not None
@@ -219,6 +320,7 @@ def fit_result(
     budget_bytes: int,
     device: str,
     elapsed_s: float,
+    trials_resumed: int = 0,
 ) -> FitResult:
     """The result of a search that has ended, for whatever reason; raises where no size ran."""
     if search.best is None:
@@ -234,7 +336,7 @@ def fit_result(
             device=device,
             budget_bytes=budget_bytes,
             peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
-            detail=last.message,
+            detail=_why(trials),
         )
     at_best = [trial for trial in trials if trial.size == search.best and trial.fits]
     peaks = [trial.peak_bytes for trial in at_best if trial.peak_bytes is not None]
@@ -248,9 +350,25 @@ def fit_result(
         device=device,
         strategy=search.strategy,
         elapsed_s=elapsed_s,
+        trials_resumed=trials_resumed,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
     )
+
+
+def _why(trials: list[Trial]) -> str:
+    """Why the smallest size did not run; said of all sizes where none of them gave an answer at all."""
+    outcomes = {trial.outcome for trial in trials}
+    if outcomes <= {"killed", "timeout"} and len(trials) > 1:
+        how = (
+            "killed"
+            if outcomes == {"killed"}
+            else "stopped"
+            if outcomes == {"timeout"}
+            else "killed or stopped"
+        )
+        return f"every size that was tried was {how}; the last: {trials[-1].message}"
+    return trials[-1].message
 
 
 def told(trial: Trial) -> Told:
@@ -275,6 +393,42 @@ def _telling_others(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         ranks.leave(oom.describe(error))
         raise
+
+
+class Here:
+    """Runs trials in this process, on the caller's own objects, and puts them back."""
+
+    def __init__(self, work: Workload, place: Device) -> None:
+        self.place = place
+        self.state_elements = count_elements(work.state)
+        self.work = work
+
+    @contextlib.contextmanager
+    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
+        """Inside, a function that runs one trial under the budget."""
+        work, first = self.work, True
+        snapshot = Snapshot.take(work.state)
+        parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
+
+        def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
+            nonlocal first
+            trial = run_trial(
+                work.step,
+                size,
+                device=self.place,
+                snapshot=snapshot,
+                parameters=parameters,
+                steps=steps,
+                soak=soak,
+                raise_ambiguous=smallest,
+            )
+            if first or not trial.fits:
+                collections.thorough()
+            first = False
+            return trial
+
+        with self.place.limit(budget_bytes), QuickCollections() as collections:
+            yield run_one
 
 
 class QuickCollections:
@@ -317,7 +471,19 @@ def check_steps(
         raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
 
 
-def _budget(place: Device, asked: int | str | None, asked_bytes: int | None) -> int:
+def check_isolation(isolate: bool, timeout_s: float | None, resume: object = None) -> None:
+    """Refuse wrong settings of where trials run and where the search is kept."""
+    if not isinstance(isolate, bool):
+        raise TypeError(f"isolate must be True or False, not {isolate!r}")
+    if timeout_s is not None and (type(timeout_s) not in (int, float) or not 0 < timeout_s < math.inf):
+        raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+    if timeout_s is not None and not isolate:
+        raise ValueError(f"timeout_s must be None without isolate=True, not {timeout_s!r}: see time_limit_s")
+    if resume is not None and not isinstance(resume, str | os.PathLike):
+        raise TypeError(f"resume must be the path of a file, not {resume!r}")
+
+
+def _budget(place: Room, asked: int | str | None, asked_bytes: int | None) -> int:
     """The budget asked for, checked against the device; what is free now where none was."""
     available = place.budget_bytes()
     if asked_bytes is None:

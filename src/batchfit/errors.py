@@ -5,7 +5,10 @@
     ├── SearchStoppedError    a limit ended the search before any size ran
     ├── NothingRanError       a trial ran no step, so it proves nothing
     ├── SnapshotError         a part of the state could not be put back
-    ├── TargetError           a command-line target could not be loaded
+    ├── TargetError           a target (`file.py:function`) could not be loaded
+    ├── ChildDiedError        a child process ended for a reason that is not the batch size
+    ├── ChildRaisedError      your code raised in a child process an error that this one does not know
+    ├── SettingsDifferError   a file to resume from holds a search with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     └── ResultFileError       a result file cannot be read
@@ -77,7 +80,41 @@ class UntraceableError(BatchfitError):
 
 
 class TargetError(BatchfitError):
-    """A command-line target (`file.py:function`) could not be loaded or made no workload."""
+    """A target (`file.py:function`) could not be loaded or made no workload."""
+
+
+class ChildDiedError(BatchfitError):
+    """A child process of `isolate=True` ended, and a smaller batch would not have saved it.
+
+    `exit_code` is the negative number of a signal where one ended it, None where it was stopped.
+    """
+
+    def __init__(self, text: str, *, exit_code: int | None = None, smallest: bool = False) -> None:
+        self.exit_code = exit_code
+        advice = "No step had begun, so the batch size has nothing to do with it."
+        if smallest:
+            advice = "This is the smallest size allowed, so it does not come from the size. "
+            advice += "Run one step by itself to see more."
+        super().__init__(f"the child process {text}. {advice}")
+
+
+class ChildRaisedError(BatchfitError):
+    """The user's code raised, in a child process, an error whose type is not loaded in this one."""
+
+    def __init__(self, type_name: str, text: str) -> None:
+        self.type_name = type_name
+        super().__init__(f"{type_name}: {text}")
+
+
+class SettingsDifferError(BatchfitError):
+    """A file to resume from holds a search with other settings; `differences` names each."""
+
+    def __init__(self, path: str, differences: Iterable[str]) -> None:
+        self.differences = tuple(differences)
+        super().__init__(
+            f"the search in {path} was begun with other settings ({'; '.join(self.differences)}). "
+            "Use the same ones, or another file."
+        )
 
 
 class RanksDisagreeError(BatchfitError):

@@ -33,6 +33,7 @@ REASONS = {
     "max_trials": "max_trials was reached",
     "time_limit": "time_limit_s was reached",
     "interrupted": "the search was interrupted",
+    "stored": "a stored answer was confirmed by one trial",
 }
 
 
@@ -121,7 +122,10 @@ class Trial(Result):
 
 
 class FitResult(Result):
-    """What `find_batch_size` answers: the largest size of one forward/backward in one process."""
+    """What `find_batch_size` answers: the largest size of one forward/backward in one process.
+
+    `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
+    """
 
     kind: Literal["fit"] = "fit"
     schema_version: int = SCHEMA_VERSION
@@ -134,8 +138,11 @@ class FitResult(Result):
     device: str
     strategy: str
     elapsed_s: float
+    trials_resumed: int = 0
     batchfit_version: str = ""
     torch_version: str = ""
+    from_store: bool = False
+    stored_age_s: float | None = None
 
     @property
     def sustained(self) -> bool:
@@ -153,9 +160,18 @@ class FitResult(Result):
         peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
         return (
             f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
-            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s; "
+            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
+            f"{self.resumed}; "
             f"stopped because {self.reason}"
         )
+
+    @property
+    def resumed(self) -> str:
+        """How many of the trials were taken from the file of an earlier run; empty where none were."""
+        if not self.trials_resumed:
+            return ""
+        count = "all" if self.trials_resumed == len(self.trials) else str(self.trials_resumed)
+        return f" ({count} of them in an earlier run)"
 
     def __str__(self) -> str:
         rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]

@@ -47,10 +47,11 @@ class Workload:
     kind: Kind
     model: Any
     optimizer: Any
+    _parts: Mapping[str, Any]  # what else the step is made of, for the store's key
 
     def __init__(self, step: Callable[[int], object], *, state: object = None) -> None:
         self._set(step=_checked_step(step), state=_checked_state(state), declared=state is not None)
-        self._set(kind="step", model=None, optimizer=None)
+        self._set(kind="step", model=None, optimizer=None, _parts={})
 
     def _set(self, **values: object) -> None:
         for name, value in values.items():
@@ -60,6 +61,13 @@ class Workload:
         """This workload with another step over the same state: one that counts, logs or fails."""
         twin = Workload(step, state=self.state if self.declared else None)
         twin._set(kind=self.kind, model=self.model, optimizer=self.optimizer)
+        twin._set(_parts={**self._parts, "step": step})
+        return twin
+
+    def _watched(self, step: Callable[[int], object]) -> Workload:
+        """This workload with a step that only looks on while it runs this one's: for the store, the same."""
+        twin = self.with_step(step)
+        twin._set(_parts=self._parts)
         return twin
 
     def __repr__(self) -> str:
@@ -127,8 +135,15 @@ def training(
             _update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         phase.clear()
 
-    parts = [part for part in (model, optimizer, scaler) if part is not None]
-    return _known(step, "training", model, optimizer, state=(*parts, *_checked_state(state)))
+    known = [part for part in (model, optimizer, scaler) if part is not None]
+    parts = {
+        "source": source,
+        "loss_fn": loss_fn,
+        "autocast": autocast,
+        "scaler": scaler,
+        "clips": clip_norm is not None,
+    }
+    return _known(step, "training", model, optimizer, state=(*known, *_checked_state(state)), parts=parts)
 
 
 def inference(
@@ -164,7 +179,8 @@ def inference(
                 run(model, batch)
         phase.clear()
 
-    return _known(step, "inference", model, None, state=(model,))
+    parts = {"source": source, "forward": forward, "autocast": autocast}
+    return _known(step, "inference", model, None, state=(model,), parts=parts)
 
 
 def generation(
@@ -207,12 +223,20 @@ def generation(
         phase.clear()
 
     state = (model,) if isinstance(model, nn.Module) else ()
-    return _known(step, "generation", model, None, state=state)
+    return _known(step, "generation", model, None, state=state, parts={"source": source, "options": options})
 
 
-def _known(step: Callable[[int], None], kind: Kind, model: Any, optimizer: Any, *, state: object) -> Workload:
+def _known(
+    step: Callable[[int], None],
+    kind: Kind,
+    model: Any,
+    optimizer: Any,
+    *,
+    state: object,
+    parts: Mapping[str, Any],
+) -> Workload:
     workload = Workload(step, state=state)
-    workload._set(kind=kind, model=model, optimizer=optimizer)
+    workload._set(kind=kind, model=model, optimizer=optimizer, _parts=parts)
     return workload
 
 

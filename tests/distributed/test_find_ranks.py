@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +97,64 @@ def data_parallel(rank: int) -> Any:
 def test_a_ddp_model_is_put_back_on_every_rank() -> None:
     outcomes = run_ranks(data_parallel, world_size=2)
     assert [outcome.value for outcome in outcomes] == [[64, True, 0]] * 2, outcomes[0].trace
+
+
+def in_two_runs(rank: int, path: str) -> Any:
+    """Ranks with states of different sizes; the file is rank 0's."""
+    settings: dict[str, Any] = {"budget": "8MiB", "strategy": "bisect", "max_size": 64, "soak_steps": 0}
+    settings |= {"device": "cpu", "resume": path}
+    workload = batchfit.Workload(step_of(1 << 16), state=[torch.zeros(rank + 1)])
+    batchfit.find_batch_size(workload, max_trials=2, **settings)
+    return batchfit.find_batch_size(workload, **settings).to_json()
+
+
+@gloo
+def test_a_search_is_resumed_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = run_ranks(in_two_runs, world_size=2, args=(str(tmp_path / "search.json"),))
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value == outcomes[1].value
+    fit = batchfit.FitResult.from_json(outcomes[0].value)
+    assert fit.trials_resumed == 2
+    sizes = [trial.size for trial in fit.trials]
+    assert len(sizes) == len(set(sizes)) > 2
+    assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
+
+
+def make() -> batchfit.Workload:
+    return batchfit.Workload(step_of(1 << 16), state=[])
+
+
+def apart(rank: int) -> Any:
+    return batchfit.find_batch_size(make, budget="8MiB", isolate=True).batch_size
+
+
+@gloo
+def test_ranks_have_no_children() -> None:
+    for outcome in run_ranks(apart, world_size=2, timeout_s=30):
+        assert outcome.error in ("ValueError", "RankMissingError")
+        assert "isolate must be False under torch.distributed" in outcome.text
+
+
+def remembered(rank: int, folder: str) -> Any:
+    """Two searches; a rank that is not the first has a cache folder of its own, and must not use it."""
+    os.environ["BATCHFIT_CACHE"] = f"{folder}/{rank}"
+    found = []
+    for _ in range(2):
+        model = nn.Linear(64 * (rank + 1), 64)  # ranks need not hold the same
+        workload = batchfit.training(
+            model, None, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, 64 * (rank + 1))
+        )
+        found.append(batchfit.find_batch_size(workload, budget="2MiB", soak_steps=3, store=True).to_json())
+    return found
+
+
+@gloo
+def test_the_first_rank_reads_and_writes_the_store_and_tells_the_others(tmp_path: Path) -> None:
+    outcomes = run_ranks(remembered, world_size=2, args=(str(tmp_path),))
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value == outcomes[1].value
+    first, second = (batchfit.FitResult.from_json(text) for text in outcomes[0].value)
+    assert (first.from_store, second.from_store) == (False, True)
+    assert second.batch_size == first.batch_size
+    assert len(second.trials) == 1
+    assert sorted(file.name for file in tmp_path.rglob("*")) == ["0", "store.sqlite3"]

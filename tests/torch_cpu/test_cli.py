@@ -21,7 +21,7 @@ import torch
 import batchfit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._cli.target import load_target, make_workload, parse_target
+from batchfit._target import load_target, make_workload, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -133,7 +133,7 @@ class TestFlags:
             for name, parameter in inspect.signature(batchfit.find_batch_size).parameters.items()
             if name not in ("workload", "on_trial")
         }
-        assert flags == keywords
+        assert flags == {**keywords, "store": True}  # off in a program, on at the command line: `_cli/app.py`
         assert default_settings() == keywords
         assert set(FindSettings.__annotations__) == set(keywords)
 
@@ -148,13 +148,15 @@ class TestFlags:
         given: dict[str, object] = {
             "budget": "24GiB", "max_size": 64, "min_size": 2, "strategy": "grow", "multiple_of": 2,
             "power_of_two": True, "tolerance": 0.5, "start": 4, "attempts": 7, "steps": 4, "soak_steps": 9,
-            "max_trials": 11, "time_limit_s": 2.5, "device": "cpu",
+            "max_trials": 11, "time_limit_s": 2.5, "predict": False, "device": "cpu",
+            "isolate": True, "timeout_s": 1.5, "resume": "search.json", "store": True, "fresh": True,
+            "key": "mine",
         }  # fmt: skip
         assert set(given) == set(FindSettings.__annotations__)
         arguments = ["find", "train.py:make"]
         for name, value in given.items():
-            flag = f"--{name.replace('_', '-')}"
-            arguments += [flag] if value is True else [flag, str(value)]
+            flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+            arguments += [flag] if isinstance(value, bool) else [flag, str(value)]
         seen: list[FindSettings] = []
 
         def catch(text: str, settings: FindSettings, **rest: object) -> Code:
@@ -507,7 +509,7 @@ class TestWatch:
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""
-        from batchfit._cli.failure import raised_by_step
+        from batchfit._failure import raised_by_step
         from batchfit._torch.device import CpuDevice
 
         def broken(self: CpuDevice) -> None:

@@ -72,7 +72,8 @@ batchfit.training(model, optimizer, loss_fn, make_batch, autocast="bf16")  # typ
 batchfit.inference("model", make_batch)  # type: ignore[arg-type]
 batchfit.generation(model, make_batch)  # type: ignore[call-arg]
 batchfit.find_batch_size(workload, "24GiB")  # type: ignore[call-arg]
-batchfit.find_batch_size("workload")  # type: ignore[arg-type]
+batchfit.find_batch_size(7)  # type: ignore[arg-type]
+batchfit.find_batch_size("train.py:make", isolate="yes")  # type: ignore[arg-type]
 
 
 # Finding.
@@ -86,6 +87,16 @@ def show(trial: Trial, budget_bytes: int) -> None:
 fit = batchfit.find_batch_size(workload)
 assert_type(fit, FitResult)
 assert_type(batchfit.find_batch_size(step, budget="24GiB", max_size=512), FitResult)
+
+
+def make() -> Workload:
+    return workload
+
+
+assert_type(batchfit.find_batch_size(make, isolate=True, timeout_s=60, resume=Path("s.json")), FitResult)
+assert_type(batchfit.find_batch_size("train.py:make", isolate=True, resume="search.json"), FitResult)
+assert_type(fit.trials_resumed, int)
+assert_type(batchfit.find_batch_size(workload, store=True, fresh=True, key="mine").from_store, bool)
 assert_type(
     batchfit.find_batch_size(
         workload,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfit._cli import failure
+from batchfit import _failure as failure
 from batchfit._cli.answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
 from batchfit._cli.output import check_writable, complain, write_whole
@@ -30,7 +30,7 @@ from batchfit._cli.progress import (
     speaks,
     trial_line,
 )
-from batchfit._cli.target import home_of, load_target, parse_target, source_line
+from batchfit._target import home_of, load_target, parse_target, source_line
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
 

@@ -332,6 +332,48 @@ def test_guided_uses_an_estimate() -> None:
     assert len(too_high.told) <= 4
 
 
+def test_guided_tries_what_is_predicted_at_once() -> None:
+    done = play(Search(budget_bytes=BUDGET, predicted=980), 1000, linear(1000))
+    assert [(one.size, one.soak) for one in done.told] == [(980, True)]
+    assert done.stopped_because == "predicted"
+    exact = play(Search(budget_bytes=BUDGET, predicted=980, tolerance=0), 1000, linear(1000))
+    assert (exact.told[0].size, exact.best) == (980, 1000)
+
+
+def test_a_failure_above_says_nothing_about_a_prediction() -> None:
+    search = Search(budget_bytes=BUDGET, predicted=980, start=1100).tell(
+        Told(size=1100, fits=False, soak=True)
+    )
+    done = play(search, 1000, linear(1000))
+    assert [one.size for one in done.told] == [1100, 980]
+    assert done.stopped_because == "predicted"
+
+
+@pytest.mark.parametrize("failed", [980, 979, 500])
+def test_a_failure_there_or_below_ends_a_prediction(failed: int) -> None:
+    search = Search(budget_bytes=BUDGET, predicted=980).tell(Told(size=failed, fits=False, soak=True))
+    done = play(search, 400, linear(400))
+    assert done.stopped_because == "within_tolerance"
+    assert done.best is not None
+    assert done.best >= 0.98 * 400
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    searches(strategy="guided"),
+    capacities,
+    st.integers(0, 1000),
+    st.integers(1, 9000),
+    st.none() | st.floats(0, 1),
+)
+def test_with_any_prediction_a_search_ends_with_something_that_ran(
+    search: Search, capacity: int, seed: int, predicted: int, survives: float | None
+) -> None:
+    sustained = None if survives is None else int(capacity * survives)
+    search = dataclasses.replace(search, predicted=predicted)
+    play(search, capacity, lies(seed), sustained=sustained)
+
+
 def test_guided_goes_straight_to_a_max_size_that_surely_fits() -> None:
     done = play(Search(budget_bytes=BUDGET, max_size=4), 8000, linear(8000))
     assert [(one.size, one.soak) for one in done.told] == [(1, False), (4, True)]

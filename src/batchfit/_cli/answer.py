@@ -6,6 +6,7 @@ not here (that is `--json`); nothing is claimed that was not run.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,7 +14,10 @@ from batchfit._cli.progress import is_terminal, used_bytes
 from batchfit._decide.units import format_bytes
 
 if TYPE_CHECKING:
-    from batchfit.results import FitResult
+    from batchfit.results import FitResult, Outcome
+
+# How a child process can end without an answer.
+_ENDINGS: dict[Outcome, str] = {"killed": "killed", "timeout": "timed out"}
 
 
 def memory_label(device: str, budget_bytes: int) -> str:
@@ -28,27 +32,38 @@ def headline(fit: FitResult) -> str:
     if fit.stopped_because == "interrupted":
         return f"interrupted: {fit.batch_size} is the largest batch size that ran so far"
     how = "survived" if fit.sustained else "ran"
-    return f"batch size {fit.batch_size} {how} {_count(fit.survived_steps, 'step')}"
+    return f"batch size {fit.batch_size} {how} {count_of(fit.survived_steps, 'step')}"
 
 
 def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list[tuple[str, str]]:
     """What the answer rests on, and how to use it: (label, text) pairs."""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
     used = max((count for count in runs if count is not None), default=None)
-    failed = sum(not trial.fits for trial in fit.trials)
     lines = [("device", memory_label(fit.device, fit.budget_bytes))]
     if used is not None:
         lines.append(("memory", f"{format_bytes(used)} used, {used / fit.budget_bytes:.1%} of the budget"))
     lines += [
-        ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s, {failed or 'none'} ran out of memory"),
+        ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {fit.reason}"),
         ("use it", f"DataLoader(dataset, batch_size={fit.batch_size})"),
     ]
+    if fit.from_store:
+        age = format_age(fit.stored_age_s or 0.0)
+        lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
     if saved is not None:
         lines.append(("saved", str(saved)))
     if next_command:
         lines.append(("next", next_command))
     return lines
+
+
+def _failures(fit: FitResult) -> str:
+    """`none ran out of memory`, `2 ran out of memory, 1 was killed`."""
+    counts = Counter(trial.outcome for trial in fit.trials)
+    ran_out = counts["oom"] + counts["too_large"]
+    parts = [f"{ran_out or 'none'} ran out of memory"]
+    parts += [f"{counts[name]} {words}" for name, words in _ENDINGS.items() if counts[name]]
+    return ", ".join(parts)
 
 
 def show_answer(
@@ -77,5 +92,14 @@ def show_answer(
         console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
 
 
-def _count(number: int, noun: str) -> str:
+def format_age(age_s: float) -> str:
+    """`40 seconds`, `3 hours`, `12 days`: one number, rounded down."""
+    for noun, length_s in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if age_s >= length_s:
+            return count_of(int(age_s // length_s), noun)
+    return count_of(int(age_s), "second")
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 trial`, `3 trials`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

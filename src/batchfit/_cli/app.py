@@ -3,6 +3,8 @@
 Rules: a flag of `find`, `predict` or `explain` is a keyword of the function behind it, with the same name and
 default (a test compares the two; a flag that may be repeated is a list); this module imports typer and
 nothing heavy, so that `--help` is quick; each command does its work in a module of its own.
+One default differs: the store is on in `batchfit find`, since a command is typed again and again, and off in
+`find_batch_size`, since a program should not read a file that its author does not know of.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ Examples:
   batchfit find train.py:make_workload
   batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
   batchfit find mypackage.train:make --strategy grow --start 19 --max-size 4096
+  batchfit find train.py:make_workload --isolate --timeout-s 120 --resume search.json
   batchfit find train.py:make_workload --json | jq .batch_size
 
 where train.py has:
@@ -144,6 +147,7 @@ def batchfit_command(
 
 SEARCH = "Search"
 TRIAL = "Trials"
+STORE = "Store"
 OUTPUT = "Output"
 TARGET_HELP = (
     "file.py:function or package.module:function: a function without required arguments that returns a "
@@ -242,6 +246,64 @@ def find(
             help="Begin no trial after this many seconds.",
         ),
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option(
+            "--predict/--no-predict",
+            rich_help_panel=SEARCH,
+            help="On a GPU, let guided begin with what a prediction says.",
+        ),
+    ] = True,
+    isolate: Annotated[
+        bool,
+        typer.Option(
+            "--isolate",
+            rich_help_panel=TRIAL,
+            help="Run each trial in a child process: one that is killed or hangs is too big, and the search "
+            "goes on. Without prediction and store, which need the workload here.",
+        ),
+    ] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            rich_help_panel=TRIAL,
+            show_default="no limit",
+            help="With --isolate: stop a child whose step takes longer.",
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=SEARCH,
+            show_default=False,
+            help="Keep the search in FILE after each trial; go on with the one that it holds.",
+        ),
+    ] = None,
+    store: Annotated[
+        bool,
+        typer.Option(
+            "--store/--no-store",
+            rich_help_panel=STORE,
+            help="Use an answer found before, confirmed by one trial, and keep this one.",
+        ),
+    ] = True,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", rich_help_panel=STORE, help="Search even if there is a stored answer, and replace it."
+        ),
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=STORE,
+            show_default="made from the workload",
+            help="Name of this workload in the store; needed for a step without a model.",
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout."),
@@ -278,7 +340,14 @@ def find(
         soak_steps=soak_steps,
         max_trials=max_trials,
         time_limit_s=time_limit_s,
+        predict=predict,
         device=device,
+        isolate=isolate,
+        timeout_s=timeout_s,
+        resume=resume,
+        store=store,
+        fresh=fresh,
+        key=key,
     )
     _end(lambda: find_target(target, settings, as_json=json, output=output, full_traceback=traceback))
 

@@ -38,6 +38,7 @@ class Findings:
     extras: dict[str, str | None] = field(default_factory=dict)
     allocator: dict[str, str] = field(default_factory=dict)
     devices: list[dict[str, Any]] = field(default_factory=list)
+    store: dict[str, Any] = field(default_factory=dict)
     self_test: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -51,6 +52,7 @@ def examine(*, as_json: bool) -> Code:
             progress.doing("loading torch")
             look_at_packages(findings)
             look_at_torch(findings)
+            look_at_store(findings)
             progress.doing("running a small search")
             test_a_search(findings)
         if speaks() and as_json:
@@ -103,6 +105,23 @@ def look_at_torch(findings: Findings) -> None:
             findings.broken.append(f"{device['name']} {device['description']}: {device['note']}")
         elif device["note"]:
             findings.notes.append(f"{device['name']}: {device['note']}")
+
+
+def look_at_store(findings: Findings) -> None:
+    """Where found sizes are kept, and how many there are."""
+    try:
+        from batchfit._store import Store
+
+        findings.store = asdict(Store().state())
+    except Exception as error:  # noqa: BLE001  pydantic may be missing or broken
+        findings.store = {
+            "path": "",
+            "answers": 0,
+            "file_bytes": 0,
+            "note": f"the store cannot be read: {error}",
+        }
+    if findings.store["note"]:
+        findings.notes.append(findings.store["note"])
 
 
 def test_a_search(findings: Findings) -> None:
@@ -161,6 +180,8 @@ def tell(findings: Findings, stream: TextIO) -> None:
     lines += [(device["name"], _device_line(device)) for device in findings.devices] or [("none", "")]
     lines += [("", "allocator")]
     lines += list(findings.allocator.items()) or [("defaults", f"{ALLOCATOR_VARIABLES[0]} is not set")]
+    lines += [("", "found sizes")]
+    lines += [("store", findings.store["path"] or "none"), ("holds", _store_line(findings.store))]
     lines += [("", "optional packages")]
     lines += [(name, version or "-") for name, version in findings.extras.items()]
     lines += [("", "self-test")]
@@ -185,6 +206,13 @@ def _device_line(device: dict[str, Any]) -> str:
     if free is not None:
         memory += f", {format_bytes(free)} free"
     return f"{device['description']}, {memory}" + ("" if device["tested"] else " (untested)")
+
+
+def _store_line(store: dict[str, Any]) -> str:
+    if not store["file_bytes"]:
+        return "nothing yet" if not store["note"] else "unknown"
+    count = store["answers"]
+    return f"{count} answer{'' if count == 1 else 's'}, {format_bytes(store['file_bytes'])}"
 
 
 def _installed(name: str) -> str | None:

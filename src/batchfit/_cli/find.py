@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast
 
+from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli import failure
-from batchfit._cli.answer import memory_label, show_answer
+from batchfit._cli.answer import count_of, memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
-from batchfit._cli.target import home_of, load_target, make_workload, parse_target, source_line
 from batchfit._cli.watch import Watch
 from batchfit._decide.units import parse_bytes
+from batchfit._target import home_of, load_target, make_workload, parse_target, source_line
 
 if TYPE_CHECKING:
     from batchfit._decide.search import Search
@@ -47,7 +47,14 @@ class FindSettings(TypedDict):
     soak_steps: int
     max_trials: int | None
     time_limit_s: float | None
+    predict: bool
     device: str | None
+    isolate: bool
+    timeout_s: float | None
+    resume: str | None
+    store: bool
+    fresh: bool
+    key: str | None
 
 
 def default_settings() -> FindSettings:
@@ -80,6 +87,8 @@ def find_target(
     checked_flags(settings)
     if output is not None:
         check_writable(output)
+    if settings["resume"] is not None:
+        check_writable(Path(settings["resume"]), name="resume")
     try:
         target = parse_target(text)
     except errors.TargetError as error:
@@ -99,6 +108,9 @@ def find_target(
 
     def explain(error: BaseException, what: str = f"a step of {text}") -> CommandFailed:
         home = home_of(target)
+        in_child = failure.ChildTraceback.of(error)
+        if in_child is not None and in_child.stage == "load":
+            what = text
         return CommandFailed(
             Code.RAISED,
             failure.headline(error, what=what, home=home, made_at=made_at),
@@ -161,25 +173,45 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         progress.note(job.intro)
     progress.doing("loading torch")
     from batchfit import _find
+    from batchfit._recall import check_store
     from batchfit._torch.device import resolve_device
+    from batchfit._torch.isolate import Factory
 
+    def loaded(device: str, available_bytes: int) -> None:
+        watch.device, watch.budget_bytes = device, available_bytes
+        if settings["budget"] is not None:
+            watch.budget_bytes = min(watch.budget_bytes, parse_bytes(settings["budget"]))
+        memory = memory_label(watch.device, watch.budget_bytes)
+        progress.note(f"{job.what} on {memory}, strategy {settings['strategy']}")
+        progress.doing("choosing the first size")
+
+    watched: Any
     try:
         _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
-        if settings["device"] is not None:
-            resolve_device(settings["device"])
-        progress.doing(f"loading {job.what}")
-        workload = job.make()
-        device = resolve_device(settings["device"], near=workload.state)
+        _find.check_isolation(settings["isolate"], settings["timeout_s"])
+        settings = stored_where_possible(settings)
+        check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
+        _take_up(settings["resume"], watch, progress)
+        if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
+            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step)
+        else:
+            if settings["device"] is not None:
+                resolve_device(settings["device"])
+            progress.doing(f"loading {job.what}")
+            workload = job.make()
+            settings = stored_where_possible(settings, workload)
+            device = resolve_device(settings["device"], near=workload.state)
+            loaded(device.name, device.budget_bytes())
+            watched = watch.over(workload)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None
-    watch.device, watch.budget_bytes = device.name, device.budget_bytes()
-    if settings["budget"] is not None:
-        watch.budget_bytes = min(watch.budget_bytes, parse_bytes(settings["budget"]))
-    memory = memory_label(watch.device, watch.budget_bytes)
-    progress.note(f"{job.what} on {memory}, strategy {settings['strategy']}")
-    progress.doing("choosing the first size")
+    progress.doing("choosing the first size" if watch.device else f"loading {job.what} in a child process")
     try:
-        return _find.find_batch_size(watch.over(workload), on_trial=watch.on_trial, **settings)
+        fit = _find.find_batch_size(watched, on_trial=watch.on_trial, **settings)
+    except (errors.TargetError, errors.SettingsDifferError) as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+    except errors.ChildRaisedError as error:
+        raise job.explain(error) from None
     except errors.NothingFitsError as error:
         raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
     except errors.SearchStoppedError as error:
@@ -192,6 +224,38 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         if isinstance(error, ValueError | TypeError) and not watch.started:
             raise _wrong_flag(error) from None
         raise
+    if fit.trials_resumed == len(fit.trials):
+        progress.note(f"the search in {settings['resume']} had ended before: nothing was run")
+    return fit
+
+
+def _take_up(resume: str | None, watch: Watch, progress: Progress) -> None:
+    """Say what the file of an earlier run holds; an interrupt from now on loses none of it."""
+    if resume is None:
+        return
+    from batchfit._resume import ResumeFile
+
+    try:
+        kept = ResumeFile(resume).kept()
+    except errors.ResultFileError as error:
+        raise CommandFailed(Code.USAGE, str(error)) from None
+    if kept is not None and kept.trials:
+        watch.trials.extend(kept.trials)
+        progress.note(f"going on with the search in {resume}: {count_of(len(kept.trials), 'trial')} in it")
+
+
+def stored_where_possible(settings: FindSettings, workload: Workload | None = None) -> FindSettings:
+    """The settings for this workload: the command's default must not refuse what has no key.
+
+    That is a step without a model, and what a child makes; a flag that asks for the store is refused later.
+    """
+    if not settings["store"]:
+        return {**settings, "key": None}
+    if settings["isolate"] and settings["key"] is None and not settings["fresh"]:
+        return {**settings, "store": False}
+    if workload is not None and workload.model is None and settings["key"] is None:
+        return {**settings, "store": False, "fresh": False}
+    return settings
 
 
 def _deliver(

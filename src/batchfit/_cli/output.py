@@ -17,6 +17,9 @@ from typing import TextIO
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import is_terminal, speaks
+from batchfit._files import write_whole
+
+__all__ = ["check_writable", "complain", "stdout_for_results", "write_whole"]
 
 
 @contextmanager
@@ -59,23 +62,6 @@ def check_writable(path: Path, *, name: str = "output", make_folder: bool = Fals
         raise refuse(f"the folder {str(folder)!r} does not exist")
     if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
         raise refuse("permission denied")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a pipe or a device: nothing to put in its place
-        return
-    real = path.resolve()
-    draft = real.with_name(f".{real.name}.{os.getpid()}.part")
-    try:
-        with draft.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(real)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def complain(failed: CommandFailed) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli import failure
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
-from batchfit._cli.target import Target, home_of, load_target, make_workload, parse_target
 from batchfit._draw import Line, as_text
+from batchfit._target import Target, home_of, load_target, make_workload, parse_target
 
 if TYPE_CHECKING:
     from batchfit.workload import Workload

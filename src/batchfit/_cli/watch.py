@@ -35,7 +35,7 @@ class Watch:
 
     def over(self, workload: Workload) -> Workload:
         """The same workload, watched."""
-        return workload.with_step(self._watched(workload.step))
+        return workload._watched(self._watched(workload.step))
 
     def on_trial(self, trial: Trial, budget_bytes: int) -> None:
         """For `find_batch_size(on_trial=...)`."""
@@ -66,11 +66,15 @@ class Watch:
         except SearchStoppedError:
             return None
 
+    def step(self, batch_size: int, number: int) -> None:
+        """Step `number` of a trial begins, here or in a child process."""
+        self.started = True
+        self._number = number
+        self._progress.step(batch_size, number)
+
     def _watched(self, step: Step) -> Step:
         def watched(batch_size: int) -> object:
-            self.started = True
-            self._number += 1
-            self._progress.step(batch_size, self._number)
+            self.step(batch_size, self._number + 1)
             return step(batch_size)
 
         return watched

@@ -264,7 +264,7 @@ def guided(state: State) -> Ask | str:
         return descend(state, bracket, tolerance=state.tolerance)
     if bracket.closed:
         return settle(state, bracket, "bracketed")
-    if state.predicted is not None and bracket.bad is None:
+    if state.predicted is not None:
         step = _as_predicted(state, bracket, state.predicted)
         if step is not None:
             return step
@@ -282,10 +282,12 @@ def guided(state: State) -> Ask | str:
 def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str | None:
     """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
 
-    A failure says that the prediction is wrong, and the search goes on without it. So does an exact search,
-    from there on.
+    A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
+    exact search, from there on.
     """
     size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
+    if bracket.bad is not None and bracket.bad <= size:
+        return None
     if (bracket.good or 0) < size:
         return Ask(size, state.soak)
     if not state.tolerance or bracket.good != size:

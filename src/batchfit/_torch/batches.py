@@ -152,18 +152,25 @@ class Longest:
             raise ValueError(
                 f"make_batch must hold at least one sample, not an empty {type(dataset).__name__}"
             )
-        self._dataset = dataset
-        self._collate = collate_fn
+        self.dataset = dataset
+        self.collate = collate_fn
         self._order: tuple[int, ...] | None = None
+        self._lengths: tuple[int, ...] = ()
+
+    def lengths(self) -> tuple[int, ...]:
+        """Element counts of the samples looked at, longest first: all that their memory depends on."""
+        if self._order is None:
+            self._order = self._scan()
+        return self._lengths
 
     def __call__(self, size: int) -> Any:
         if self._order is None:
             self._order = self._scan()
         indices = [self._order[i % len(self._order)] for i in range(size)]
         # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
-        fetch = getattr(self._dataset, "__getitems__", None)
-        samples = fetch(indices) if callable(fetch) else [self._dataset[index] for index in indices]
-        batch = self._collate(samples)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = fetch(indices) if callable(fetch) else [self.dataset[index] for index in indices]
+        batch = self.collate(samples)
         found = wrong_size(batch, size)
         if found is not None:
             raise ValueError(
@@ -177,8 +184,9 @@ class Longest:
         count = min(self._length, SCAN_LIMIT)
         indices = [i * self._length // count for i in range(count)]
         # Only the counts are kept: samples held here would count as memory in use on a CPU.
-        counts = {index: element_count(self._dataset[index]) for index in indices}
+        counts = {index: element_count(self.dataset[index]) for index in indices}
         longest = sorted(indices, key=lambda index: -counts[index])
+        self._lengths = tuple(counts[index] for index in longest)
         if count < self._length and _is_first_rank():
             log.warning(
                 "the longest samples were chosen among %d of the dataset's %d, evenly spaced; "
@@ -206,13 +214,13 @@ class Repeated:
             seen = {part.length: part for part in reversed(found)}
             named = ", ".join(f"{part.path} has {part.length}" for part in found if seen[part.length] is part)
             raise ValueError(f"make_batch must be an example batch whose parts have one length: {named}")
-        self._example = example
+        self.example = example
         self._length = lengths.pop()
         if self._length == 0:
             raise ValueError("make_batch must hold at least one sample, not an example batch of length 0")
 
     def __call__(self, size: int) -> Any:
-        return self._resized(self._example, size)
+        return self._resized(self.example, size)
 
     def _resized(self, node: Any, size: int) -> Any:
         if isinstance(node, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A target of the command line: `file.py:function` or `package.module:function`.
+"""A target: `file.py:function` or `package.module:function`, on the command line and for a child process.
 
 Rules: the function takes no required argument and returns a `Workload` or a `step(batch_size)`
 callable; whatever is wrong with a target is a `TargetError` that names file and line where there is
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from batchfit._cli.failure import last_users_line, shown_path
+from batchfit._failure import last_users_line, shown_path
 from batchfit.errors import TargetError
 
 if TYPE_CHECKING:

@@ -11,15 +11,41 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_OURS = str(Path(__file__).resolve().parent.parent)
+_OURS = str(Path(__file__).resolve().parent)
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
+@dataclass(frozen=True, slots=True)
+class ChildTraceback:
+    """What a child process told of an error that it raised: the frames themselves have stayed there.
+
+    `stage` is "load" while the workload was made, "place" where device or budget were wrong, else "step".
+    """
+
+    stage: str
+    headline: str
+    short: str
+    full: str
+
+    def put_on(self, error: BaseException) -> None:
+        """Keep this with the error."""
+        error.batchfit_child_traceback = self  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, error: BaseException) -> ChildTraceback | None:
+        """The one that was put on an error; None for an error of this process."""
+        return getattr(error, "batchfit_child_traceback", None)
+
+
 def raised_by_step(error: BaseException) -> bool:
-    """The error comes out of a step of the user's: the trial has put its note on it."""
+    """The error comes out of a step of the user's, whose trial has put its note on it, or out of a child."""
+    from_child = ChildTraceback.of(error)
+    if from_child is not None:
+        return from_child.stage != "place"
     from batchfit._torch.trial import NOTE
 
     return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
@@ -31,6 +57,9 @@ def headline(error: BaseException, *, what: str, home: str | None, made_at: str 
     `made_at` is said where the error went through no line of the user's, such as one about their loss.
     """
     name = type(error).__name__
+    from_child = ChildTraceback.of(error)
+    if from_child is not None:
+        return f"{what} {from_child.headline}"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{what} cannot be read: {name} at {shown_path(error.filename)}:{error.lineno}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename, home=home)]
@@ -42,6 +71,9 @@ def headline(error: BaseException, *, what: str, home: str | None, made_at: str 
 
 def details(error: BaseException, *, home: str | None, full: bool) -> str:
     """The traceback, of the user's frames only unless `full`; notes and causes included."""
+    from_child = ChildTraceback.of(error)
+    if from_child is not None:
+        return from_child.full if full else from_child.short
     told = traceback.TracebackException.from_exception(error, compact=True)
     if full:
         return "".join(told.format()).rstrip()

@@ -1,0 +1,233 @@
+"""The child's side of `isolate`: a process that runs one trial and ends.
+
+Rules:
+- It ends when its parent does, whatever it is doing: the kernel sees to it on Linux, and everywhere a
+  thread that reads the parent's pipe to its end.
+- It says each thing once, as a line of JSON: started, loaded, each step that begins, the trial. What the
+  user's code prints goes where the parent's output goes, never into that pipe.
+- Where memory of the machine runs out, the kernel shall take this process and not the parent.
+- A dead device context is an outcome here: the next trial has a process, and a context, of its own.
+- Nothing is put back: the state dies with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import operator
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+from batchfit import _failure as failure
+from batchfit._decide.units import format_bytes
+from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
+from batchfit._torch import oom
+from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.process import Message
+from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.trial import run_trial
+from batchfit.results import Trial
+from batchfit.workload import Workload
+
+# This process is such a child: it may not start children of its own.
+active = False
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
+_PATIENCE_S = 10.0  # for the memory of the child before this one to come back
+_SLACK_BYTES = 64 * 2**20  # other processes come and go
+
+
+def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
+    """Do what the parent asks: load a factory, run one trial of what it makes.
+
+    A `spare` child has time until its turn comes: it imports what most workloads will need.
+    """
+    global active
+    active = True
+    _die_with(parent_pid)
+    for fd in (requests.fileno(), answers_fd):
+        os.set_inheritable(fd, False)  # a program that the user's code starts has no business with them
+    asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, asked), name="batchfit-parent", daemon=True).start()
+
+    def say(kind: str, **rest: Any) -> None:
+        whole = json.dumps({"kind": kind, **rest}).encode() + b"\n"
+        while whole:
+            whole = whole[os.write(answers_fd, whole) :]
+
+    if spare:
+        with contextlib.suppress(Exception):
+            importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
+    say("started")
+    request = asked.get()
+    _be_taken_first()
+    target = _target_of(request)
+    stage, made_at = "place", ""
+    try:
+        if request["device"] is not None:  # a wrong one is told before the user's code runs
+            resolve_device(request["device"])
+        stage = "load"
+        factory = _load(request, target)
+        made_at = source_line(factory)
+        work = make_workload(target, factory)
+        stage = "place"
+        place = resolve_device(request["device"], near=(*work.state, work.model))
+        say(
+            "loaded",
+            device=place.name,
+            available_bytes=place.budget_bytes(),
+            total_bytes=place.total_bytes(),
+            state_elements=count_elements(work.state),
+        )
+        request = asked.get()
+        if not _memory_is_back(place, request["expected_bytes"]):
+            free, due = format_bytes(place.budget_bytes()), format_bytes(request["expected_bytes"])
+            say("note", text=f"{due} were free on {place.name} before the first trial, {free} are now")
+        stage = "step"
+        say("trial", trial=_run(work, place, request, say).model_dump())
+    except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
+        say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End now: with the user's exit handlers, without the half second in which torch is taken apart.
+
+    Threads of the user's are not waited for, and an exit handler that raises is the interpreter's to report.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the user's code may have closed or replaced it
+            stream.flush()
+    os._exit(0)
+
+
+def count_elements(state: object) -> int:
+    """How many numbers a state holds: a cheap way to tell one model from another."""
+    return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
+
+
+def _run(work: Workload, place: Device, request: Message, say: Callable[..., None]) -> Trial:
+    number = 0
+
+    def step(batch_size: int) -> object:
+        nonlocal number
+        number += 1
+        say("step", number=number)
+        return work.step(batch_size)
+
+    size, soak = request["size"], request["soak"]
+    begun = time.perf_counter()
+    parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
+    message = ""
+    if request["smallest"]:
+        faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
+    try:
+        with place.limit(request["budget_bytes"]):
+            return run_trial(
+                step,
+                size,
+                device=place,
+                snapshot=Snapshot.take(()),
+                parameters=list(parameters.values()),
+                steps=request["steps"],
+                soak=soak,
+                raise_ambiguous=request["smallest"],
+            )
+    except Exception as error:
+        if request["smallest"] or oom.classify(error) != "fatal":
+            raise
+        message = oom.describe(error)
+    return Trial(
+        size=size,
+        outcome="killed",
+        steps_run=number - 1,
+        elapsed_s=time.perf_counter() - begun,
+        soak=soak,
+        ambiguous=True,
+        message=message,
+    )
+
+
+def _target_of(request: Message) -> Target:
+    if request["module"] is None:
+        return parse_target(request["text"])
+    return Target(text=request["text"], place=request["module"], function=request["function"])
+
+
+def _load(request: Message, target: Target) -> Callable[[], object]:
+    if request["module"] is None:
+        return load_target(target)
+    # The parent's own function, found where the parent found it: its `sys.path` is ours.
+    module = importlib.import_module(request["module"])
+    return operator.attrgetter(request["function"])(module)  # type: ignore[no-any-return]
+
+
+def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:
+    """An error as text, and as itself where it can travel."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  a broken __str__ must not make a crash of the user's error
+        text = ""
+    return {
+        "type": type(error).__name__,
+        "text": text,
+        "headline": failure.headline(error, what="", home=home, made_at=made_at).strip(),
+        "short": failure.details(error, home=home, full=False),
+        "full": failure.details(error, home=home, full=True),
+        "pickle": _pickled(error),
+    }
+
+
+def _pickled(error: BaseException) -> str | None:
+    try:
+        data = pickle.dumps(error)
+        if len(data) > _LONGEST_PICKLE or type(pickle.loads(data)) is not type(error):
+            return None
+    except Exception:  # noqa: BLE001  whatever the user's error cannot do, its text is enough
+        return None
+    return base64.b64encode(data).decode()
+
+
+def _memory_is_back(place: Device, expected_bytes: int | None) -> bool:
+    """Wait until as much is free as there was for the first child: a driver frees after the exit."""
+    if expected_bytes is None or place.name.partition(":")[0] == "cpu":
+        return True  # RAM is free when its process has gone
+    deadline = time.monotonic() + _PATIENCE_S
+    while place.budget_bytes() < expected_bytes - _SLACK_BYTES:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _listen(requests: BinaryIO, asked: queue.SimpleQueue[Message]) -> None:
+    for line in requests:
+        asked.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)  # the parent is gone; our group is all that we have started
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it went while we started
+        os._exit(1)
+
+
+def _be_taken_first() -> None:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")

@@ -1,0 +1,139 @@
+"""One child process: a fresh interpreter, its process group, and two pipes with lines of JSON.
+
+Rules:
+- The pipe of the requests stays open until the process has ended: the child ends with it.
+- A process is not reaped before its whole group has been killed: until then its number is nobody else's.
+- Neither a process that the child has left behind nor a pipe that it has closed can hold the reader up.
+- After `end` there is no process, no zombie and no open file.
+
+multiprocessing is not used: its spawn runs the user's main module in every child, and leaves a tracker
+process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, final
+
+from batchfit.errors import BatchfitError
+
+Message = dict[str, Any]
+
+_BOOT = (
+    "import json, sys; requests = open({requests}, 'rb', buffering=0); "
+    "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
+    "from batchfit._torch.child import serve; serve(requests, {answers}, **first['more'])"
+)
+_REAP_S = 60.0  # a driver may take long to tear a context down
+_PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
+
+
+class Silent(Exception):
+    """The child has said nothing for too long."""
+
+
+@final
+class Child:
+    """One process, its group and its two pipes."""
+
+    def __init__(self, *, spare: bool = False) -> None:
+        self._buffer = b""
+        self._closed = False
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        try:
+            # A session of its own: Ctrl-C goes to us, and one signal reaches all that the child starts.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(requests, answers),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise
+        finally:
+            os.close(requests)
+            os.close(answers)
+        self.send(path=[str(entry) for entry in sys.path], more={"parent_pid": os.getpid(), "spare": spare})
+
+    def send(self, **request: object) -> None:
+        """Tell the child what to do; one that is gone is noticed by `receive`."""
+        whole = json.dumps(request).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            while whole:
+                whole = whole[os.write(self._requests, whole) :]
+
+    def receive(self, timeout_s: float | None) -> Message | None:
+        """The child's next message; None where it has ended instead, `Silent` where neither happens."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            ended = self.has_ended()  # looked at first: what it wrote before its end is in the pipe by then
+            if self._read(0.0 if ended else _PAUSE_S):
+                continue
+            if ended:
+                return None
+            if deadline is not None and time.monotonic() > deadline:
+                raise Silent
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        message: Message = json.loads(line)
+        return message
+
+    def _read(self, pause_s: float) -> bool:
+        """Whether something was read. A pipe that the user's code has closed says nothing, for ever."""
+        if self._closed:
+            time.sleep(pause_s)
+            return False
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        if not poll.poll(pause_s * 1000):
+            return False
+        part = os.read(self._answers, 2**16)
+        self._buffer += part
+        self._closed = not part
+        return bool(part)
+
+    def has_ended(self) -> bool:
+        """Whether the process is over. It is not reaped: its group keeps its number until `end`."""
+        if not hasattr(os, "waitid") or self._process.returncode is not None:
+            return self._process.poll() is not None
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        try:
+            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+        except ChildProcessError:
+            return True  # the program ignores SIGCHLD: the system has reaped it, and how it ended is lost
+
+    def exit_code(self) -> int:
+        """How it ended: a code, or the negative number of a signal. Ends what it has left."""
+        self.end()
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    def end(self, *, after_s: float = 0.0) -> None:
+        """Kill the whole group, wait for the process' end and close the pipes; more than once is fine."""
+        if self._requests < 0:
+            return
+        deadline = time.monotonic() + after_s
+        while time.monotonic() < deadline and not self.has_ended():
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            raise BatchfitError(
+                f"the child process {self._process.pid} was killed and has not ended within {_REAP_S:g} s. "
+                "It is most likely stuck in a device driver."
+            ) from None
+        finally:
+            os.close(self._requests)
+            os.close(self._answers)
+            self._requests = self._answers = -1

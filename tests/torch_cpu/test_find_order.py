@@ -1,0 +1,283 @@
+"""What a search begins with: what a file holds, then a stored answer, then a prediction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import batchfit
+from batchfit import FitResult, _find
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.find import FindSettings, default_settings, find_target
+from batchfit._decide.search import Ask, Search, Told
+from batchfit._recall import Known, check_store, confirm
+from batchfit.errors import SearchStoppedError
+from batchfit.results import Trial
+
+MAKE = """
+import batchfit
+import torch
+
+
+def step(batch_size):
+    torch.zeros(batch_size, 1 << 18)
+
+
+def make():
+    return batchfit.Workload(step, state=[])
+"""
+
+
+def workload(*, copies: Callable[[], int] = lambda: 1) -> batchfit.Workload:
+    """Some 2000 samples in 2 MiB. `copies` changes what a sample takes, unseen by a key that is given."""
+    model = nn.Linear(64, 64)
+    return batchfit.training(
+        model,
+        None,
+        lambda model, x: model(x.repeat(copies(), 1)).square().mean(),
+        lambda n: torch.randn(n, 64),
+    )
+
+
+def find(work: batchfit.Workload, **changes: Any) -> FitResult:
+    return batchfit.find_batch_size(work, **{"budget": "2MiB", "soak_steps": 4, **changes})
+
+
+def tried(fit: FitResult) -> list[tuple[int, bool]]:
+    return [(trial.size, trial.soak) for trial in fit.trials]
+
+
+class Sight:
+    """A prediction that is made up: it counts how often a step is traced."""
+
+    def __init__(self, end: int, look: int | None = 8) -> None:
+        self.end, self.look, self.traces = end, look, 0
+        self.corrections: list[int] = []
+
+    def of(self, work: batchfit.Workload, *, budget_bytes: int) -> Sight:
+        self.traces += 1
+        assert budget_bytes == 2 * 2**20
+        return self
+
+    def look_first(self) -> int | None:
+        return self.look
+
+    def corrected(self, size: int, peak_bytes: int) -> Sight:
+        self.corrections.append(size)
+        return self
+
+    def largest(self, most: int | None = None) -> int:
+        return self.end if most is None else min(self.end, most)
+
+
+@pytest.fixture
+def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
+    made = Sight(400)
+    monkeypatch.setattr(_find, "Foresight", made)
+    monkeypatch.setattr(_find, "_traceable", lambda work, place: work.declared)
+    return made
+
+
+class Stop(Exception):
+    """Ends a search from outside."""
+
+
+def stop_after(count: int) -> Callable[[Trial, int], None]:
+    seen: list[Trial] = []
+
+    def on_trial(trial: Trial, budget_bytes: int) -> None:
+        seen.append(trial)
+        if len(seen) == count:
+            raise Stop
+
+    return on_trial
+
+
+class TestPrediction:
+    def test_a_small_size_is_looked_at_and_then_the_predicted_one_is_soaked(self, sight: Sight) -> None:
+        fit = find(workload())
+        assert tried(fit) == [(8, False), (400, True)]
+        assert fit.stopped_because == "predicted"
+        assert (sight.traces, sight.corrections) == (1, [8])
+
+    @pytest.mark.parametrize("changes", [{"predict": False}, {"start": 4}, {"strategy": "powers"}])
+    def test_there_is_none_where_it_is_not_wanted(self, sight: Sight, changes: dict[str, Any]) -> None:
+        assert find(workload(), **changes).stopped_because != "predicted"
+        assert sight.traces == 0
+
+    def test_a_look_leaves_a_trial_for_the_answer(self, sight: Sight) -> None:
+        for max_trials in (1, 2):
+            assert find(workload(), max_trials=max_trials).stopped_because == "max_trials"
+        assert sight.traces == 0
+        assert tried(find(workload(), max_trials=3)) == [(8, False), (400, True)]
+
+    def test_one_that_is_no_flag_is_refused(self) -> None:
+        with pytest.raises(TypeError, match="predict must be True or False, not 'yes'"):
+            find(workload(), predict="yes")
+
+
+class TestStoredThenPredicted:
+    def test_nothing_is_traced_where_the_stored_size_is_confirmed(self, sight: Sight) -> None:
+        first = find(workload(), store=True)
+        assert (first.stopped_because, sight.traces) == ("predicted", 1)
+        second = find(workload(), store=True)
+        assert second.from_store
+        assert tried(second) == [(400, True)]
+        assert sight.traces == 1
+
+    def test_a_prediction_follows_a_stored_size_that_fails(self, sight: Sight) -> None:
+        copies = [1]
+        find(workload(copies=lambda: copies[0]), store=True, key="one")
+        copies[0], sight.end = 12, 100
+        fit = find(workload(copies=lambda: copies[0]), store=True, key="one")
+        assert tried(fit) == [(400, True), (8, False), (100, True)]
+        assert (fit.stopped_because, fit.from_store, sight.traces) == ("predicted", False, 2)
+        assert tried(find(workload(copies=lambda: copies[0]), store=True, key="one")) == [(100, True)]
+
+    def test_no_look_where_the_stored_size_has_failed(self, sight: Sight) -> None:
+        copies = [1]
+        sight.end = 300
+        find(workload(copies=lambda: copies[0]), store=True, key="one")
+        copies[0], sight.look, sight.end = 12, 320, 900
+        fit = find(workload(copies=lambda: copies[0]), store=True, key="one")
+        sizes = [size for size, _ in tried(fit)]
+        assert sizes[0] == 300
+        assert max(sizes[1:]) < 300
+        assert fit.stopped_because != "predicted"
+
+    def test_without_prediction_is_another_search(self, sight: Sight) -> None:
+        assert find(workload(), store=True).batch_size == 400
+        measured = find(workload(), store=True, predict=False)
+        assert not measured.from_store
+        assert measured.stopped_because == "within_tolerance"
+        assert find(workload(), store=True, predict=False).from_store
+        assert sight.traces == 1
+
+
+class TestResumedFirst:
+    def test_a_resumed_search_does_not_look_again(self, sight: Sight, tmp_path: Path) -> None:
+        path = tmp_path / "search.json"
+        with pytest.raises(Stop):
+            find(workload(), resume=path, tolerance=0, max_size=404, on_trial=stop_after(2))
+        assert json.loads(path.read_text())["search"]["predicted"] == 400
+        fit = find(workload(), resume=path, tolerance=0, max_size=404)
+        assert sight.traces == 1
+        assert [size for size, _ in tried(fit)[:2]] == [8, 400]
+        assert fit.trials_resumed == 2
+        assert tried(fit) == tried(find(workload(), tolerance=0, max_size=404))
+
+    def test_a_stored_size_does_not_cut_into_a_resumed_search(self, tmp_path: Path) -> None:
+        path = tmp_path / "search.json"
+        with pytest.raises(Stop):
+            find(workload(), resume=path, on_trial=stop_after(1))
+        answer = find(workload(), store=True)
+        fit = find(workload(), resume=path, store=True)
+        assert not fit.from_store
+        assert tried(fit) == tried(answer)
+        assert fit.trials_resumed == 1
+
+    def test_the_file_of_a_confirmed_answer_is_that_answer(self, tmp_path: Path) -> None:
+        path = tmp_path / "search.json"
+        answer = find(workload(), store=True)
+        first = find(workload(), resume=path, store=True)
+        assert first.from_store
+        again = find(workload(), resume=path, store=True)
+        assert again.from_store
+        assert tried(again) == [(answer.batch_size, True)]
+        assert again.trials_resumed == 1
+        # Without the store it is a search of which one trial has been run.
+        alone = find(workload(), resume=path)
+        assert not alone.from_store
+        assert alone.trials_resumed == 1
+
+    def test_a_stored_size_that_failed_leaves_the_file_with_the_settings_of_the_user(
+        self, tmp_path: Path
+    ) -> None:
+        path, copies = tmp_path / "search.json", [1]
+        find(workload(copies=lambda: copies[0]), store=True, key="one")
+        copies[0] = 30
+        with pytest.raises(Stop):
+            find(workload(copies=lambda: copies[0]), key="one", resume=path, on_trial=stop_after(2))
+        fit = find(workload(copies=lambda: copies[0]), key="one", resume=path)
+        assert fit.trials_resumed == 2
+        assert not fit.from_store
+
+    def test_a_search_that_had_ended_is_not_stored(self, tmp_path: Path) -> None:
+        path = tmp_path / "search.json"
+        ended = find(workload(), resume=path)
+        again = find(workload(), resume=path, store=True)
+        assert again.trials_resumed == len(again.trials) == len(ended.trials)
+        assert not find(workload(), store=True).from_store
+
+
+class TestConfirm:
+    known = Known(size=10, peak_bytes=1000, used_bytes=1000, budget_bytes=2000, age_s=1.0)
+
+    def refuse(self, ask: Ask) -> Told | None:
+        raise AssertionError(f"{ask} was run")
+
+    @pytest.mark.parametrize(
+        ("told", "confirmed"),
+        [
+            (Told(size=10, fits=True, soak=True, allocated_bytes=1000), True),
+            (Told(size=10, fits=True, soak=True, allocated_bytes=500), False),
+            (Told(size=10, fits=True, soak=False, allocated_bytes=1000), False),
+            (Told(size=10, fits=False, soak=True), False),
+            (Told(size=11, fits=True, soak=True, allocated_bytes=1000), False),
+        ],
+        ids=["as it was", "needs less", "no soak", "failed", "another size"],
+    )
+    def test_what_a_resumed_search_was_told_counts(self, told: Told, confirmed: bool) -> None:
+        search = Search(budget_bytes=2000, max_size=100).tell(told)
+        assert confirm(search, self.known, self.refuse) == (search, confirmed)
+
+
+class TestIsolated:
+    @pytest.mark.parametrize(
+        ("changes", "name"),
+        [({"store": True}, "store"), ({"key": "one"}, "key"), ({"store": True, "fresh": True}, "fresh")],
+    )
+    def test_there_is_no_store_for_children(self, changes: dict[str, Any], name: str) -> None:
+        with pytest.raises(ValueError, match=rf"^{name} must be (None|False) with isolate=True, not "):
+            batchfit.find_batch_size("somewhere.else:make", isolate=True, **changes)
+
+    def test_the_command_switches_it_off_unless_it_is_asked_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "train.py").write_text(MAKE)
+        monkeypatch.chdir(tmp_path)
+        seen: list[dict[str, Any]] = []
+        defaults = default_settings()
+
+        def catch(workload: object, **rest: Any) -> FitResult:
+            check_store(rest["store"], rest["fresh"], rest["key"], isolate=rest["isolate"])
+            seen.append(rest)
+            raise SearchStoppedError("caught")
+
+        def command(**changes: Any) -> CommandFailed:
+            settings = {**defaults, "isolate": True, "store": True, **changes}
+            with pytest.raises(CommandFailed) as failed:
+                find_target(
+                    "train.py:make",
+                    cast(FindSettings, settings),
+                    as_json=False,
+                    output=None,
+                    full_traceback=False,
+                )
+            return failed.value
+
+        monkeypatch.setattr(_find, "find_batch_size", catch)
+        assert command().code == Code.STOPPED
+        assert command(store=False, key="one").code == Code.STOPPED
+        assert [(one["store"], one["key"]) for one in seen] == [(False, None)] * 2
+        for wrong in ({"key": "one"}, {"fresh": True}):
+            error = command(**wrong)
+            assert error.code == Code.USAGE
+            assert "with isolate=True" in str(error)
+        assert len(seen) == 2
