@@ -5,6 +5,7 @@
     ├── SearchStoppedError    a limit ended the search before any size ran
     ├── NothingRanError       a trial ran no step, so it proves nothing
     ├── SnapshotError         a part of the state could not be put back
+    ├── UntraceableError      a step cannot be traced; names the operation and the line
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
@@ -74,7 +75,7 @@ class UntraceableError(BatchfitError):
         self.why = why
         at = f" at {where}" if where else ""
         super().__init__(
-            f"the step cannot be traced: {operation or 'the step'}{at}: {why}. "
+            f"the step cannot be traced: {operation or 'the step'}{at}: {why.rstrip('.')}. "
             "batchfit find measures instead."
         )
 

@@ -13,15 +13,22 @@ from types import FrameType
 
 import torch
 
-HERE = str(Path(__file__).resolve().parent.parent)
-TORCH = str(Path(torch.__file__).resolve().parent)
+
+def _folder(file: str, up: int) -> tuple[str, str]:
+    """The folder as it is imported from and as it really is: an environment may be a link."""
+    path = Path(file)
+    return str(path.absolute().parents[up]), str(path.resolve().parents[up])
+
+
+HERE = _folder(__file__, 1)
+TORCH = _folder(torch.__file__, 0)
 
 
 def named(places: Iterable[tuple[str, int]]) -> str:
     """The innermost line outside torch; where it is a library's, the program's own line beside it."""
     library = ""
     for filename, number in places:
-        if filename.startswith((TORCH, HERE, "<")):
+        if filename.startswith((*TORCH, *HERE, "<")):
             continue
         line = f"{Path(filename).name}:{number}"
         if "site-packages" not in filename and "dist-packages" not in filename:

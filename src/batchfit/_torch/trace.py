@@ -141,7 +141,7 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     where = named(reversed(places))
     # An error that the program itself raises has nothing to do with the operation before it.
-    in_torch = places[-1][0].startswith((TORCH, HERE))
+    in_torch = places[-1][0].startswith((*TORCH, *HERE))
     operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
     if isinstance(error, DynamicOutputShapeException):
         return UntraceableError(operation, where, "the shape of its result depends on the data")
@@ -533,7 +533,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if code is _run.__code__:  # what lies beyond called batchfit, and is no part of the step
                 break
             name = code.co_filename
-            if not name.startswith((TORCH, HERE)) and name[0] != "<":
+            if not name.startswith((*TORCH, *HERE)) and name[0] != "<":
                 key = (code, frame.f_lineno)
                 line = self._lines.get(key)
                 if line is None:
