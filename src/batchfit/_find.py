@@ -427,6 +427,7 @@ class Here:
             first = False
             return trial
 
+        gc.collect()  # before memory is counted: what is garbage already must not count
         with self.place.limit(budget_bytes), QuickCollections() as collections:
             yield run_one
 
@@ -435,11 +436,11 @@ class QuickCollections:
     """Lets each trial's garbage collection look only at what came after this point.
 
     A program with torch and transformers loaded has a million objects, and walking them takes longer
-    than a small trial. Nothing is frozen where the program has frozen objects of its own.
+    than a small trial. What is garbage should be collected before. Nothing is frozen where the program has
+    frozen objects of its own.
     """
 
     def __enter__(self) -> Self:
-        gc.collect()
         self._ours = gc.get_freeze_count() == 0
         if self._ours:
             gc.freeze()

@@ -218,16 +218,16 @@ class TestErrors:
         assert "faulty_targets.py" in told.headline
 
     def test_of_an_unknown_type_it_is_told_by_name(self, tmp_path: Path) -> None:
-        (tmp_path / "mine.py").write_text(
+        (tmp_path / "odd_one.py").write_text(
             "import batchfit\nclass Odd(Exception): ...\n"
             "def step(n): raise Odd('strange')\n"
             "def make(): return batchfit.Workload(step, state=[])\n"
         )
         with pytest.raises(ChildRaisedError, match="Odd: strange") as caught:
-            batchfit.find_batch_size(f"{tmp_path / 'mine.py'}:make", **QUICK)
+            batchfit.find_batch_size(f"{tmp_path / 'odd_one.py'}:make", **QUICK)
         assert caught.value.type_name == "Odd"
-        assert "mine.py" in "\n".join(caught.value.__notes__)
-        assert "mine" not in sys.modules
+        assert "odd_one.py" in "\n".join(caught.value.__notes__)
+        assert "odd_one" not in sys.modules
 
     @pytest.mark.slow
     def test_an_exit_of_the_users_is_no_size_too_big(self, fault: Callable[..., None]) -> None:
