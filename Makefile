@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 # A private pip cache or index is the machine's business; the versions are ours.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-export BATCHFIT_REQUIRE ?= transformers,gloo
+export BATCHFIT_REQUIRE ?= transformers,gloo,matplotlib
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

@@ -54,7 +54,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = str(report.longrepr)
         for name in REQUIRED:
-            if f"needs {name}" in reason:
+            if f"needs {name}" in reason or f"could not import '{name}'" in reason:
                 report.outcome = "failed"
                 report.longrepr = f"{name} is named in BATCHFIT_REQUIRE, and this test was skipped: {reason}"
     return report
