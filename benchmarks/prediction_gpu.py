@@ -368,7 +368,7 @@ def page(found: dict[str, Any], about: dict[str, str]) -> str:
     ]
     lines += [
         "Not all columns were made by the same code: 'no GPU', 'GPU, not run' and 'calibrated' ran on the",
-        "GPU's machine before sizes above a gap were excluded (`largest`); lstm and deberta there after their",
+        "GPU's machine before sizes above a gap were excluded (`largest`); lstm and deberta after their",
         "fixes, and lstm before its margin became 5 %. The last column is the code as committed, on two CPU",
         "cores without a GPU, with torch 2.13 and transformers 5.22, whose T5 is another program than the",
         "card's (its position bias is contiguous, so attention takes another kernel). Calibration was cut",
