@@ -99,7 +99,8 @@ def cuda_lists(device: torch.device) -> Iterator[None]:
         # enabled=False looks the same but for its dtype: nobody names bfloat16 to have nothing.
         if self.device == "cuda":
             moved.append((self, self._enabled))
-            self.device, self._enabled = "cpu", self._enabled or self.fast_dtype is torch.bfloat16
+            meant = not torch.cuda.is_available() and self.fast_dtype is torch.bfloat16
+            self.device, self._enabled = "cpu", self._enabled or meant
         return entered(self)  # type: ignore[no-untyped-call]
 
     torch.autocast.__init__ = on_cpu  # type: ignore[method-assign]
