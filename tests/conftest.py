@@ -72,6 +72,16 @@ def _nothing_is_left_switched() -> Generator[None, None, None]:
     assert virtual is None or virtual.active() is None
 
 
+@pytest.fixture
+def living_bytes() -> int:
+    """What tensors hold before the test begins: parameters of tests keep some of theirs for the whole run."""
+    import batchfit
+
+    gc.collect()
+    with batchfit.virtual_memory("64GiB") as memory:
+        return memory.allocated_bytes
+
+
 _cache_numbers = itertools.count()
 
 

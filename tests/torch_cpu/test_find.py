@@ -413,7 +413,9 @@ def test_find_inside_an_except_block_still_tells_errors_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_state_is_put_back_even_where_the_error_holds_all_the_memory(kind: type[BaseException]) -> None:
+def test_state_is_put_back_even_where_the_error_holds_all_the_memory(
+    kind: type[BaseException], living_bytes: int
+) -> None:
     """The error on its way out holds the step's tensors while gradients need memory to come back."""
     model = nn.Linear(512, 512, bias=False)
     model(torch.ones(1, 512)).sum().backward()
@@ -427,7 +429,7 @@ def test_state_is_put_back_even_where_the_error_holds_all_the_memory(kind: type[
         del hog
 
     with pytest.raises(kind, match="mine"):
-        batchfit.find_batch_size(batchfit.Workload(step, state=[model]), budget="6MiB")
+        batchfit.find_batch_size(batchfit.Workload(step, state=[model]), budget=living_bytes + (6 << 20))
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, gradient)
 

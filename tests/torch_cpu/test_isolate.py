@@ -329,7 +329,7 @@ class TestFactory:
 
 
 class TestAnswer:
-    def test_it_is_that_of_a_search_in_this_process(self, diary: Path) -> None:
+    def test_it_is_that_of_a_search_in_this_process(self, diary: Path, living_bytes: int) -> None:
         seen: list[Trial] = []
         settings: dict[str, Any] = {"budget": "8MiB", "soak_steps": 4}
         apart = batchfit.find_batch_size(
@@ -338,12 +338,13 @@ class TestAnswer:
         processes = {int(line.split()[0]) for line in diary.read_text().splitlines()}
         assert os.getpid() not in processes
         assert len(processes) == len(apart.trials)
+        settings["budget"] = living_bytes + (8 << 20)
         here = batchfit.find_batch_size(faulty_targets.make(), **settings)
         assert apart.batch_size == here.batch_size
         assert outcomes(apart) == outcomes(here)
         for one, other in zip(apart.trials, here.trials, strict=True):
             # This process holds a few small tensors more, those of other tests' workloads.
-            assert 0 <= (other.peak_bytes or 0) - (one.peak_bytes or 0) <= 4096
+            assert 0 <= (other.peak_bytes or 0) - (one.peak_bytes or 0) <= living_bytes + 4096
         assert apart.device == "cpu"
         assert apart.sustained
         assert apart.survived_steps == 4
