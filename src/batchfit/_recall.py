@@ -152,7 +152,7 @@ def confirm(
 
     A resumed search has run that trial before, or was begun without one: none is run now.
     """
-    if known is None or search.ask() is None:
+    if known is None or (search.ask() is None and len(search.told) != 1):
         return search, False
     if search.told:
         before = [one for one in search.told if one.size == search.best and one.soak == search.soak]
