@@ -175,11 +175,12 @@ class Foresight:
             return None
         rules = rules_for(work, here.card)
         try:
-            traced = trace_workload(
-                work, rules=rules, budget_bytes=budget_bytes, quick=True, limit_s=_PATIENCE_S
-            )
+            traced = trace_workload(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
         except UntraceableError as error:
             log.info("no prediction: %s", error)
+            return None
+        if traced.footprint is None:
+            log.info("no prediction: memory is no straight line in the batch size")
             return None
         return cls(Oracle(traced, allocator_rules(), (float(held_beside(work)), 0.0)), budget_bytes)
 
@@ -191,9 +192,10 @@ class Foresight:
     def look_first(self) -> int | None:
         """A small size above the last knee, to compare the prediction with; None where none is small."""
         end = self.largest()
-        if end is None or end < 8 or self.oracle.traced.footprint is None:
+        footprint = self.oracle.traced.footprint
+        if end is None or end < 8 or footprint is None:
             return None
-        knee = max(piece.size for piece in self.oracle.traced.footprint.pieces(end))
+        knee = max(piece.size for piece in footprint.pieces(end))
         return min(max(int(knee) + 1, end // 8), end // 3)
 
     def corrected(self, size: int, peak_bytes: int) -> Foresight:

@@ -33,12 +33,6 @@ class CudaRules:
     card: Card
     device: torch.device
 
-    @classmethod
-    def for_card(cls, card: Card, *, with_gpu: bool) -> CudaRules:
-        return cls(
-            card, torch.device("cuda", torch.cuda.current_device()) if with_gpu else torch.device("cpu", 1)
-        )
-
     @property
     def host_means_device(self) -> bool:
         """Without a GPU the program's own tensors are on the CPU, which stands for the card."""

@@ -96,13 +96,11 @@ def trace_workload(
     rules: CudaRules,
     budget_bytes: int,
     changes: tuple[Change, ...] = (),
-    quick: bool = False,
     limit_s: float | None = None,
 ) -> Traced:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
-    `quick` leaves out the check, where a real run will do that. A trace that takes longer than `limit_s`
-    is given up.
+    A trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
     done: dict[int, Trace] = {}
@@ -120,15 +118,13 @@ def trace_workload(
     footprint: Footprint | None
     check = 0.0
     try:
-        check_same_stream(
-            first, second
-        )  # a loop over samples: far sizes would take as long as they are large
+        # A loop over samples has another stream at each size, and far sizes take as long as they are large.
+        check_same_stream(first, second)
         low, high = around(first, second, budget_bytes)
         footprint = Footprint.between(at(low), at(high))
-        if not quick:
-            check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
-            if check > STRAIGHT:
-                footprint = None  # scores of all samples against all (contrastive losses) grow as a square
+        check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
+        if check > STRAIGHT:
+            footprint = None  # scores of all samples against all (contrastive losses) grow as a square
     except ShapeChangedError:
         footprint = None
     return Traced(
