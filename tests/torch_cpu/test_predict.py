@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._decide.cards import CARDS
-from batchfit._predict import MARGINS, allocator_rules
+from batchfit import _predict
+from batchfit._decide.cards import CARDS, DEFAULT, Card
+from batchfit._predict import MARGINS, Foresight, allocator_rules
+from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for
 from batchfit.errors import NothingFitsError, UntraceableError
@@ -54,8 +56,6 @@ def test_the_traced_peak_is_near_what_the_step_really_needs_here() -> None:
     size = 4000
     found = trace(work, size, rules=rules_for(work))
     extras = sum(s for s, o in zip(found.sizes, found.origins, strict=True) if o.operation == "cuBLAS")
-    fit = batchfit.find_batch_size
-    assert callable(fit)
     with batchfit.virtual_memory("1GiB") as device:
         work.step(2)
         work.step(size)
@@ -206,3 +206,99 @@ def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")
     with pytest.raises(ValueError, match="allocator settings must be"):
         predict(batchfit.Workload(never, state=[]), budget="1GiB")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workload looks as if it were on a GPU; its trace for a search is made without one all the same."""
+
+    def rules(work: batchfit.Workload, card: Card | None = None) -> CudaRules:
+        return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
+
+    monkeypatch.setattr(_predict, "rules_for", rules)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_search_is_told_what_predict_would_answer() -> None:
+    sight = Foresight.of(wide(), budget_bytes=GIB)
+    assert sight is not None
+    end = sight.largest()
+    assert end is not None
+    assert end == pytest.approx(predict_off_gpu(wide(), margin=MARGINS["calibrated"]), rel=0.01)
+    look = sight.look_first()
+    assert look is not None
+    assert 1 <= look <= end // 3
+    assert sight.largest(most=100) == 100
+
+
+def predict_off_gpu(work: batchfit.Workload, *, margin: float) -> int:
+    return predict(work, gpu="h200", budget=GIB, margin=margin).batch_size
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> None:
+    sight = Foresight.of(wide(), budget_bytes=GIB)
+    assert sight is not None
+    end, look = sight.largest(), sight.look_first()
+    assert end is not None
+    assert look is not None
+    traced = sight.oracle.peak(look)
+    assert sight.corrected(look, traced).largest() == end
+    fixed = sight.corrected(look, traced + 32 * MIB).largest()
+    grows = sight.corrected(look, traced + 256 * MIB).largest()
+    assert fixed is not None
+    assert grows is not None
+    assert grows < fixed < end
+    # 256 MiB at `look` samples are taken for as much a sample: at the end they are many times that.
+    again = sight.corrected(look, traced + 32 * MIB)
+    assert again.corrected(look, traced + 32 * MIB).largest() == fixed
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_search_measures_only_where_lines_do_not_fit_or_nothing_can_be_traced() -> None:
+    model = nn.Linear(16, 64)
+
+    def scores(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return (out @ out.T).square().mean()
+
+    def reads(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(batch)
+        return out[out > 0].sum()
+
+    for loss in (scores, reads):
+        work = batchfit.training(model, None, loss, lambda n: torch.randn(n, 16))
+        assert Foresight.of(work, budget_bytes=GIB) is None
+
+
+def test_generation_is_its_prompt_and_its_last_token() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=256)
+    model = transformers.GPT2LMHeadModel(config)
+
+    def peak(new: int, **options: Any) -> int:
+        work = batchfit.generation(
+            model,
+            lambda n: {"input_ids": torch.zeros(n, 16, dtype=torch.long)},
+            max_new_tokens=new,
+            **options,
+        )
+        found = trace(work, 1024, rules=rules_for(work))
+        assert "generate" not in vars(model)
+        return found.peak_bytes
+
+    # Keys and values of two layers, 64 floats each, for each token of 1024 samples; one layer's twice.
+    token = 2 * 64 * 4 * 1024
+    short, long = peak(100), peak(200)
+    assert long - short == pytest.approx(100 * 2 * token, rel=0.3)
+    assert peak(100, num_beams=2) > 1.8 * short
+    with pytest.raises(UntraceableError, match="cache_implementation is not traced"):
+        peak(100, cache_implementation="static")
+    encoder = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            num_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=16, decoder_start_token_id=0
+        )
+    )
+    work = batchfit.generation(encoder, lambda n: {"input_ids": torch.ones(n, 4).long()}, max_new_tokens=4)
+    with pytest.raises(UntraceableError, match="an encoder and a decoder"):
+        trace(work, 2, rules=rules_for(work))
