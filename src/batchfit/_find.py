@@ -251,9 +251,10 @@ def _search(
 
     with runs.trying(budget_bytes) as run_one:
         search, confirmed = confirm(search, known, attempt)
-        # A resumed search has had its look, and keeps what it predicted.
-        if predict and not confirmed and not before:
-            search = _foreseen(search, runs, attempt, ranks)
+        # A resumed search has had its look, and keeps what it predicted. Ranks that talk to each other in a
+        # step would wait for what a trace never sends.
+        if predict and not confirmed and not before and ranks.world_size == 1:
+            search = _foreseen(search, runs, attempt)
             now = replace(now, predicted=search.predicted)
         ended = search if confirmed else run(search, attempt)
     elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
@@ -283,23 +284,17 @@ def _traceable(work: Workload, place: Device) -> bool:
     return place.name.startswith("cuda") and work.declared
 
 
-def _foreseen(
-    search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None], ranks: Ranks
-) -> Search:
+def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None]) -> Search:
     """The search after one small trial that checks the prediction, with what it then predicts."""
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
     few = search.max_trials is not None and search.max_trials - len(search.told) < 3
-    if few or search.ask() is None:
+    if few or search.ask() is None or not (isinstance(runs, Here) and _traceable(runs.work, runs.place)):
         return search
-    sight = None
-    if isinstance(runs, Here) and _traceable(runs.work, runs.place):
-        sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
-    look = ranks.minimum(0 if sight is None else sight.look_first() or 0, doing="the prediction")
-    failed = min((one.size for one in search.told if not one.fits), default=look + 1)
-    if sight is None or look not in search.sizes or look >= failed:
-        look = 0
-    if ranks.minimum(look, doing="the size to look at first"):
-        assert sight is not None
+    sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
+    if sight is None:
+        return search
+    look = sight.look_first()
+    if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
         seen = attempt(Ask(look, False))
         if seen is None:
             return search
@@ -307,9 +302,8 @@ def _foreseen(
         if not seen.fits or seen.allocated_bytes is None:
             return search
         sight = sight.corrected(look, seen.allocated_bytes)
-    found = 0 if sight is None else sight.largest(search.max_size) or 0
-    found = ranks.minimum(found, doing="the predicted size")
-    return replace(search, predicted=found) if found >= search.sizes.first else search
+    found = sight.largest(search.max_size)
+    return search if found is None or found < search.sizes.first else replace(search, predicted=found)
 
 
 def fit_result(

@@ -351,7 +351,8 @@ def test_a_failure_while_faking_puts_back_what_was_done() -> None:
 
     model = nn.Linear(2, 2)
     weight = model.weight
-    with pytest.raises(AttributeError), faked(model, Odd(model.parameters())):
+    told = pytest.raises(UntraceableError, match=r"stood in for by fake tensors \(AttributeError")
+    with told, faked(model, Odd(model.parameters())):
         pass
     assert model.weight is weight
 
@@ -446,3 +447,15 @@ def test_what_is_copied_of_a_state_is_not_its_tensors() -> None:
     with faked(model, shadow):
         shadow["weight"] = model.weight
     assert [one.data_ptr() for one in [*model.parameters(), *shadow.values()]] == places
+
+
+def test_a_model_that_talks_to_other_ranks_is_refused() -> None:
+    class Wrapped(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+    model = Wrapped(nn.Linear(4, 4))
+    work = batchfit.training(model, None, lambda m, b: m.module(b).sum(), lambda n: torch.randn(n, 4))
+    with pytest.raises(UntraceableError, match="is Wrapped, which talks to other ranks"):
+        trace(work, 2, rules=rules_for(work))

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from batchfit._torch.parallel import is_parallel
 from batchfit._torch.rng import undo_generator
+from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 Undo = Callable[[], object]
@@ -64,9 +66,12 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     self._fake_scaler(part)
                 elif not isinstance(part, nn.Module | Tensor):
                     self._keep(part)  # LR schedulers and the like
-        except BaseException:
+        except BaseException as error:
             self.__exit__()
-            raise
+            if isinstance(error, UntraceableError) or not isinstance(error, Exception):
+                raise
+            why = f"its state cannot be stood in for by fake tensors ({type(error).__name__}: {error})"
+            raise UntraceableError("", "", why) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,6 +137,12 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             return torch.as_strided(flat, real.shape, real.stride(), real.storage_offset())
 
     def _fake_module(self, module: nn.Module) -> None:
+        for path, one in module.named_modules():
+            if is_parallel(one):
+                what = f"{path or 'the model'} is {type(one).__name__}"
+                raise UntraceableError(
+                    "", "", f"{what}, which talks to other ranks: predict with what it wraps"
+                )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
             self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them

@@ -27,6 +27,13 @@ def check(module: nn.Module, path: str) -> None:
         )
 
 
+def is_parallel(module: Any) -> bool:
+    """Whether a step through the module talks to other ranks, and keeps a record of that outside Python."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    return isinstance(module, (DistributedDataParallel, *(kind for kind in kinds if kind is not None)))
+
+
 def settle(module: nn.Module) -> None:
     """Make the module forget the step that it was in."""
     if isinstance(module, DistributedDataParallel):
