@@ -28,49 +28,6 @@ FINDERS = ("batchfit", "bisection", "accelerate", "accelerate_4096")
 LASTING = ("batchfit",)  # whose answers are run for 200 steps; the truth tells of the others
 
 
-def make_workload(name: str) -> Any:
-    """A training step in bf16 autocast with AdamW, random weights, batches made on the device."""
-    import torch
-    import transformers as hf
-
-    import batchfit
-
-    torch.manual_seed(0)
-
-    def tokens(vocabulary: int, length: int) -> Callable[[int], dict[str, Any]]:
-        def make(n: int) -> dict[str, Any]:
-            ids = torch.randint(0, vocabulary, (n, length), device="cuda")
-            return {"input_ids": ids, "labels": ids}
-
-        return make
-
-    def images(n: int) -> dict[str, Any]:
-        pixels = torch.randn(n, 3, 224, 224, device="cuda")
-        return {"pixel_values": pixels, "labels": torch.randint(0, 1000, (n,), device="cuda")}
-
-    if name == "gpt2":
-        model, make_batch = hf.GPT2LMHeadModel(hf.GPT2Config()), tokens(50257, 512)
-    elif name == "resnet50":
-        model, make_batch = hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000)), images
-    elif name == "vit":
-        model, make_batch = hf.ViTForImageClassification(hf.ViTConfig(num_labels=1000)), images
-    else:
-        config = hf.LlamaConfig(
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            vocab_size=32000,
-        )
-        model, make_batch = hf.LlamaForCausalLM(config), tokens(32000, 512)
-    model = model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return batchfit.training(
-        model, optimizer, lambda m, batch: m(**batch).loss, make_batch, autocast=torch.bfloat16
-    )
-
-
 class Counted:
     """Three steps at a size, as the peers' trial; counts what was tried and what ran out."""
 
@@ -127,8 +84,9 @@ def run_finder(model: str, finder: str) -> dict[str, Any]:
     import torch
 
     import batchfit
+    import zoo
 
-    workload = make_workload(model)
+    workload = zoo.make(model, "bf16")
     torch.cuda.synchronize()
     begun = time.perf_counter()
     if finder == "batchfit":
@@ -149,7 +107,9 @@ def run_finder(model: str, finder: str) -> dict[str, Any]:
 def run_survival(model: str, size: int, steps: int) -> dict[str, Any]:
     import torch
 
-    workload = make_workload(model)
+    import zoo
+
+    workload = zoo.make(model, "bf16")
     survived = 0
     try:
         for _ in range(steps):

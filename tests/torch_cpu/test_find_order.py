@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from stopping import Stop, stop_after
 from torch import nn
 
 import batchfit
@@ -18,7 +19,6 @@ from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._recall import Known, check_store, confirm
 from batchfit.errors import SearchStoppedError
-from batchfit.results import Trial
 
 MAKE = """
 import batchfit
@@ -87,21 +87,6 @@ def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
     monkeypatch.setattr(_find, "Foresight", made)
     monkeypatch.setattr(_find, "_traceable", lambda work, place: work.declared)
     return made
-
-
-class Stop(Exception):
-    """Ends a search from outside."""
-
-
-def stop_after(count: int) -> Callable[[Trial, int], None]:
-    seen: list[Trial] = []
-
-    def on_trial(trial: Trial, budget_bytes: int) -> None:
-        seen.append(trial)
-        if len(seen) == count:
-            raise Stop
-
-    return on_trial
 
 
 class TestPrediction:

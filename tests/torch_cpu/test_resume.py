@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import faulty_targets
 import pytest
+from stopping import Stop, stop_after
 
 import batchfit
 from batchfit._cli.exits import Code
@@ -22,21 +22,6 @@ from batchfit.results import FitResult, Trial
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
 SETTINGS: dict[str, Any] = {"budget": "8MiB", "soak_steps": 4, "strategy": "bisect", "max_size": 32}
-
-
-class Stop(Exception):
-    """Ends a search from outside."""
-
-
-def stop_after(count: int) -> Callable[[Trial, int], None]:
-    seen: list[Trial] = []
-
-    def on_trial(trial: Trial, budget_bytes: int) -> None:
-        seen.append(trial)
-        if len(seen) == count:
-            raise Stop
-
-    return on_trial
 
 
 def tried(fit: FitResult) -> list[tuple[int, bool]]:

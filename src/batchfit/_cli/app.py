@@ -149,22 +149,30 @@ SEARCH = "Search"
 TRIAL = "Trials"
 STORE = "Store"
 OUTPUT = "Output"
+
+# Arguments that commands share.
 TARGET_HELP = (
     "file.py:function or package.module:function: a function without required arguments that returns a "
     "Workload or a step(batch_size) callable."
 )
+Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+    ),
+]
+WholeTracebacks = Annotated[
+    bool,
+    typer.Option(
+        "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
+    ),
+]
 
 
 @app.command(help=FIND_HELP)
 def find(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            show_default=False,
-            help=TARGET_HELP,
-        ),
-    ],
+    target: Target,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -308,21 +316,8 @@ def find(
         bool,
         typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout."),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Write the result as JSON to FILE too.",
-        ),
-    ] = None,
-    traceback: Annotated[
-        bool,
-        typer.Option(
-            "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
-        ),
-    ] = False,
+    output: OutputFile = None,
+    traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.find import FindSettings, find_target
 
@@ -363,7 +358,7 @@ def _list_gpus(wanted: bool) -> None:
 
 @app.command(help=PREDICT_HELP)
 def predict(
-    target: Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)],
+    target: Target,
     budget: Annotated[
         list[str] | None,
         typer.Option(
@@ -416,12 +411,7 @@ def predict(
             help="The prediction as JSON, alone on stdout; a list where there are several cards.",
         ),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-        ),
-    ] = None,
+    output: OutputFile = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -431,9 +421,7 @@ def predict(
             help="Draw memory against size into FILE.png or FILE.svg (needs matplotlib).",
         ),
     ] = None,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks.")
-    ] = False,
+    traceback: WholeTracebacks = False,
     list_gpus: Annotated[
         bool,
         typer.Option(
@@ -462,7 +450,7 @@ def predict(
 
 @app.command(help=EXPLAIN_HELP)
 def explain(
-    target: Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)],
+    target: Target,
     batch_size: Annotated[int, typer.Option(metavar="N", show_default=False, help="Size to explain.")],
     budget: Annotated[
         str | None,
@@ -488,12 +476,7 @@ def explain(
         bool,
         typer.Option("--json", rich_help_panel=OUTPUT, help="The explanation as JSON, alone on stdout."),
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-        ),
-    ] = None,
+    output: OutputFile = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -503,9 +486,7 @@ def explain(
             help="Draw memory over one step into FILE.png or FILE.svg (needs matplotlib).",
         ),
     ] = None,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks.")
-    ] = False,
+    traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.explain import ExplainSettings, explain_target
     from batchfit._cli.tracing import Delivery
