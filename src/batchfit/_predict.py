@@ -220,7 +220,9 @@ def held_beside(work: Workload) -> int:
     """Bytes that the program holds on the workload's GPU besides the workload's own state."""
     own: dict[int, int] = {}
     device = None
-    for tensor in tensors_in((*work.state, work.model)):
+    parts = (*work.state, work.model)
+    moments = [list(part.state.values()) for part in parts if isinstance(part, torch.optim.Optimizer)]
+    for tensor in tensors_in((*parts, moments)):
         if tensor.device.type == "cuda":
             device = tensor.device
             for one in (tensor, tensor.grad if tensor.is_leaf else None):
