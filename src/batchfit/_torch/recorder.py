@@ -1,0 +1,315 @@
+"""The dispatch mode of a trace: every operation of a step, on a fake device beside a real host.
+
+Rules:
+- Operations of the host are really run; what they write into and the step did not make is put back.
+- An operation on the fake device runs with fake tensors; what it allocates, inside a kernel too, is written
+  down in the order in which the card would.
+- A value that depends on the data is never invented, but where only a library's bookkeeping reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchfit._decide.footprint import OPTIONAL, Origin, Trace
+from batchfit._torch.blocks import Blocks, address_of
+from batchfit._torch.calling import calling_line, library_caller
+from batchfit._torch.cuda_rules import STAND_INS, CudaRules
+from batchfit._torch.faking import Faked
+from batchfit._torch.known_values import KnownValues, written_by
+from batchfit._torch.whereabouts import Whereabouts
+from batchfit._torch.workspaces import Extra, extra_of, is_gemm
+from batchfit.errors import UntraceableError
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+
+
+@final
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sees every operation of a step on the fake device, and writes down what it allocates and frees."""
+
+    def __init__(
+        self, faked: Faked, rules: CudaRules, *, outside: CodeType, limit_s: float | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.faked = faked
+        self.rules = rules
+        self.operation: Any = ""
+        self._ends = None if limit_s is None else time.perf_counter() + limit_s
+        self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
+        self._blocks = Blocks()
+        self._where = Whereabouts(faked.module_names, outside)
+        self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
+        self._values = KnownValues()
+        self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
+        self._names: dict[int, str] = {}  # of parameters, by id
+        for name, tensor, kind in faked.held():
+            self._blocks.see(tensor, Origin(kind, "held", module=name))
+            self._names.setdefault(id(tensor), name)
+        self._blocks.begin()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Follows the step, to say what a block is for."""
+        learning = [one for one in self.faked.parameters() if one.requires_grad]
+        with self._where.followed(learning, on_gradient=self._mark_gradient, on_state=self._mark_state):
+            yield
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._blocks.mark(parameter.grad, "gradients", self._names.get(id(parameter), ""))
+
+    def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """What an optimizer keeps for a parameter carries the parameter's name, as its gradient does."""
+        for parameter, state in optimizer.state.items():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, FakeTensor):
+                    self._blocks.mark(value, "optimizer", self._names.get(id(parameter), ""))
+
+    def end_step(self) -> None:
+        """A step is over: name what it leaves behind."""
+        for tensor in self.faked.optimizer_tensors():
+            self._blocks.mark(tensor, "optimizer")
+        self._where.end_step()
+        self._blocks.end_step()
+
+    def trace(self, size: int) -> Trace:
+        """What was written down."""
+        return self._blocks.trace(size)
+
+    # -- the operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # asked for all the time, and by torch itself
+            return func(*args, **kwargs)
+        self.operation = func
+        if self._ends is not None and time.perf_counter() > self._ends:
+            raise UntraceableError("", "", "the trace takes too long")
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
+        tensors: list[Tensor] = []
+        _collect(args, tensors)
+        _collect(kwargs.values(), tensors)
+        if not any(isinstance(one, FakeTensor) for one in tensors):
+            place = kwargs.get("device")
+            place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
+            if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
+                return self._on_host(func, args, kwargs)
+        if len(tensors) and not all(isinstance(one, FakeTensor) for one in tensors):
+            args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
+        if func is _ITEM:
+            return self._item(args[0])
+        if func in _SHAPED_BY_DATA:
+            known = self._counted(func, args, kwargs, tensors)
+            if known is not None:
+                self._record(func, known, None)
+                return known
+        composite = self.rules.composite(func)
+        if composite is None and torch.is_inference_mode_enabled() and _is_composite(func):
+            composite = func.decompose  # comes whole where autograd does not take it apart
+        if composite is not None:
+            with self:
+                return composite(*args, **kwargs)
+        self._where.note_node()
+        extra = extra_of(func, args, self.rules.card)
+        stand_in = STAND_INS.get(func)
+        out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        self._record(func, out, extra)
+        self._values.follow(func, args, kwargs, tensors, out)
+        return out
+
+    def knows(self, value: Any) -> bool:
+        """Whether the values of a tensor are known."""
+        return self._values.of(value) is not None
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Really run an operation of the host; what it writes into and the step did not make is put back."""
+        with unset_fake_temporarily():
+            for one in written_by(func, args, kwargs):
+                address = address_of(one)
+                if address not in self._made and address not in self._written:
+                    self._written[address] = (one, _whole(one).clone())
+            out = func(*args, **kwargs)
+        made: list[Tensor] = []
+        if not func.is_view:
+            _collect((out,), made)
+        for one in made:
+            if one.layout is not torch.strided:
+                continue
+            address = address_of(one)
+            if address not in self._made and address not in self._written:
+                forget = functools.partial(_forget, self._made, address)
+                self._made[address] = weakref.ref(one.untyped_storage(), forget)
+        return out
+
+    def put_back_written(self) -> None:
+        """Host tensors of the program as they were before the trace."""
+        with torch.no_grad():
+            for tensor, before in self._written.values():
+                _whole(tensor).copy_(before)
+        self._written.clear()
+
+    def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
+        """The result of an operation whose shape depends on values, where these are known."""
+        values = {id(one): self._values.of(one) for one in tensors}
+        if not values or any(value is None for value in values.values()):
+            return None
+        with unset_fake_temporarily():
+            real = func(*(values.get(id(one), one) for one in args), **kwargs)
+        fake = self.faked.shaped_like(real, self.rules.device)
+        self._values.put(fake, real)
+        return fake
+
+    def _is_host(self, tensors: list[Tensor]) -> bool:
+        for one in tensors:
+            if one.device.type != "cpu":
+                return False
+            # A frozen one as well: without a GPU its model would really be computed, and not be counted.
+            learns = one.requires_grad and one.is_leaf
+            if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
+                raise UntraceableError(
+                    str(self.operation),
+                    calling_line(),
+                    "it uses a parameter of a model that is not in the workload's state: declare it, "
+                    "batchfit.Workload(step, state=[model, optimizer])",
+                )
+        return True
+
+    def _faked_arguments(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """Real tensors beside fake ones: from the host, or the program's own on the device."""
+        moves = func in _MOVES
+
+        def faked(value: Any) -> Any:
+            if isinstance(value, FakeTensor) or not isinstance(value, Tensor | list | tuple):
+                return value
+            if isinstance(value, Tensor):
+                return self._adopt(value, as_host=moves or value.dim() == 0)
+            return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
+
+        if any(
+            one.requires_grad and isinstance(one, nn.Parameter)
+            for one in tensors
+            if not isinstance(one, FakeTensor)
+        ):
+            self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
+        return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
+
+    def _adopt(self, real: Tensor, *, as_host: bool) -> Tensor:
+        """The fake that stands for a real tensor from now on."""
+        key = id(real)
+        found = self._adopted.get(key)
+        if found is not None and found[0]() is real:
+            return found[1]
+        on_device = real.device.type != "cpu" or (self.rules.host_means_device and not as_host)
+        with unset_fake_temporarily():
+            place = self.rules.device if on_device else torch.device("cpu")
+            fake = self.faked.shaped_like(real.detach(), place)
+            if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
+                fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+        if as_host and not on_device:
+            return fake
+        if on_device:
+            self._blocks.see(fake, self._where.origin("batch", "adopted"))
+        self._adopted[key] = (weakref.ref(real, lambda _: self._adopted.pop(key, None)), fake)
+        return fake
+
+    def _item(self, tensor: Any) -> Any:
+        known = self._values.of(tensor)
+        known = getattr(tensor, "constant", None) if known is None else known
+        if known is not None:
+            with unset_fake_temporarily():
+                return known.item()
+        # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
+        # A truth value is a branch: it is not guessed.
+        caller = library_caller() if tensor.dtype is not torch.bool else ""
+        if caller == "optim":
+            return 1.0
+        if caller == "grad_scaler":
+            return 0.0
+        raise UntraceableError(
+            ".item()", calling_line(), "the program reads a value that depends on the data"
+        )
+
+    def _record(self, func: Any, out: Any, extra: Extra | None) -> None:
+        made: list[Tensor] = []
+        _collect((out,), made)
+        here = self.rules.device
+        operation = None
+        early: list[int] = []
+        for index, tensor in enumerate(made):
+            if extra is not None and index in extra.before:
+                origin = self._where.origin("workspaces", str(func))
+                early.append(self._blocks.allocate(extra.before[index], origin))
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
+                continue
+            if tensor not in self._blocks:
+                if operation is None:
+                    operation = str(func)
+                longer = extra.outputs.get(index) if extra is not None else None
+                self._blocks.see(tensor, self._where.origin("activations", operation), longer)
+            if extra is not None and index in extra.after:
+                self._blocks.briefly((extra.after[index],), self._where.origin("workspaces", str(func)))
+            if extra is not None and index in extra.plans:
+                self._blocks.briefly(
+                    (extra.plans[index],), self._where.origin("workspaces", OPTIONAL + str(func))
+                )
+        if is_gemm(func) and operation is not None:
+            self._keep_blas()
+        if extra is not None and extra.together:
+            self._blocks.briefly(extra.together, self._where.origin("workspaces", str(func)))
+        self._blocks.free(early)
+
+    def _keep_blas(self) -> None:
+        """cuBLAS takes a workspace at the first product in each thread, and backward has its own thread."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward in self._blas:
+            return
+        self._blas.add(in_backward)
+        card = self.rules.card
+        sizes = (card.blas_bytes,) if in_backward else (card.blas_bytes, card.blas_lt_bytes)
+        for size in sizes:
+            if size:
+                self._blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
+
+
+_SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
+_MOVES = frozenset(
+    {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor}
+)
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _collect(values: Any, found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, found)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's memory."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _forget(table: dict[int, Any], key: int, _: Any) -> None:
+    table.pop(key, None)
