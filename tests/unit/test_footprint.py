@@ -107,6 +107,16 @@ def test_a_block_that_is_no_line_is_seen_by_the_check() -> None:
     assert found.error_at(square(10)) == pytest.approx((100 - 52) / 200)
 
 
+def test_a_shorter_trace_checks_the_beginning() -> None:
+    """One step of two, measured against the peak at the end and not against its own."""
+    lines = Footprint((60.0, 0.0), (0.0, 10.0), (HERE,) * 2, (0, 1, -2, 1, -2), 1, (3, 5))
+    small = Trace(2, (60, 26), (HERE,) * 2, (0, 1, -2), 1, (3,))
+    assert lines.error_at(small) == pytest.approx(6 / 86)
+    assert lines.error_at(small, of_bytes=lines.peak_bytes(60)) == pytest.approx(6 / 660)
+    with pytest.raises(ShapeChangedError):
+        lines.error_at(Trace(2, (60, 26), (HERE,) * 2, (0, 1, -1), 1, (3,)))
+
+
 def test_errors_that_cancel_in_the_sum_count_where_they_are_apart() -> None:
     """One block too large, freed before one too small is made: the totals agree, the moments do not."""
     lines = Footprint((60.0, 40.0), (0.0, 0.0), (HERE,) * 2, (0, -1, 1, -2), 0, (4,))

@@ -147,12 +147,15 @@ class Footprint:
             for fixed, slope in zip(self.fixed, self.per_sample, strict=True)
         ]
 
-    def error_at(self, trace: Trace) -> float:
-        """How far the lines are from a trace at another size: the largest share of that trace's peak."""
-        check_same_stream(self, trace)
-        ours, theirs = self.sizes_at(trace.size), trace.sizes
-        live = theirs_peak = worst = 0
-        gap = 0
+    def error_at(self, trace: Trace, *, of_bytes: float | None = None) -> float:
+        """How far the lines are from a trace at another size: a share of that trace's peak or of `of_bytes`.
+
+        The trace may have fewer steps than the lines. A line below zero counts as what it is.
+        """
+        check_same_stream(self, trace, beginning=True)
+        lines = zip(self.fixed, self.per_sample, strict=True)
+        ours, theirs = [round(fixed + slope * trace.size) for fixed, slope in lines], trace.sizes
+        live = theirs_peak = worst = gap = 0
         for event in trace.events:
             block = event if event >= 0 else ~event
             sign = 1 if event >= 0 else -1
@@ -160,7 +163,7 @@ class Footprint:
             gap += sign * (ours[block] - theirs[block])
             theirs_peak = max(theirs_peak, live)
             worst = max(worst, abs(gap))
-        return worst / max(theirs_peak, 1)
+        return worst / max(theirs_peak if of_bytes is None else of_bytes, 1)
 
     def live_lines(self) -> tuple[list[float], list[float]]:
         """Live bytes after each event, as fixed parts and slopes."""
@@ -255,9 +258,12 @@ class Footprint:
         return list(live)
 
 
-def check_same_stream(one: Trace | Footprint, two: Trace | Footprint) -> None:
-    """Refuse two streams that differ in anything but the bytes."""
-    if one.events == two.events and one.step_ends == two.step_ends:
+def check_same_stream(one: Trace | Footprint, two: Trace | Footprint, *, beginning: bool = False) -> None:
+    """Refuse two streams that differ in anything but the bytes; with `beginning`, two may end earlier."""
+    events, ends = one.events, one.step_ends
+    if beginning:
+        events, ends = events[: len(two.events)], ends[: len(two.step_ends)]
+    if events == two.events and ends == two.step_ends:
         return
     shorter = min(len(one.events), len(two.events))
     first = next((i for i in range(shorter) if one.events[i] != two.events[i]), shorter)
