@@ -252,10 +252,10 @@ FINDERS = {
     ),
     "lightning_power": Finder(
         partial(lightning, mode="power"),
-        "`Tuner.scale_batch_size(mode='power', steps_per_trial=3)`, which is `BatchSizeFinder`: default start "
-        "of 2 and largest size of 8192; manual optimization in the order of the common step (its automatic one "
-        "keeps gradients through forward), batches made on the device, so that no loading is timed; the "
-        "checkpoint that it writes and puts back is",
+        "`Tuner.scale_batch_size(mode='power', steps_per_trial=3)`, which is `BatchSizeFinder`: default "
+        "start of 2 and largest size of 8192; manual optimization in the order of the common step (its "
+        "automatic one keeps gradients through forward); batches made on the device, so that no loading is "
+        "timed, while the checkpoint that it writes and puts back is",
         "lightning",
     ),
     "lightning_binsearch": Finder(
