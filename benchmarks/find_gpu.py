@@ -53,7 +53,7 @@ FINDERS = (
 )
 DESIGN_ROWS = (f"gpt2/{CAP}", f"resnet50/{CAP}")
 SOAK, LASTING, LASTING_TINY = 25, 200, 30
-START_S = 40  # a run that is not timed needs about this much: none starts later before the deadline
+S_PER_GIB = 3  # what a long run beside another one needs, about: none starts later before the deadline
 Results = dict[str, Any]
 Job = dict[str, Any]
 
@@ -160,7 +160,7 @@ def survive(job: Job, go: Callable[[], None]) -> Results:
 
 
 def bracket(job: Job, go: Callable[[], None]) -> Results:
-    """The largest size that sustains a soak, in steps of 2 % (at least one sample) from our answer."""
+    """Soaks upwards from our answer, which has had its own, by 2 % (at least one sample) until one fails."""
     from batchfit._torch.device import resolve_device, tensors_in
     from batchfit._torch.snapshot import Snapshot
     from batchfit._torch.trial import run_trial
@@ -188,13 +188,8 @@ def bracket(job: Job, go: Callable[[], None]) -> Results:
 
     size = job["size"]
     stride = max(1, round(size * 0.02))
-    if sustains(size):
-        while sustains(size + stride):
-            size += stride
-    else:
-        while size > stride and not sustains(size - stride):
-            size -= stride
-        size -= stride
+    while sustains(size + stride):
+        size += stride
     return {"sustained": size, "fails": size + stride, "soaks": soaks}
 
 
@@ -312,7 +307,7 @@ def side_by_side(
             turn.wait_for(lambda: free >= job["cap_gib"])
             free -= job["cap_gib"]
         try:
-            if ends - time.monotonic() > START_S:
+            if ends - time.monotonic() > S_PER_GIB * job["cap_gib"]:
                 answer = Child(job, ends).answer()
                 if answer is not None:
                     with turn:
@@ -331,8 +326,8 @@ def key(job: Job) -> str:
 
 
 def case_of(results: Results, name: str) -> Results:
-    empty = {"find": {}, "survive": {}, "truth": None}
-    return dict(results["cases"].setdefault(name, empty))
+    case: Results = results["cases"].setdefault(name, {"find": {}, "survive": {}, "truth": None})
+    return case
 
 
 def answers(case: Results, *, ours: bool) -> set[int]:
@@ -372,7 +367,8 @@ def untimed_jobs(results: Results, pairs: list[tuple[str, float]]) -> list[list[
                 steps = LASTING_TINY if model == TINY else LASTING
                 job = {**common, "kind": "survive", "size": size, "steps": steps}
                 # Above ours it is open; below it, ours has as good as told.
-                rounds[0 if size == best else 1 if size > best or size in mine else 2].append(job)
+                rounds[0 if size == best else 1 if size > best else 2].append(job)
+    rounds[0].sort(key=lambda job: -job["cap_gib"])  # the longest first
     return rounds
 
 
@@ -396,7 +392,7 @@ def run(given: argparse.Namespace) -> None:
         results["about"].update(answer.pop("about", {}))
         case = case_of(results, key(job))
         if job["kind"] == "bracket":
-            results["cases"][key(job)]["truth"] = answer
+            case["truth"] = answer
         elif job["kind"] == "find":
             case["find"][job["finder"]] = answer
         else:
@@ -432,7 +428,9 @@ def sustained(case: Results) -> int | None:
         and one["settled_retries"] == 0
         and int(size) < truth["fails"]
     ]
-    return max([truth["sustained"], *good])
+    if lasts(case, truth["sustained"])[0] is not False:
+        good.append(int(truth["sustained"]))
+    return max(good, default=None)
 
 
 def lasts(case: Results, size: int) -> tuple[bool | None, str]:
@@ -568,8 +566,8 @@ def page(results: Results) -> str:
         "",
     ]
     for name in FINDERS:
-        versions = {case["find"].get(name, {}).get("version") for case in cases.values()} - {None, ""}
-        package = f" ({CALLED[name].package} {', '.join(sorted(versions))})" if versions else ""
+        found = {case["find"].get(name, {}).get("version") for case in cases.values()} - {None, ""}
+        package = f" ({CALLED[name].package} {', '.join(sorted(found))})" if found else ""
         lines.append(f"- {name}{package}: {CALLED[name].called}.")
     return "\n".join(lines) + "\n"
 
@@ -585,7 +583,7 @@ def main() -> None:
     running.add_argument("--finders", nargs="+", default=list(FINDERS), choices=FINDERS)
     running.add_argument("--deadline-s", type=float, default=540)
     running.add_argument("--only", choices=("timed", "untimed"))
-    running.add_argument("--workers", type=int, default=3, help="runs at once that are not timed")
+    running.add_argument("--workers", type=int, default=2, help="runs at once that are not timed")
     running.add_argument("--room-gib", type=float, default=125, help="of the card, for those runs together")
     running.add_argument("--smoke", action="store_true", help="a tiny model in virtual memory, no GPU")
     paging = verbs.add_parser("page", help="write the page of a run")

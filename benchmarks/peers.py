@@ -44,7 +44,8 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        return next(self.workload.model.parameters()).device
+        device: torch.device = next(self.workload.model.parameters()).device
+        return device
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
