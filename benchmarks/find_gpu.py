@@ -266,7 +266,11 @@ class Child:
         self.close()
         if text.endswith("\n"):
             return dict(json.loads(text))
-        return None if self.late else {"error": f"exit {code}: {told[-800:]}"}
+        if self.late:
+            return None
+        print(told[-1500:], file=sys.stderr)
+        # The last line alone is kept: what is above it names the folders of this machine.
+        return {"error": " ".join([f"exit {code}:", *told.strip().splitlines()[-1:]])[:300]}
 
     def close(self) -> None:
         self.timer.cancel()
@@ -380,8 +384,8 @@ def run(given: argparse.Namespace) -> None:
     pairs: list[tuple[str, float]] = [(TINY, TINY_GIB)] if given.smoke else [(m, CAP) for m in given.models]
     if not given.smoke:
         pairs += [(m, c) for m, c in OURS_ALONE if m in given.models]
-    # The folder of this machine is nobody's business.
-    flags = [one for i, one in enumerate(sys.argv[1:], 1) if one != "--out" and sys.argv[i - 1] != "--out"]
+    out = {"--out", str(given.out), f"--out={given.out}"}  # a folder of this machine is nobody's business
+    flags = [one for one in sys.argv[1:] if one not in out]
     results["calls"].append({"command": " ".join(["python benchmarks/find_gpu.py", *flags])})
 
     def save() -> None:
@@ -472,7 +476,7 @@ def table(case: Results) -> list[str]:
     for name in (one for one in FINDERS if one in case["find"]):
         one = case["find"][name]
         if not one.get("answer"):
-            failed.append(f"{name}: {one.get('reason') or one.get('error', '').strip().splitlines()[-1]}")
+            failed.append(f"{name}: {one.get('reason') or one.get('error')}")
         if "error" in one:
             lines.append(f"| {name} | none |" + " - |" * 6)
             continue
@@ -552,6 +556,7 @@ def page(results: Results) -> str:
         "At least 98 % of the sustained maximum or one sample less, no OOM, at most 4 sizes tried, no slower",
         "than the fastest peer within 5 % whose answer lasts (bisection counts as one), and the answer",
         f"survives {LASTING} steps. '-' was not measured, or no peer came within 5 %.",
+        "",
         "The two rows of DESIGN.md's table:",
         "",
         *verdicts({name: cases[name] for name in DESIGN_ROWS if name in cases}),

@@ -111,7 +111,7 @@ def sample() -> dict[str, Any]:
             "lightning_binsearch": found(530, 7.0, 5, [2, 4, 530]),
             "accelerate": found(128, 0.5, 0, [128]),
             "torch_max_mem": found(None, 1.0, 13, [4096, 2048]),
-            "toma": {"error": "exit 1: Traceback\nModuleNotFoundError: No module named 'toma'\n"},
+            "toma": {"error": "exit 1: ModuleNotFoundError: No module named 'toma'"},
         },
         "survive": {"545": ran(200), "562": ran(37, None)},
         "truth": {"sustained": 545, "fails": 556, "soaks": soaks},
@@ -138,7 +138,7 @@ def test_page_says_what_the_run_says(
         "| torch_max_mem | none | - | - | 2 | 13 | 1.0 | 0.14 |",
         "| toma | none | - | - | - | - | - | - |",
         "torch_max_mem: MemoryError: not even 1",
-        "toma: ModuleNotFoundError: No module named 'toma'",
+        "toma: exit 1: ModuleNotFoundError: No module named 'toma'",
         "Sustained maximum 545. Soaks of the bracket, in order: 556 oom, step 7.",
         "| resnet50/24 | batchfit_predict | 100.0% | 0 | 2 | 0.86 | yes | yes |",
         "| resnet50/24 | batchfit | 99.1% | 0 | 5, **missed** | 1.14, **missed** | not run, 545 does | no |",
@@ -158,6 +158,22 @@ def test_a_long_run_between_the_bracket_raises_the_maximum_unless_it_retries(fin
     assert find_gpu.sustained({**case, "truth": None}) is None
     case["survive"]["545"]["survived"] = 199  # our own answer dies: then nothing is known
     assert find_gpu.sustained(case) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (545, (True, "yes")),
+        (540, (True, "not run, 545 does")),
+        (550, (None, "not run")),  # between one that lasts and one that dies nobody knows
+        (562, (False, "**dies at step 38**")),
+        (600, (False, "not run, 562 dies")),
+    ],
+)
+def test_a_size_that_was_not_run_is_told_by_others_only_where_they_can(
+    size: int, expected: tuple[bool | None, str], find_gpu: ModuleType
+) -> None:
+    assert find_gpu.lasts(sample()["cases"]["resnet50/24"], size) == expected
 
 
 def test_only_what_is_missing_or_broke_is_run_again(find_gpu: ModuleType) -> None:
