@@ -175,7 +175,7 @@ class _CachingDevice:
             yield
             return
         budget_bytes = min(budget_bytes, available)
-        if not hasattr(self.backend, "set_per_process_memory_fraction"):
+        if not self.can_limit:
             raise BatchfitError(
                 f"torch {torch.__version__} cannot limit the memory of {self.name}. "
                 "Leave the budget out, or upgrade torch."
@@ -224,6 +224,11 @@ class _CachingDevice:
     def is_torchs_own(self) -> bool:
         """Whether torch's own caching allocator serves this device."""
         return True
+
+    @property
+    def can_limit(self) -> bool:
+        """Whether this torch can hold the device to a budget."""
+        return hasattr(self.backend, "set_per_process_memory_fraction")
 
     def _spills(self) -> bool:
         return False
