@@ -124,3 +124,23 @@ class OldXpu(FakeCuda):
     def memory_stats(self, index: int) -> dict[str, int]:
         stats = super().memory_stats(index)
         return {key: stats[key] for key in ("allocated_bytes.all.peak", "reserved_bytes.all.peak")}
+
+
+class AsyncCuda(FakeCuda):
+    """backend:cudaMallocAsync: the limit counts live tensors, a pool of the driver's stands beside it."""
+
+    def get_allocator_backend(self) -> str:
+        return "cudaMallocAsync"
+
+    def get_per_process_memory_fraction(self, index: int) -> float:
+        return self.allowed.get(index, 2**64 - 1) / self.total  # none is set: the largest number there is
+
+    def _may_reserve(self, segments: int, index: int) -> bool:
+        return True
+
+    def allocate(self, size: int, index: int = 0) -> None:
+        if self.live[index] + size > min(self.allowed.get(index, self.total), self.total - self.others):
+            raise torch.OutOfMemoryError(
+                "Allocation on device 0 would exceed allowed memory. (out of memory)"
+            )
+        super().allocate(size, index)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, MiB, OldCuda, OldXpu
+from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,26 +61,6 @@ def test_readings_are_the_allocators() -> None:
     assert device.peaks() == Peaks(101 * MiB, 102 * MiB, 77)
     assert device.budget_bytes() == 900 * MiB
     assert cuda.opened == {1}, "no context on a device that is not ours"
-
-
-class AsyncCuda(FakeCuda):
-    """backend:cudaMallocAsync: the limit counts live tensors, a pool of the driver's stands beside it."""
-
-    def get_allocator_backend(self) -> str:
-        return "cudaMallocAsync"
-
-    def get_per_process_memory_fraction(self, index: int) -> float:
-        return self.allowed.get(index, 2**64 - 1) / self.total  # none is set: the largest number there is
-
-    def _may_reserve(self, segments: int, index: int) -> bool:
-        return True
-
-    def allocate(self, size: int, index: int = 0) -> None:
-        if self.live[index] + size > min(self.allowed.get(index, self.total), self.total - self.others):
-            raise torch.OutOfMemoryError(
-                "Allocation on device 0 would exceed allowed memory. (out of memory)"
-            )
-        super().allocate(size, index)
 
 
 def test_another_allocator_is_read_by_its_live_tensors() -> None:

@@ -1,4 +1,4 @@
-"""The budget of a search while other programs come and go: it only goes down, and what is known stays true."""
+"""The budget of a search while other programs come and go: it only goes down, what is known stays true."""
 
 from __future__ import annotations
 
