@@ -6,12 +6,12 @@ Rules:
 - The answer has been run; the last trial is the soak, and a soak that fails counts as too big.
 - Under `torch.distributed` all ranks try the same size, and one rank's failure is everyone's.
 - Where a trial runs (here, or in a child process with `isolate`) makes no difference to the search.
+- Other programs use the device too: what they take while the search runs is noticed (`_torch.trials`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -20,34 +20,32 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import torch
 
-import batchfit
-from batchfit._decide.search import Ask, Search, Told, run
+from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
 from batchfit._torch import oom
-from batchfit._torch.child import count_elements
-from batchfit._torch.device import Device, resolve_device, tensors_in
+from batchfit._torch.conclude import fit_result as fit_result
+from batchfit._torch.conclude import told as told
+from batchfit._torch.device import Device, DeviceSpec, resolve_device
 from batchfit._torch.fingerprint import rank_digest
-from batchfit._torch.isolate import Children, Factory, RunOne
+from batchfit._torch.here import Here
+from batchfit._torch.isolate import Children, Factory
+from batchfit._torch.lock import used_alone
 from batchfit._torch.ranks import Ranks
-from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.trial import run_trial
-from batchfit.errors import NothingFitsError, SearchStoppedError
+from batchfit._torch.trials import OnTrial, Trials
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
-OnTrial = Callable[[Trial, int], object]
 
-
-class Room(Protocol):
+class Place(Protocol):
     """What there is to know of a device before a search."""
 
     @property
@@ -73,7 +71,7 @@ def find_batch_size(
     max_trials: int | None = None,
     time_limit_s: float | None = None,
     predict: bool = True,
-    device: str | torch.device | Device | None = None,
+    device: DeviceSpec | Device | None = None,
     isolate: bool = False,
     timeout_s: float | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -105,7 +103,7 @@ def find_batch_size(
         max_trials, time_limit_s: end the search early with what it has.
         predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
             `isolate`.
-        device: where the workload runs; default: where its state is.
+        device: where the workload runs ("cuda:1", 1, "GPU-8932f937"); default: where its state is.
         isolate: run each trial in a child process, so that one that is killed, hangs or poisons the device
             counts as too big and the search goes on.
         timeout_s: with `isolate`, stop a child whose step (or whose loading) takes longer; default: never.
@@ -148,10 +146,14 @@ def find_batch_size(
         asked_bytes = None if budget is None else parse_bytes(budget)
         file = None if resume is None else ResumeFile(resume)
         asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
-        text = file.read(search, asked) if file is not None and ranks.is_main else ""
+        text = ""
+        if file is not None and ranks.is_main:
+            stack.enter_context(used_alone(file.path))
+            text = file.read(search, asked)
         runs: Here | Children
         if factory is not None:
-            runs = stack.enter_context(Children(factory, device=device, timeout_s=timeout_s))
+            named = str(device) if type(device) is int else device
+            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s))
         elif work is not None:
             runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
         place = runs.place
@@ -187,7 +189,7 @@ def find_batch_size(
             before = recall(
                 make_digest, search, ranks, fresh=fresh, steps=steps, soak_steps=soak_steps, predict=predict
             )
-        fit = _search(
+        trying = Trials(
             search,
             trials,
             runs,
@@ -195,69 +197,34 @@ def find_batch_size(
             steps=steps,
             soak_steps=soak_steps,
             time_limit_s=time_limit_s,
-            predict=predict and strategy == "guided" and start is None,
             on_trial=on_trial,
-            file=file,
+            keep=None if file is None else file.save,
             begun=begun,
-            known=before.known,
         )
+        ahead = predict and strategy == "guided" and start is None
+        earlier_s = 0.0 if file is None else file.earlier_s
+        fit = _search(trying, predict=ahead, known=before.known, earlier_s=earlier_s)
+        if asked_bytes is None or trying.room.begun_bytes < asked_bytes:
+            trying.tell_of_growth()
         return before.keep(fit)
 
 
-def _search(
-    search: Search,
-    trials: list[Trial],
-    runs: Here | Children,
-    ranks: Ranks,
-    *,
-    steps: int,
-    soak_steps: int,
-    time_limit_s: float | None,
-    predict: bool,
-    on_trial: OnTrial | None,
-    file: ResumeFile | None,
-    begun: float,
-    known: Known | None,
-) -> FitResult:
-    before, earlier_s = len(trials), 0.0 if file is None else file.earlier_s
-    budget_bytes = search.budget_bytes or 0
-    now = search
-    if file is not None and ranks.is_main:
-        file.save(now, trials, 0.0)  # a file that cannot be written is told of before any trial
-
-    def attempt(ask: Ask) -> Told | None:
-        nonlocal now
-        late = time_limit_s is not None and time.perf_counter() - begun >= time_limit_s
-        if ranks.any(late, doing="the time limit"):
-            return None
-        mine = run_one(
-            ask.size,
-            steps=soak_steps if ask.soak else steps,
-            soak=ask.soak,
-            smallest=ask.size == search.sizes.first,
-        )
-        answers = ranks.gather(mine.model_dump(), doing=f"the trial of batch size {ask.size}")
-        trial = worst([Trial.model_validate(answer) for answer in answers])
-        trials.append(trial)
-        learned = told(trial)
-        now = now.tell(learned)
-        if file is not None and ranks.is_main:
-            file.save(now, trials, time.perf_counter() - begun)
-        if ranks.is_main:
-            log.info("batch size %d: %s", trial.size, trial.verdict)
-            if on_trial is not None:
-                on_trial(trial, budget_bytes)
-        return learned
-
-    with runs.trying(budget_bytes) as run_one:
-        search, confirmed = confirm(search, known, attempt)
+def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: float) -> FitResult:
+    """Run the search to its end: what is known and what is predicted first."""
+    runs, ranks, before = trying.runs, trying.ranks, len(trying.trials)
+    with trying:
+        search, confirmed = confirm(trying.search, known, trying.attempt)
+        trying.search = replace(trying.search, start=search.start)
         # A resumed search has had its look, and keeps what it predicted. Ranks that talk to each other in a
         # step would wait for what a trace never sends.
         if predict and not confirmed and not before and ranks.world_size == 1:
-            search = _foreseen(search, runs, attempt)
-            now = replace(now, predicted=search.predicted)
-        ended = search if confirmed else run(search, attempt)
-    elapsed_s = max(ranks.gather(time.perf_counter() - begun, doing="the end of the search"))
+            seen = _foreseen(trying.search, runs, trying.attempt)
+            if seen.budget_bytes == trying.search.budget_bytes:
+                trying.search = replace(trying.search, predicted=seen.predicted)
+        if not confirmed:
+            trying.to_the_end()
+    ended, trials, room = trying.search, trying.trials, trying.room
+    elapsed_s = max(ranks.gather(time.perf_counter() - trying.begun, doing="the end of the search"))
     ranks.settle()
     if before == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
@@ -269,10 +236,11 @@ def _search(
         ended,
         trials,
         stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
-        budget_bytes=budget_bytes,
+        budget_bytes=room.budget_bytes,
         device=runs.place.name,
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
+        shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
     )
     if known is None or not confirmed:
         return fit
@@ -281,7 +249,8 @@ def _search(
 
 def _traceable(work: Workload, place: Device) -> bool:
     """Whether a trace can say something about this device: real CUDA memory, state known."""
-    return place.name.startswith("cuda") and work.declared
+    own = getattr(place, "is_torchs_own", True)  # only torch's own allocator is known well enough to replay
+    return place.name.startswith("cuda") and own and work.declared
 
 
 def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None]) -> Search:
@@ -306,79 +275,6 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
 
 
-def fit_result(
-    search: Search,
-    trials: list[Trial],
-    *,
-    stopped_because: str,
-    budget_bytes: int,
-    device: str,
-    elapsed_s: float,
-    trials_resumed: int = 0,
-) -> FitResult:
-    """The result of a search that has ended, for whatever reason; raises where no size ran."""
-    if search.best is None:
-        if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
-            tried = ", ".join(str(trial.size) for trial in trials) or "none"
-            raise SearchStoppedError(
-                f"no size had run when the search stopped ({stopped_because}; sizes tried: {tried}). "
-                "Allow more trials or time, or start lower."
-            )
-        last = trials[-1]
-        raise NothingFitsError(
-            last.size,
-            device=device,
-            budget_bytes=budget_bytes,
-            peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
-            detail=_why(trials),
-        )
-    at_best = [trial for trial in trials if trial.size == search.best and trial.fits]
-    peaks = [trial.peak_bytes for trial in at_best if trial.peak_bytes is not None]
-    return FitResult(
-        batch_size=search.best,
-        trials=tuple(trials),
-        survived_steps=max(trial.steps_run for trial in at_best),
-        stopped_because=stopped_because,
-        budget_bytes=budget_bytes,
-        peak_bytes=max(peaks) if peaks else None,
-        device=device,
-        strategy=search.strategy,
-        elapsed_s=elapsed_s,
-        trials_resumed=trials_resumed,
-        batchfit_version=batchfit.__version__,
-        torch_version=torch.__version__,
-    )
-
-
-def _why(trials: list[Trial]) -> str:
-    """Why the smallest size did not run; said of all sizes where none of them gave an answer at all."""
-    outcomes = {trial.outcome for trial in trials}
-    if outcomes <= {"killed", "timeout"} and len(trials) > 1:
-        how = (
-            "killed"
-            if outcomes == {"killed"}
-            else "stopped"
-            if outcomes == {"timeout"}
-            else "killed or stopped"
-        )
-        return f"every size that was tried was {how}; the last: {trials[-1].message}"
-    return trials[-1].message
-
-
-def told(trial: Trial) -> Told:
-    """What a trial teaches the search. A soak that still retries allocations is not sustained."""
-    return Told(
-        size=trial.size,
-        fits=trial.fits and trial.settled_retries == 0,
-        soak=trial.soak,
-        allocated_bytes=trial.peak_bytes,
-        reserved_bytes=trial.reserved_bytes,
-        split_bytes=trial.split_bytes,
-        held_bytes=trial.held_bytes,
-        retries=trial.alloc_retries,
-    )
-
-
 @contextlib.contextmanager
 def _telling_others(ranks: Ranks) -> Iterator[None]:
     """An error here ends the search on the other ranks too: now, not at their time-out."""
@@ -387,69 +283,6 @@ def _telling_others(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         ranks.leave(oom.describe(error))
         raise
-
-
-class Here:
-    """Runs trials in this process, on the caller's own objects, and puts them back."""
-
-    def __init__(self, work: Workload, place: Device) -> None:
-        self.place = place
-        self.state_elements = count_elements(work.state)
-        self.work = work
-
-    @contextlib.contextmanager
-    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
-        """Inside, a function that runs one trial under the budget."""
-        work, first = self.work, True
-        snapshot = Snapshot.take(work.state)
-        parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
-
-        def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
-            nonlocal first
-            trial = run_trial(
-                work.step,
-                size,
-                device=self.place,
-                snapshot=snapshot,
-                parameters=parameters,
-                steps=steps,
-                soak=soak,
-                raise_ambiguous=smallest,
-            )
-            if first or not trial.fits:
-                collections.thorough()
-            first = False
-            return trial
-
-        gc.collect()  # before memory is counted: what is garbage already must not count
-        with self.place.limit(budget_bytes), QuickCollections() as collections:
-            yield run_one
-
-
-class QuickCollections:
-    """Lets each trial's garbage collection look only at what came after this point.
-
-    A program with torch and transformers loaded has a million objects, and walking them takes longer
-    than a small trial. What is garbage should be collected before. Nothing is frozen where the program has
-    frozen objects of its own.
-    """
-
-    def __enter__(self) -> Self:
-        self._ours = gc.get_freeze_count() == 0
-        if self._ours:
-            gc.freeze()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            gc.unfreeze()
-
-    def thorough(self) -> None:
-        """Collect what was alive at the beginning too: a trial may have let go of it."""
-        if self._ours:
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
 
 
 def check_steps(
@@ -478,7 +311,7 @@ def check_isolation(isolate: bool, timeout_s: float | None, resume: object = Non
         raise TypeError(f"resume must be the path of a file, not {resume!r}")
 
 
-def _budget(place: Room, asked: int | str | None, asked_bytes: int | None) -> int:
+def _budget(place: Place, asked: int | str | None, asked_bytes: int | None) -> int:
     """The budget asked for, checked against the device; what is free now where none was."""
     available = place.budget_bytes()
     if asked_bytes is None:
@@ -494,25 +327,3 @@ def _budget(place: Room, asked: int | str | None, asked_bytes: int | None) -> in
             place.name,
         )
     return min(asked_bytes, available)
-
-
-def worst(trials: list[Trial]) -> Trial:
-    """One trial that stands for all ranks': failed if any failed, with the highest readings."""
-
-    def highest(name: str) -> Any:
-        values = [getattr(trial, name) for trial in trials]
-        return max((value for value in values if value is not None), default=None)
-
-    base = min(trials, key=lambda trial: (trial.fits, trial.steps_run))
-    held = [trial.held_bytes for trial in trials if trial.held_bytes is not None]
-    readings = (
-        "peak_bytes",
-        "reserved_bytes",
-        "split_bytes",
-        "alloc_retries",
-        "settled_retries",
-        "step_s",
-        "elapsed_s",
-    )
-    update: dict[str, Any] = {name: highest(name) for name in readings}
-    return base.model_copy(update={**update, "held_bytes": min(held, default=None)})

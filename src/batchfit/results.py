@@ -125,6 +125,8 @@ class FitResult(Result):
     """What `find_batch_size` answers: the largest size of one forward/backward in one process.
 
     `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
+    `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
+    meanwhile; `budget_bytes` is then what was left, and the answer is for that.
     """
 
     kind: Literal["fit"] = "fit"
@@ -143,6 +145,7 @@ class FitResult(Result):
     torch_version: str = ""
     from_store: bool = False
     stored_age_s: float | None = None
+    shrunk_from_bytes: int | None = None
 
     @property
     def sustained(self) -> bool:

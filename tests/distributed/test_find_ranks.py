@@ -13,6 +13,7 @@ from launch import run_ranks
 from torch import nn
 
 import batchfit
+from batchfit.testing import FakeDevice
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
@@ -47,6 +48,34 @@ def test_one_ranks_oom_is_everyones_and_all_get_the_same_result() -> None:
     assert fit.stopped_because == "bracketed"
     assert seen == [trial.size for trial in fit.trials]
     assert silent == []
+
+
+def others_on_one_card(rank: int) -> Any:
+    """Another program takes memory of rank 1's card, before the third trial."""
+    mib = 2**20
+    device = FakeDevice(1000 * mib, peak=lambda size: size * mib)
+    trials = 0
+
+    def reachable() -> int:
+        return min(device._limits[-1], 600 * mib if rank == 1 and trials >= 2 else 1000 * mib)
+
+    def step(n: int) -> None:
+        nonlocal trials
+        trials += device._uses == 0  # the first since a reset
+        device.step(n)
+
+    device.budget_bytes = reachable  # type: ignore[method-assign]
+    workload = batchfit.Workload(step, state=[])
+    return batchfit.find_batch_size(workload, device=device, tolerance=0, predict=False).to_json()
+
+
+@gloo
+def test_memory_that_one_rank_loses_is_lost_to_all() -> None:
+    outcomes = run_ranks(others_on_one_card, world_size=2)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value == outcomes[1].value
+    fit = batchfit.FitResult.from_json(outcomes[0].value)
+    assert (fit.batch_size, fit.budget_bytes, fit.shrunk_from_bytes) == (600, 600 * 2**20, 1000 * 2**20)
 
 
 def one_raises(rank: int) -> Any:

@@ -126,7 +126,7 @@ class TestFlags:
     def test_flags_are_the_keywords_of_find_batch_size(self) -> None:
         from batchfit._cli.app import find
 
-        own = {"target", "json", "output", "traceback"}
+        own = {"context", "target", "json", "output", "traceback"}
         flags = {n: p.default for n, p in inspect.signature(find).parameters.items() if n not in own}
         keywords = {
             name: parameter.default
@@ -167,6 +167,39 @@ class TestFlags:
         ran = CliRunner().invoke(app, arguments)
         assert ran.exit_code == 0, ran.output
         assert seen == [given]
+
+    def test_a_store_that_is_asked_for_is_told_from_the_default(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from typer.testing import CliRunner
+
+        from batchfit._cli import find
+        from batchfit._cli.app import app
+
+        seen: list[object] = []
+
+        def catch(text: str, settings: FindSettings, **rest: object) -> Code:
+            seen.append((settings["store"], rest["store_asked"]))
+            return Code.FOUND
+
+        monkeypatch.setattr(find, "find_target", catch)
+        for flags in ([], ["--store"], ["--no-store"]):
+            assert CliRunner().invoke(app, ["find", "train.py:make", *flags]).exit_code == 0
+        assert seen == [(True, False), (True, True), (False, False)]
+
+    def test_memory_that_went_is_told_with_the_answer(self) -> None:
+        from batchfit._cli.answer import facts
+
+        trial = batchfit.Trial(size=8, outcome="fits", steps_run=25, soak=True)
+        fit = FitResult(
+            batch_size=8, trials=(trial,), survived_steps=25, stopped_because="bracketed",
+            budget_bytes=20 * 2**30, peak_bytes=None, device="cuda:0", strategy="guided", elapsed_s=1.0,
+        )  # fmt: skip
+        assert "gone" not in dict(facts(fit, saved=None))
+        shrunk = fit.model_copy(update={"shrunk_from_bytes": 24 * 2**30})
+        assert dict(facts(shrunk, saved=None))["gone"] == (
+            "4.00 GiB went to other programs meanwhile; the size is for what is left"
+        )
 
 
 class TestFind:
@@ -580,6 +613,47 @@ class TestDoctor:
         out = capsys.readouterr().out
         assert "RuntimeError: no kernel image" in out
         assert "also-not-a-package is not installed" in out
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({}, []),
+            ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"}, []),
+            ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:5"}, ["PYTORCH_ALLOC_CONF: allocator settings must"]),
+            (
+                {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},
+                ["with cudaMallocAsync a budget counts live"],
+            ),
+            (
+                {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+                ["PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF differ, and torch reads one of them only"],
+            ),
+        ],
+    )
+    def test_settings_of_the_allocator_that_matter_are_noted(
+        self, settings: dict[str, str], words: list[str]
+    ) -> None:
+        from batchfit._cli.doctor import allocator_notes
+
+        notes = allocator_notes(settings)
+        assert len(notes) == len(words)
+        assert all(note.startswith(start) for note, start in zip(notes, words, strict=True))
+
+    def test_a_device_is_shown_with_its_uuid_and_a_driver_that_spills_is_noted(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit._cli import doctor
+        from batchfit._torch import device, device_memory
+
+        known = device.KnownDevice("cuda:0", "NVIDIA H200", 2**37, 2**36, True, uuid="GPU-8932f937-d72c")
+        monkeypatch.setattr(device, "known_devices", lambda: [known])
+        monkeypatch.setattr(device_memory, "spills_to_ram", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
+        doctor.examine(as_json=False)
+        out = capsys.readouterr().out
+        assert "NVIDIA H200, 128.0 GiB, 64.0 GiB free, GPU-8932f937-d72c\n" in out
+        assert "note: the GPU driver of Windows and WSL takes RAM" in out
 
     def test_the_driver_is_read_from_its_file(self) -> None:
         from batchfit._cli.doctor import _driver_version

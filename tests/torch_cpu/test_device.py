@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._torch import device as device_module
+from batchfit._torch import device_memory as memory_module
 from batchfit._torch import ram as ram_module
 from batchfit._torch.device import (
     CpuDevice,
@@ -32,123 +32,6 @@ from batchfit._torch.device import (
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import virtual_memory
 from batchfit.errors import BatchfitError
-
-MiB = 2**20
-SEGMENT = 2 * MiB
-
-
-class FakeCuda:
-    """torch.cuda with one allocator a device: segments of 2 MiB, a cache, a fraction, peaks and retries."""
-
-    def __init__(self, total: int = 1000 * MiB, *, used_by_others: int = 0, count: int = 2) -> None:
-        self.total = total
-        self.others = used_by_others
-        self.count = count
-        self.opened: set[int] = set()  # devices on which anything was done that opens a context
-        self.current = 0
-        self.allowed: dict[int, int] = {}
-        self.live = dict.fromkeys(range(count), 0)
-        self.reserved = dict.fromkeys(range(count), 0)
-        self.peak = {index: [0, 0] for index in range(count)}
-        self.retries = dict.fromkeys(range(count), 0)
-        self.dead = False
-
-    # what a program does
-
-    def allocate(self, size: int, index: int = 0) -> None:
-        segments = -(-(self.live[index] + size) // SEGMENT) * SEGMENT
-        if segments > self.reserved[index]:
-            if not self._may_reserve(segments, index):
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}")
-            self.reserved[index] = segments
-        self.live[index] += size
-        self._note(index)
-
-    def free(self, size: int, index: int = 0) -> None:
-        self.live[index] -= size
-
-    def _may_reserve(self, segments: int, index: int) -> bool:
-        return segments <= min(self.total - self.others, self.allowed.get(index, self.total))
-
-    def _note(self, index: int) -> None:
-        peak = self.peak[index]
-        peak[:] = [max(peak[0], self.live[index]), max(peak[1], self.reserved[index])]
-
-    def _open(self, index: int) -> None:
-        if self.dead:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.opened.add(index)
-
-    # torch's own functions
-
-    def mem_get_info(self, index: int) -> tuple[int, int]:
-        self._open(index)
-        return self.total - self.others - self.reserved[index], self.total
-
-    def get_device_properties(self, index: int) -> Any:
-        return types.SimpleNamespace(total_memory=self.total)
-
-    def memory_reserved(self, index: int) -> int:
-        return self.reserved[index]
-
-    def memory_allocated(self, index: int) -> int:
-        return self.live[index]
-
-    def memory_stats(self, index: int) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.peak": self.peak[index][0],
-            "reserved_bytes.all.peak": self.peak[index][1],
-            "inactive_split_bytes.all.peak": 77,
-            "num_alloc_retries": self.retries[index],
-        }
-
-    def reset_peak_memory_stats(self, index: int) -> None:
-        self.peak[index] = [0, 0]
-        self._note(index)
-
-    def synchronize(self, index: int) -> None:
-        self._open(index)
-
-    def get_allocator_backend(self) -> str:
-        return "native"
-
-    @contextmanager
-    def device(self, index: int) -> Iterator[None]:
-        before, self.current = self.current, index
-        yield
-        self.current = before
-
-    def empty_cache(self) -> None:
-        self._open(self.current)
-        self.reserved[self.current] = -(-self.live[self.current] // SEGMENT) * SEGMENT
-
-    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
-        assert isinstance(fraction, float)
-        assert 0 <= fraction <= 1
-        self._open(index)
-        self.allowed[index] = int(fraction * self.total)
-
-    def get_per_process_memory_fraction(self, index: int) -> float:
-        return self.allowed.get(index, self.total) / self.total
-
-
-class OldCuda(FakeCuda):
-    """torch 2.6: the fraction can be set, not read."""
-
-    get_per_process_memory_fraction: Any = property()
-
-
-class OldXpu(FakeCuda):
-    """An xpu without free memory, limit and retries."""
-
-    mem_get_info: Any = property()
-    set_per_process_memory_fraction: Any = property()
-    get_per_process_memory_fraction: Any = property()
-
-    def memory_stats(self, index: int) -> dict[str, int]:
-        stats = super().memory_stats(index)
-        return {key: stats[key] for key in ("allocated_bytes.all.peak", "reserved_bytes.all.peak")}
-
 
 CUDAS = pytest.mark.parametrize("cuda", [FakeCuda(), OldCuda()], ids=["new", "old"])
 
@@ -180,10 +63,52 @@ def test_readings_are_the_allocators() -> None:
     assert cuda.opened == {1}, "no context on a device that is not ours"
 
 
-def test_another_allocator_counts_no_splits() -> None:
-    cuda = FakeCuda()
-    cuda.get_allocator_backend = lambda: "cudaMallocAsync"  # type: ignore[method-assign]
-    assert CudaDevice(0, backend=cuda).peaks().split_bytes is None
+def test_another_allocator_is_read_by_its_live_tensors() -> None:
+    cuda = AsyncCuda()
+    device = CudaDevice(0, backend=cuda)
+    assert not device.is_torchs_own
+    assert CudaDevice(0, backend=FakeCuda()).is_torchs_own
+    assert device.budget_bytes() == 1000 * MiB
+    with device.limit(100 * MiB):
+        assert device.budget_bytes() == 100 * MiB
+        cuda.allocate(100 * MiB)
+        with pytest.raises(torch.OutOfMemoryError):
+            cuda.allocate(1)
+        assert device.peaks() == Peaks(100 * MiB, None, None)
+        cuda.free(100 * MiB)
+    assert cuda.allowed[0] == 1000 * MiB, "all of it: what was there before cannot be put back"
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "spills"),
+    [
+        ("nt", "10", True),
+        ("posix", "5.15.153.1-microsoft-standard-WSL2", True),
+        ("posix", "4.4.0-19041-Microsoft", True),
+        ("posix", "6.8.0-45-generic", False),
+    ],
+)
+def test_where_a_driver_gives_out_ram(system: str, release: str, spills: bool) -> None:
+    assert memory_module.spills_to_ram(system, release) is spills
+
+
+def test_a_driver_that_gives_out_ram_is_held_to_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(used_by_others=100 * MiB)
+    cuda._may_reserve = lambda segments, index: segments <= cuda.allowed.get(index, 2**60)  # type: ignore[method-assign]
+    device = CudaDevice(0, backend=cuda)
+    cuda.allocate(2000 * MiB)  # the card has 1000 MiB
+    cuda.free(2000 * MiB)
+    device.reset()
+    monkeypatch.setattr(memory_module, "spills_to_ram", lambda: True)
+    for budget in (900 * MiB, 1000 * MiB):  # all that is free, and more than that
+        with device.limit(budget):
+            assert cuda.allowed[0] == 900 * MiB
+            with pytest.raises(torch.OutOfMemoryError):
+                cuda.allocate(901 * MiB)
+        assert cuda.allowed[0] == 1000 * MiB
+    other = FakeCuda()
+    with XpuDevice(0, backend=other).limit(1000 * MiB):
+        assert other.allowed == {}, "another driver, which is not known to do so"
 
 
 @pytest.mark.parametrize("make", [FakeCuda, OldCuda])
@@ -556,9 +481,104 @@ def test_an_unknown_device_names_those_that_are_there(monkeypatch: pytest.Monkey
     assert f"not {str(wrong)!r}" in str(caught.value)
 
 
-def test_a_device_is_text() -> None:
-    with pytest.raises(TypeError, match=r"device must be text such as 'cuda:0' or a torch\.device, not 0"):
-        resolve_device(0)  # type: ignore[arg-type]
+@pytest.mark.parametrize("wrong", [True, 1.5, ["cuda:0"]])
+def test_a_device_is_a_name_or_an_index(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"device must be text such as 'cuda:0', an index, a UUID or"):
+        resolve_device(wrong)
+
+
+@pytest.mark.parametrize("spec", [1, "1"])
+def test_an_index_is_that_of_the_accelerator(monkeypatch: pytest.MonkeyPatch, spec: Any) -> None:
+    pretend(monkeypatch, cuda=2)
+    assert resolve_device(spec).name == "cuda:1"
+    pretend(monkeypatch, xpu=2)
+    assert resolve_device(spec).name == "xpu:1"
+
+
+@pytest.mark.parametrize("wrong", [2, "2", -1, "-1", "1.0", "²"])
+def test_a_wrong_index_names_those_that_are_there(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    pretend(monkeypatch, cuda=2)
+    with pytest.raises(ValueError, match="device must be one of 'cuda:0', 'cuda:1', 'cpu', not"):
+        resolve_device(wrong)
+
+
+UUIDS = ("8932f937-d72c-4106-c12f-20bd9faed9f6", "89aaaaaa-0000-1111-2222-333333333333")
+
+
+def pretend_uuids(monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, ...] = UUIDS) -> None:
+    """CUDA devices with these UUIDs, as torch gives them: without a prefix, not as text."""
+    pretend(monkeypatch, cuda=len(uuids))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    class Uuid:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __str__(self) -> str:
+            return self.text
+
+    def properties_of(index: int) -> Any:
+        return types.SimpleNamespace(uuid=Uuid(uuids[index]), total_memory=MiB)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (f"GPU-{UUIDS[0]}", "cuda:0"),
+        (f"GPU-{UUIDS[1]}", "cuda:1"),
+        (f"GPU-{UUIDS[1].upper()}", "cuda:1"),
+        ("GPU-893", "cuda:0"),
+        ("GPU-89a", "cuda:1"),
+    ],
+)
+def test_a_device_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch, spec: str, name: str) -> None:
+    pretend_uuids(monkeypatch)
+    assert resolve_device(spec).name == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "visible", "why"),
+    [
+        ("GPU-89", "", "not 'GPU-89', which is the beginning of 2 UUIDs"),
+        ("GPU-7", "", "not 'GPU-7'$"),
+        ("GPU-7", "GPU-89,GPU-8", "not 'GPU-7'. CUDA_VISIBLE_DEVICES=GPU-89,GPU-8 hides all others$"),
+        (
+            "MIG-5c89",
+            "",
+            "not 'MIG-5c89'. A MIG slice is chosen before a program starts: CUDA_VISIBLE_DEVICES=MIG-5c89$",
+        ),
+    ],
+)
+def test_a_wrong_uuid_lists_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, spec: str, visible: str, why: str
+) -> None:
+    pretend_uuids(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    both = rf"device must be one of 'cuda:0' \(GPU-{UUIDS[0]}\), 'cuda:1' \(GPU-{UUIDS[1]}\), 'cpu', "
+    with pytest.raises(ValueError, match=both + why):
+        resolve_device(spec)
+
+
+def test_a_uuid_without_a_gpu_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_uuids(monkeypatch, ())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ValueError, match=r"must be 'cpu', not 'GPU-8'\. torch .* was built without CUDA"):
+        resolve_device("GPU-8")
+
+
+def test_a_slice_that_the_environment_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_uuids(monkeypatch, UUIDS[:1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c89")
+    assert resolve_device("MIG-5c89").name == "cuda:0"
+
+
+def test_an_older_torch_has_no_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_uuids(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace())
+    with pytest.raises(ValueError, match="device must be one of 'cuda:0', 'cuda:1', 'cpu', not 'GPU-89'"):
+        resolve_device("GPU-89")
 
 
 def test_a_missing_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,7 +652,9 @@ def test_doctor_sees_every_device_and_survives_a_broken_one(monkeypatch: pytest.
     ]
     monkeypatch.setattr(device_module, "_accelerators", lambda: iter(devices))
     first, second, third, cpu = known_devices()
-    assert first == KnownDevice("cuda:0", "NVIDIA Something", 1000 * MiB, 900 * MiB, tested=True)
+    assert first == KnownDevice(
+        "cuda:0", "NVIDIA Something", 1000 * MiB, 900 * MiB, tested=True, uuid="GPU-00000000-fa4e"
+    )
     assert (second.name, second.total_bytes, second.tested) == ("xpu:0", None, False)
     assert "illegal memory access" in second.note
     assert (third.name, third.tested, third.note) == ("mps", False, "untested on real hardware")

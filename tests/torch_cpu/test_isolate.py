@@ -21,6 +21,7 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._failure import ChildTraceback
 from batchfit._torch.isolate import Children, Factory, _ending
+from batchfit._torch.lock import used_alone
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
 from batchfit.results import FitResult, Trial
 
@@ -462,6 +463,18 @@ class TestCommand:
         with pytest.raises(CommandFailed, match=r"steps: 2 then, 3 now") as caught:
             self.find(TARGET, resume="search.json", steps=3)
         assert caught.value.code == Code.USAGE
+
+    def test_a_file_in_use_is_bad_usage(self) -> None:
+        with (
+            used_alone(Path("search.json")),
+            pytest.raises(CommandFailed, match="in use by another") as caught,
+        ):
+            self.find(TARGET, resume="search.json")
+        assert caught.value.code == Code.USAGE
+
+    def test_a_device_may_be_an_index(self) -> None:
+        with pytest.raises(ValueError, match=r"device must be .* not 'cuda:7'"):
+            batchfit.find_batch_size(faulty_targets.make, device=7, **QUICK)
 
     @pytest.mark.slow
     def test_an_error_of_a_step_names_its_line(self) -> None:

@@ -526,6 +526,26 @@ class TestCommandHere:
         sys.modules.pop("train", None)
         return FitResult.from_json(output.read_text())
 
+    @pytest.mark.parametrize(
+        ("target", "changes", "words"),
+        [
+            ("train.py:make", {"isolate": True}, "store must be False with isolate=True, not True"),
+            ("train.py:make_step", {}, "key must be given to store the answer of a step without a model"),
+        ],
+    )
+    def test_a_store_that_is_asked_for_and_cannot_be_is_refused(
+        self, target: str, changes: dict[str, Any], words: str
+    ) -> None:
+        """As a default the store is left out there; asked for, it must not be."""
+        with Path("train.py").open("a") as file:
+            file.write("\n\ndef make_step():\n    return lambda batch_size: None\n")
+        flags = {"budget": "2MiB", "store": True, **changes}
+        given = cast(FindSettings, {**default_settings(), **flags})
+        with pytest.raises(CommandFailed, match=words) as caught:
+            find_target(target, given, as_json=False, output=None, full_traceback=False, store_asked=True)
+        assert caught.value.code == Code.USAGE
+        sys.modules.pop("train", None)
+
     @pytest.mark.slow
     def test_fresh_and_no_store(self) -> None:
         assert not self.find("train.py:make").from_store

@@ -42,6 +42,9 @@ def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list
     lines = [("device", memory_label(fit.device, fit.budget_bytes))]
     if used is not None:
         lines.append(("memory", f"{format_bytes(used)} used, {used / fit.budget_bytes:.1%} of the budget"))
+    if fit.shrunk_from_bytes is not None:
+        gone = format_bytes(fit.shrunk_from_bytes - fit.budget_bytes)
+        lines.append(("gone", f"{gone} went to other programs meanwhile; the size is for what is left"))
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {fit.reason}"),

@@ -172,6 +172,7 @@ WholeTracebacks = Annotated[
 
 @app.command(help=FIND_HELP)
 def find(
+    context: typer.Context,
     target: Target,
     budget: Annotated[
         str | None,
@@ -187,7 +188,7 @@ def find(
         typer.Option(
             metavar="DEVICE",
             show_default="the workload's",
-            help="Device whose memory is measured, such as cuda:1 or cpu.",
+            help="Device whose memory is measured: cuda:1, 1, a UUID such as GPU-8932f937, or cpu.",
         ),
     ] = None,
     strategy: Annotated[
@@ -344,7 +345,13 @@ def find(
         fresh=fresh,
         key=key,
     )
-    _end(lambda: find_target(target, settings, as_json=json, output=output, full_traceback=traceback))
+    source = context.get_parameter_source("store")
+    asked = store and source is not None and source.name == "COMMANDLINE"
+    _end(
+        lambda: find_target(
+            target, settings, as_json=json, output=output, full_traceback=traceback, store_asked=asked
+        )
+    )
 
 
 def _list_gpus(wanted: bool) -> None:

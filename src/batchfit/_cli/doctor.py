@@ -69,10 +69,29 @@ def look_at_packages(findings: Findings) -> None:
     findings.extras = {name: _installed(name) for name in OPTIONAL}
     findings.allocator = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
     findings.broken += [f"{name} is not installed" for name in REQUIRED if findings.versions[name] is None]
-    if any("cudaMallocAsync" in value for value in findings.allocator.values()):
-        findings.notes.append("with cudaMallocAsync torch does not see what the allocator reserves")
+    findings.notes += allocator_notes(findings.allocator)
     if DRIVER_FILE.is_file():
         findings.versions["nvidia driver"] = _driver_version(DRIVER_FILE.read_text())
+
+
+def allocator_notes(settings: dict[str, str]) -> list[str]:
+    """What a person should know about the allocator's settings."""
+    from batchfit._decide.allocator_rules import Rules
+
+    notes = []
+    if len(set(settings.values())) > 1:
+        notes.append(f"{' and '.join(settings)} differ, and torch reads one of them only")
+    if any("cudaMallocAsync" in value for value in settings.values()):
+        notes.append(
+            "with cudaMallocAsync a budget counts live tensors only: the program may take more of the card, "
+            "and find measures without a prediction"
+        )
+    for name, value in settings.items():
+        try:
+            Rules.from_environment(value)
+        except ValueError as error:
+            notes.append(f"{name}: {error}")
+    return notes
 
 
 def look_at_torch(findings: Findings) -> None:
@@ -81,6 +100,7 @@ def look_at_torch(findings: Findings) -> None:
         import torch
 
         from batchfit._torch.device import known_devices
+        from batchfit._torch.device_memory import spills_to_ram
     except Exception as error:  # noqa: BLE001  a broken build fails in many ways (OSError, RuntimeError)
         findings.broken.append(f"torch cannot be imported: {type(error).__name__}: {error}")
         return
@@ -100,6 +120,10 @@ def look_at_torch(findings: Findings) -> None:
         findings.devices = [asdict(device) for device in known_devices()]
     except Exception as error:  # noqa: BLE001  a sick driver raises whatever it likes
         findings.broken.append(f"devices cannot be listed: {type(error).__name__}: {error}")
+    if torch.cuda.is_available() and spills_to_ram():
+        findings.notes.append(
+            "the GPU driver of Windows and WSL takes RAM when the card is full: find keeps to what is free"
+        )
     for device in findings.devices:
         if device["total_bytes"] is None:
             findings.broken.append(f"{device['name']} {device['description']}: {device['note']}")
@@ -205,7 +229,8 @@ def _device_line(device: dict[str, Any]) -> str:
     memory = "memory unknown" if total is None else format_bytes(total)
     if free is not None:
         memory += f", {format_bytes(free)} free"
-    return f"{device['description']}, {memory}" + ("" if device["tested"] else " (untested)")
+    uuid = f", {device['uuid']}" if device["uuid"] else ""
+    return f"{device['description']}, {memory}{uuid}" + ("" if device["tested"] else " (untested)")
 
 
 def _store_line(store: dict[str, Any]) -> str:

@@ -69,7 +69,8 @@ def default_settings() -> FindSettings:
 class Job:
     """A search to run: how its workload is made, and what to call it.
 
-    `explain` turns an error of a step into what to say about it.
+    `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
+    default, it was asked for.
     """
 
     what: str
@@ -78,10 +79,17 @@ class Job:
     settings: FindSettings
     intro: str = ""
     next_command: str = ""
+    store_asked: bool = False
 
 
 def find_target(
-    text: str, settings: FindSettings, *, as_json: bool, output: Path | None, full_traceback: bool
+    text: str,
+    settings: FindSettings,
+    *,
+    as_json: bool,
+    output: Path | None,
+    full_traceback: bool,
+    store_asked: bool = False,
 ) -> Code:
     """Load a target and find its largest batch."""
     checked_flags(settings)
@@ -118,7 +126,7 @@ def find_target(
             every_rank=True,
         )
 
-    job = Job(what=text, make=make, explain=explain, settings=settings)
+    job = Job(what=text, make=make, explain=explain, settings=settings, store_asked=store_asked)
     return run_job(job, as_json=as_json, output=output)
 
 
@@ -189,7 +197,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     try:
         _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
         _find.check_isolation(settings["isolate"], settings["timeout_s"])
-        settings = stored_where_possible(settings)
+        settings = stored_where_possible(settings, asked=job.store_asked)
         check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
         _take_up(settings["resume"], watch, progress)
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
@@ -199,7 +207,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
                 resolve_device(settings["device"])
             progress.doing(f"loading {job.what}")
             workload = job.make()
-            settings = stored_where_possible(settings, workload)
+            settings = stored_where_possible(settings, workload, asked=job.store_asked)
             device = resolve_device(settings["device"], near=workload.state)
             loaded(device.name, device.budget_bytes())
             watched = watch.over(workload)
@@ -208,7 +216,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     progress.doing("choosing the first size" if watch.device else f"loading {job.what} in a child process")
     try:
         fit = _find.find_batch_size(watched, on_trial=watch.on_trial, **settings)
-    except (errors.TargetError, errors.SettingsDifferError) as error:
+    except (errors.TargetError, errors.SettingsDifferError, errors.ResultFileError) as error:
         raise CommandFailed(Code.USAGE, str(error)) from None
     except errors.ChildRaisedError as error:
         raise job.explain(error) from None
@@ -244,13 +252,17 @@ def _take_up(resume: str | None, watch: Watch, progress: Progress) -> None:
         progress.note(f"going on with the search in {resume}: {count_of(len(kept.trials), 'trial')} in it")
 
 
-def stored_where_possible(settings: FindSettings, workload: Workload | None = None) -> FindSettings:
+def stored_where_possible(
+    settings: FindSettings, workload: Workload | None = None, *, asked: bool = False
+) -> FindSettings:
     """The settings for this workload: the command's default must not refuse what has no key.
 
     That is a step without a model, and what a child makes; a flag that asks for the store is refused later.
     """
     if not settings["store"]:
         return {**settings, "key": None}
+    if asked:
+        return settings
     if settings["isolate"] and settings["key"] is None and not settings["fresh"]:
         return {**settings, "store": False}
     if workload is not None and workload.model is None and settings["key"] is None:

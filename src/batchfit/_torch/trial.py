@@ -7,6 +7,8 @@ Rules:
   while state is being put back waits until that is done.
 - Recovery happens outside `except`: inside, the exception's traceback still holds the step's tensors.
 - Only steps that really ran are counted, and a step that ran nothing is an error.
+- Under `cudnn.benchmark` the first step of a size tries every algorithm, with workspaces that no later step
+  takes. A trial is read from its second step on; a soak runs as a program does, with what the first one left.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def run_trial(
     device.reset()
     before = device.alloc_retries()
     try:
-        failure = _run_steps(step, size, steps, device, parameters, readings, raise_ambiguous)
+        failure = _run_steps(step, size, steps, device, parameters, readings, soak, raise_ambiguous)
         peaks = device.peaks()
         retries = device.alloc_retries() - before
     except BaseException as error:
@@ -117,11 +119,14 @@ def _run_steps(
     device: Device,
     parameters: Sequence[torch.Tensor],
     readings: _Readings,
+    soak: bool,
     raise_ambiguous: bool,
 ) -> _Failure | None:
     ambient = sys.exception()
     try:
-        for _ in range(steps):
+        for number in range(steps):
+            if number == 1 and not soak and _autotunes(device):
+                device.reset()
             phase.clear()
             begun = time.perf_counter()
             nothing = _lazy_kind(step(size))
@@ -142,6 +147,11 @@ def _run_steps(
         # The text, never the exception: its traceback holds the tensors of the failed step.
         return _Failure(verdict, oom.describe(error, ambient=ambient), phase.current())
     return None
+
+
+def _autotunes(device: Device) -> bool:
+    """Whether cuDNN has tried all its algorithms in the first step."""
+    return device.name.startswith("cuda") and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
 def _put_back(snapshot: Snapshot, device: Device, raised: BaseException | None) -> None:
