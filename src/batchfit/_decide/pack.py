@@ -1,0 +1,245 @@
+"""How the samples of a ragged batch are dealt out to microbatches.
+
+Rules:
+- Every sample goes to exactly one microbatch, whose padded length is at least the sample's own and never
+  more than the batch is padded to already.
+- A plan is a pure function of its arguments. Padded lengths come from a grid that is the same for every
+  batch (multiples of `multiple`), sample counts from a ladder: shapes recur from batch to batch.
+- What is minimised is time, in padded elements: a microbatch costs its elements, or what the host needs to
+  launch one where that is more, and a shape that was never run costs its kernels, plans and blocks once.
+  A new shape is an investment: it is charged the less, the more batches there were (as many are likely to
+  follow).
+- Sorted, samples of about one length are neighbours, so that the best plan is a path through the sorted
+  samples (dynamic programming); the longest come first: what runs out runs out early.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+Shape = tuple[int, int]  # (samples, padded length)
+
+# Lengths are rounded up to this: kernels work in tiles of 64, and finer steps make more shapes than they save.
+MULTIPLE: Final = 64
+# Shapes remembered; enough for 64 lengths and every count of the ladder that a batch of 1000 uses.
+REMEMBERED: Final = 1024
+# Plans are made again with the shapes of the last one known: a shape is paid once, however often it is used.
+_ROUNDS: Final = 3
+# What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
+_FORBIDDEN: Final = 64.0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One microbatch: which samples, and the length that they are trimmed to."""
+
+    indices: tuple[int, ...]
+    length: int
+
+    @property
+    def shape(self) -> Shape:
+        return len(self.indices), self.length
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a microbatch costs besides its elements, in padded elements (tokens).
+
+    `launch`: the least that a microbatch costs, for the host has to launch its kernels; `each`: what one
+    costs on top of its elements; `new_shape`: what the first run of a shape costs on top of a later one.
+    """
+
+    launch: float
+    each: float
+    new_shape: float
+
+    def __post_init__(self) -> None:
+        for name in ("launch", "each", "new_shape"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a finite number that is not negative, not {value!r}")
+
+    @classmethod
+    def usual(cls, longest: int, capacity: float = math.inf) -> Costs:
+        """What to expect where nothing was measured: GPT-2 small on an H200, 155 tokens a millisecond.
+
+        Lengths need not be tokens (audio frames): a launch is worth no less than four of the longest
+        samples, and no more than a quarter of what fits.
+        """
+        launch = min(max(3400.0, 4.0 * longest), max(capacity / 4, 1.0))
+        return cls(launch=launch, each=launch / 11, new_shape=launch)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes that have run, oldest first, and how many batches there were."""
+
+    seen: tuple[Shape, ...] = ()
+    batches: int = 0
+
+    def ran(self, packs: Iterable[Pack]) -> Shapes:
+        """With the shapes of one more batch."""
+        seen = dict.fromkeys(self.seen)
+        for one in packs:
+            seen.setdefault(one.shape)
+        return Shapes(tuple(seen)[-REMEMBERED:], self.batches + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"seen": [list(shape) for shape in self.seen], "batches": self.batches}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Shapes:
+        return cls(tuple((int(n), int(length)) for n, length in stored["seen"]), int(stored["batches"]))
+
+
+def ladder(at_most: int) -> tuple[int, ...]:
+    """The sample counts that are used, ascending: all up to 4, then four to each doubling.
+
+    >>> ladder(40)
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40)
+    """
+    counts = [1, 2, 3]
+    step = 1
+    while counts[-1] < at_most:
+        counts += [4 * step, 5 * step, 6 * step, 7 * step]
+        step *= 2
+    return tuple(count for count in counts if count <= at_most)
+
+
+def pack(
+    lengths: Sequence[int],
+    *,
+    most_samples: int | Callable[[int], int | None] | None,
+    multiple: int = MULTIPLE,
+    padded_length: int | None = None,
+    shapes: Shapes | None = None,
+    max_shapes: int | None = None,
+    costs: Costs | None = None,
+) -> tuple[Pack, ...]:
+    """Microbatches for samples of these lengths, the longest first.
+
+    `most_samples(length)` is how many samples of a padded length fit (None: any number; less than one
+    counts as one). `padded_length` is what the batch is padded to (its longest sample, where not given),
+    `shapes` what has run before, and `max_shapes` how many shapes there should ever be.
+
+    >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
+    [((0, 3), 500), ((1, 2), 64)]
+    """
+    lengths = tuple(lengths)
+    limit = _checked(lengths, multiple, padded_length, max_shapes)
+    if not lengths:
+        return ()
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    grid = [min(limit, -(-max(lengths[index], 1) // multiple) * multiple) for index in order]
+    most = {length: _most(most_samples, length, len(lengths)) for length in sorted(set(grid))}
+    shapes = Shapes() if shapes is None else shapes
+    if costs is None:
+        capacity = max(count * length for length, count in most.items())
+        costs = Costs.usual(max(lengths), capacity if most_samples is not None else math.inf)
+    known = {shape for shape in shapes.seen if shape[1] <= limit}
+    left = math.inf if max_shapes is None else max_shapes - len(shapes.seen)
+    best: list[Shape] = []
+    best_price = math.inf
+    assumed = known
+    for _ in range(_ROUNDS):
+        fee = costs.new_shape / (1 + shapes.batches / 4)
+        if left <= 0:
+            fee = _FORBIDDEN * max(costs.launch, costs.new_shape)
+        cuts = _cheapest_path(grid, most, most_samples, assumed, fee, costs)
+        fresh = set(cuts) - known
+        price = sum(_run_cost(shape, costs) for shape in cuts) + fee * len(fresh)
+        if price >= best_price:
+            break
+        best, best_price, assumed = cuts, price, known | fresh
+    packs, start = [], 0
+    for count, length in best:
+        packs.append(Pack(tuple(order[start : start + count]), length))
+        start += count
+    return tuple(packs)
+
+
+def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
+    """The elements of the samples over the elements of the microbatches."""
+    padded = sum(len(one.indices) * one.length for one in packs)
+    return sum(lengths) / padded if padded else 1.0
+
+
+def _run_cost(shape: Shape, costs: Costs) -> float:
+    return max(costs.launch, costs.each + shape[0] * shape[1])
+
+
+def _cheapest_path(
+    grid: Sequence[int],
+    most: dict[int, int],
+    most_samples: int | Callable[[int], int | None] | None,
+    known: set[Shape],
+    fee: float,
+    costs: Costs,
+) -> list[Shape]:
+    """The shapes, in the samples' order, that serve all of them at the least cost."""
+    total = len(grid)
+    by_count: dict[int, list[int]] = {}
+    for count, length in sorted(known):
+        by_count.setdefault(count, []).append(length)
+    for length in {length for ones in by_count.values() for length in ones} - most.keys():
+        most[length] = _most(most_samples, length, total)
+    counts = sorted(set(ladder(total)) | {count for count in by_count if count <= total})
+    launch, each = costs.launch, costs.each
+    price = [0.0] * (total + 1)
+    choice: list[Shape] = [(0, 0)] * (total + 1)
+    options: dict[int, list[tuple[int, int, float]]] = {}
+    for start in range(total - 1, -1, -1):
+        length = grid[start]
+        if length not in options:
+            options[length] = []
+            for count in counts:
+                found = []
+                if count <= most[length]:
+                    new = 0.0 if (count, length) in known else fee
+                    found.append((max(launch, each + count * length) + new, length))
+                # A longer shape that has run may be cheaper than a new one.
+                for longer in by_count.get(count, ())[bisect_left(by_count.get(count, ()), length) :][:1]:
+                    if count <= most[longer]:
+                        found.append((max(launch, each + count * longer), longer))
+                if found:
+                    cost, used = min(found)
+                    options[length].append((count, used, cost))
+        best, shape = math.inf, (1, length)
+        for count, used, cost in options[length]:
+            if start + count > total:
+                break
+            candidate = cost + price[start + count]
+            if candidate < best:
+                best, shape = candidate, (count, used)
+        price[start], choice[start] = best, shape
+    path, start = [], 0
+    while start < total:
+        path.append(choice[start])
+        start += choice[start][0]
+    return path
+
+
+def _most(most_samples: int | Callable[[int], int | None] | None, length: int, total: int) -> int:
+    found = most_samples(length) if callable(most_samples) else most_samples
+    return total if found is None else max(1, int(found))
+
+
+def _checked(lengths: tuple[int, ...], multiple: int, padded: int | None, max_shapes: int | None) -> int:
+    """The arguments make sense; the length that nothing may exceed."""
+    for index, length in enumerate(lengths):
+        if not isinstance(length, int) or length < 0:
+            raise ValueError(f"lengths must hold integers that are not negative, not {length!r} at {index}")
+    for name, value in (("multiple", multiple), ("padded_length", padded), ("max_shapes", max_shapes)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    longest = max(lengths, default=1)
+    if padded is not None and padded < longest:
+        raise ValueError(f"padded_length must be at least the longest sample's {longest}, not {padded!r}")
+    return max(longest, 1) if padded is None else padded
