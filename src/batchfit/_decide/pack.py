@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 Shape = tuple[int, int]  # (samples, padded length)
 
-# Lengths are rounded up to this: kernels work in tiles of 64, and finer steps make more shapes than they save.
+# Lengths are rounded up to this: kernels work in tiles of 64; finer steps cost more shapes than they save.
 MULTIPLE: Final = 64
 # Shapes remembered; enough for 64 lengths and every count of the ladder that a batch of 1000 uses.
 REMEMBERED: Final = 1024
+# After so many batches a new shape is charged half. Sooner, and a short run ends while shapes are still being
+# tried; never, and a long one keeps padding that a few more shapes would save (benchmarks/ragged_gpu.py).
+_PATIENCE: Final = 50
 # Plans are made again with the shapes of the last one known: a shape is paid once, however often it is used.
 _ROUNDS: Final = 3
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
@@ -67,13 +70,13 @@ class Costs:
 
     @classmethod
     def usual(cls, longest: int, capacity: float = math.inf) -> Costs:
-        """What to expect where nothing was measured: GPT-2 small on an H200, 155 tokens a millisecond.
+        """What to expect where nothing was measured: GPT-2 small on an H200 (22, 5 and 9 ms).
 
         Lengths need not be tokens (audio frames): a launch is worth no less than four of the longest
-        samples, and no more than a quarter of what fits.
+        samples, and no more than a quarter of what fits (`capacity`, in elements).
         """
-        launch = min(max(3400.0, 4.0 * longest), max(capacity / 4, 1.0))
-        return cls(launch=launch, each=launch / 11, new_shape=launch)
+        launch = min(max(3600.0, 4.0 * longest), max(capacity / 4, 1.0))
+        return cls(launch=launch, each=launch * 2 / 9, new_shape=launch * 5 / 12)
 
 
 @final
@@ -143,21 +146,15 @@ def pack(
     if costs is None:
         capacity = max(count * length for length, count in most.items())
         costs = Costs.usual(max(lengths), capacity if most_samples is not None else math.inf)
-    known = {shape for shape in shapes.seen if shape[1] <= limit}
-    left = math.inf if max_shapes is None else max_shapes - len(shapes.seen)
-    best: list[Shape] = []
-    best_price = math.inf
-    assumed = known
-    for _ in range(_ROUNDS):
-        fee = costs.new_shape / (1 + shapes.batches / 4)
-        if left <= 0:
-            fee = _FORBIDDEN * max(costs.launch, costs.new_shape)
-        cuts = _cheapest_path(grid, most, most_samples, assumed, fee, costs)
-        fresh = set(cuts) - known
-        price = sum(_run_cost(shape, costs) for shape in cuts) + fee * len(fresh)
-        if price >= best_price:
-            break
-        best, best_price, assumed = cuts, price, known | fresh
+    # Known shapes that are too long for this batch, or do not fit any more, are no use.
+    known = {one for one in shapes.seen if one[1] <= limit and one[0] <= _most(most_samples, one[1], one[0])}
+    fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
+    dearest = _FORBIDDEN * max(costs.launch, costs.new_shape, 1.0)
+    left = math.inf if max_shapes is None else max(0, max_shapes - len(shapes.seen))
+    best = _plan(grid, most, known, fee if left else dearest, costs)
+    while len(set(best) - known) > left and fee < dearest:
+        fee = max(4 * fee, costs.launch, 1.0)
+        best = min(best, _plan(grid, most, known, fee, costs), key=lambda plan: len(set(plan) - known))
     packs, start = [], 0
     for count, length in best:
         packs.append(Pack(tuple(order[start : start + count]), length))
@@ -175,42 +172,37 @@ def _run_cost(shape: Shape, costs: Costs) -> float:
     return max(costs.launch, costs.each + shape[0] * shape[1])
 
 
+def _plan(
+    grid: Sequence[int], most: Mapping[int, int], known: set[Shape], fee: float, costs: Costs
+) -> list[Shape]:
+    """The best of a few paths, each made with the shapes of the last one known."""
+    best, best_price, assumed = [], math.inf, known
+    for _ in range(_ROUNDS):
+        path = _cheapest_path(grid, most, assumed, fee, costs)
+        fresh = set(path) - known
+        price = sum(_run_cost(shape, costs) for shape in path) + fee * len(fresh)
+        if price >= best_price:
+            break
+        best, best_price, assumed = path, price, known | fresh
+    return best
+
+
 def _cheapest_path(
-    grid: Sequence[int],
-    most: dict[int, int],
-    most_samples: int | Callable[[int], int | None] | None,
-    known: set[Shape],
-    fee: float,
-    costs: Costs,
+    grid: Sequence[int], most: Mapping[int, int], known: set[Shape], fee: float, costs: Costs
 ) -> list[Shape]:
     """The shapes, in the samples' order, that serve all of them at the least cost."""
     total = len(grid)
     by_count: dict[int, list[int]] = {}
     for count, length in sorted(known):
         by_count.setdefault(count, []).append(length)
-    for length in {length for ones in by_count.values() for length in ones} - most.keys():
-        most[length] = _most(most_samples, length, total)
     counts = sorted(set(ladder(total)) | {count for count in by_count if count <= total})
-    launch, each = costs.launch, costs.each
     price = [0.0] * (total + 1)
     choice: list[Shape] = [(0, 0)] * (total + 1)
     options: dict[int, list[tuple[int, int, float]]] = {}
     for start in range(total - 1, -1, -1):
         length = grid[start]
         if length not in options:
-            options[length] = []
-            for count in counts:
-                found = []
-                if count <= most[length]:
-                    new = 0.0 if (count, length) in known else fee
-                    found.append((max(launch, each + count * length) + new, length))
-                # A longer shape that has run may be cheaper than a new one.
-                for longer in by_count.get(count, ())[bisect_left(by_count.get(count, ()), length) :][:1]:
-                    if count <= most[longer]:
-                        found.append((max(launch, each + count * longer), longer))
-                if found:
-                    cost, used = min(found)
-                    options[length].append((count, used, cost))
+            options[length] = list(_options(length, counts, most[length], by_count, fee, costs))
         best, shape = math.inf, (1, length)
         for count, used, cost in options[length]:
             if start + count > total:
@@ -226,6 +218,22 @@ def _cheapest_path(
     return path
 
 
+def _options(
+    length: int, counts: Sequence[int], most: int, by_count: Mapping[int, list[int]], fee: float, costs: Costs
+) -> Iterator[tuple[int, int, float]]:
+    """(samples, padded length, cost) for samples of which the longest has this length."""
+    for count in counts:
+        lengths = by_count.get(count, [])
+        at = bisect_left(lengths, length)
+        longer = lengths[at] if at < len(lengths) else None  # the shortest known shape that is long enough
+        old = math.inf if longer is None else _run_cost((count, longer), costs)
+        new = _run_cost((count, length), costs) + fee if count <= most else math.inf
+        if longer is not None and old <= new:
+            yield count, longer, old
+        elif count <= most:
+            yield count, length, new
+
+
 def _most(most_samples: int | Callable[[int], int | None] | None, length: int, total: int) -> int:
     found = most_samples(length) if callable(most_samples) else most_samples
     return total if found is None else max(1, int(found))
@@ -233,12 +241,11 @@ def _most(most_samples: int | Callable[[int], int | None] | None, length: int, t
 
 def _checked(lengths: tuple[int, ...], multiple: int, padded: int | None, max_shapes: int | None) -> int:
     """The arguments make sense; the length that nothing may exceed."""
-    for index, length in enumerate(lengths):
-        if not isinstance(length, int) or length < 0:
-            raise ValueError(f"lengths must hold integers that are not negative, not {length!r} at {index}")
+    if lengths and min(lengths) < 0:
+        raise ValueError(f"lengths must not be negative, not {min(lengths)!r}")
     for name, value in (("multiple", multiple), ("padded_length", padded), ("max_shapes", max_shapes)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be positive, not {value!r}")
     longest = max(lengths, default=1)
     if padded is not None and padded < longest:
         raise ValueError(f"padded_length must be at least the longest sample's {longest}, not {padded!r}")
