@@ -32,6 +32,8 @@ _MOST_PEACE: Final = 4096
 _MOST_SETBACKS: Final = 8
 # How far beyond the dearest microbatch seen one step may go.
 _REACH: Final = 2.0
+# A reading that says less than the others by more than this factor has nobody to back it.
+_ALONE: Final = 1.2
 # Lengths remembered, and shapes that ran out.
 _LENGTHS: Final = 24
 _FAILURES: Final = 8
@@ -115,18 +117,19 @@ class MemoryModel:
         """A microbatch of this shape ran out of memory."""
         _check(samples, length)
         shape = (samples, length)
-        dearest = max((one.used_bytes for one in self.readings), default=0.0)
-        # What ran out took more than anything that ran. A reading that promised less is wrong, unless all of
-        # them are: then memory is held elsewhere, and the failure itself is what is known.
-        believed = tuple(
-            one
-            for one in self.readings
-            if one.each_at(length) * samples * (1 + self.margin) >= dearest or _holds(one.shape, shape)
-        )
+        # Something promised that this shape fits. A reading that says far less than all others, and does not
+        # hold the shape itself, is not believed any more; its length will be read again.
+        told = _least_bound(self.readings, length)
+        believed = []
+        for one in self.readings:
+            others = _least_bound(tuple(other for other in self.readings if other is not one), length)
+            alone = told is not None and others is not None and others > _ALONE * told
+            if not alone or _holds(one.shape, shape):
+                believed.append(one)
         again = bool(self.readings)
         return replace(
             self,
-            readings=believed or self.readings,
+            readings=tuple(believed),
             failures=(*(one for one in self.failures if not _holds(one, shape)), shape)[-_FAILURES:],
             setbacks=min(_MOST_SETBACKS, self.setbacks + again),
             peace=0,
