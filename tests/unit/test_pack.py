@@ -85,7 +85,7 @@ def test_shapes_recur_from_batch_to_batch() -> None:
         useful += sum(lengths)
     assert len(shapes.seen) <= 20
     assert microbatches <= 80
-    assert useful / padded >= 0.74
+    assert useful / padded >= 0.73
     assert shapes.batches == 10
 
 
@@ -128,6 +128,12 @@ def test_without_memory_limits_the_batch_is_still_cut_by_length() -> None:
     assert 2 <= len(packs) <= 12
     assert useful_share(lognormal(1), packs) > 0.6
     assert [one.length for one in packs] == sorted((one.length for one in packs), reverse=True)
+
+
+def test_where_nothing_is_known_no_more_is_tried_than_two_launches_are_worth() -> None:
+    packs = pack(lognormal(1), most_samples=lambda length: None, padded_length=1024)
+    assert all(len(one.indices) == 1 or len(one.indices) * one.length <= 8192 for one in packs)
+    assert len(packs) <= 10
 
 
 def test_lengths_that_are_not_tokens_do_not_fall_apart_into_single_samples() -> None:

@@ -32,6 +32,8 @@ REMEMBERED: Final = 1024
 _PATIENCE: Final = 50
 # Plans are made again with the shapes of the last one known: a shape is paid once, however often it is used.
 _ROUNDS: Final = 3
+# What is tried where nothing is known, in launches: less is no faster, and the shapes of the first batch stay.
+_UNKNOWN: Final = 2.0
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
 _FORBIDDEN: Final = 64.0
 
@@ -73,9 +75,9 @@ class Costs:
         """What to expect where nothing was measured: GPT-2 small on an H200 (22, 5 and 9 ms).
 
         Lengths need not be tokens (audio frames): a launch is worth no less than four of the longest
-        samples, and no more than a quarter of what fits (`capacity`, in elements).
+        samples, and no more than half of what fits (`capacity`, in elements).
         """
-        launch = min(max(3600.0, 4.0 * longest), max(capacity / 4, 1.0))
+        launch = min(max(3600.0, 4.0 * longest), max(capacity / 2, 1.0))
         return cls(launch=launch, each=launch * 2 / 9, new_shape=launch * 5 / 12)
 
 
@@ -128,8 +130,9 @@ def pack(
 ) -> tuple[Pack, ...]:
     """Microbatches for samples of these lengths, the longest first.
 
-    `most_samples(length)` is how many samples of a padded length fit (None: any number; less than one
-    counts as one). `padded_length` is what the batch is padded to (its longest sample, where not given),
+    `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
+    so; where it returns None, nothing is known yet, and no more is tried than two launches are worth. Less
+    than one counts as one. `padded_length` is what the batch is padded to (its longest sample, where not given),
     `shapes` what has run before, and `max_shapes` how many shapes there should ever be.
 
     >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
@@ -141,13 +144,12 @@ def pack(
         return ()
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     grid = [min(limit, -(-max(lengths[index], 1) // multiple) * multiple) for index in order]
-    most = {length: _most(most_samples, length, len(lengths)) for length in sorted(set(grid))}
     shapes = Shapes() if shapes is None else shapes
-    if costs is None:
-        capacity = max(count * length for length, count in most.items())
-        costs = Costs.usual(max(lengths), capacity if most_samples is not None else math.inf)
     # Known shapes that are too long for this batch, or do not fit any more, are no use.
-    known = {one for one in shapes.seen if one[1] <= limit and one[0] <= _most(most_samples, one[1], one[0])}
+    useful = [shape for shape in shapes.seen if shape[1] <= limit]
+    most, capacity = _limits(most_samples, {*grid, *(length for _, length in useful)}, max(lengths))
+    known = {shape for shape in useful if shape[0] <= most[shape[1]]}
+    costs = Costs.usual(max(lengths), capacity) if costs is None else costs
     fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
     dearest = _FORBIDDEN * max(costs.launch, costs.new_shape, 1.0)
     left = math.inf if max_shapes is None else max(0, max_shapes - len(shapes.seen))
@@ -173,7 +175,7 @@ def _run_cost(shape: Shape, costs: Costs) -> float:
 
 
 def _plan(
-    grid: Sequence[int], most: Mapping[int, int], known: set[Shape], fee: float, costs: Costs
+    grid: Sequence[int], most: Mapping[int, float], known: set[Shape], fee: float, costs: Costs
 ) -> list[Shape]:
     """The best of a few paths, each made with the shapes of the last one known."""
     best, best_price, assumed = [], math.inf, known
@@ -188,7 +190,7 @@ def _plan(
 
 
 def _cheapest_path(
-    grid: Sequence[int], most: Mapping[int, int], known: set[Shape], fee: float, costs: Costs
+    grid: Sequence[int], most: Mapping[int, float], known: set[Shape], fee: float, costs: Costs
 ) -> list[Shape]:
     """The shapes, in the samples' order, that serve all of them at the least cost."""
     total = len(grid)
@@ -219,7 +221,12 @@ def _cheapest_path(
 
 
 def _options(
-    length: int, counts: Sequence[int], most: int, by_count: Mapping[int, list[int]], fee: float, costs: Costs
+    length: int,
+    counts: Sequence[int],
+    most: float,
+    by_count: Mapping[int, list[int]],
+    fee: float,
+    costs: Costs,
 ) -> Iterator[tuple[int, int, float]]:
     """(samples, padded length, cost) for samples of which the longest has this length."""
     for count in counts:
@@ -234,9 +241,19 @@ def _options(
             yield count, length, new
 
 
-def _most(most_samples: int | Callable[[int], int | None] | None, length: int, total: int) -> int:
-    found = most_samples(length) if callable(most_samples) else most_samples
-    return total if found is None else max(1, int(found))
+def _limits(
+    most_samples: int | Callable[[int], int | None] | None, lengths: Iterable[int], longest: int
+) -> tuple[dict[int, float], float]:
+    """The most samples of each length, and the most elements of a microbatch, infinite where not known."""
+    most: dict[int, float] = {}
+    capacity = 0.0
+    for length in lengths:
+        found = most_samples(length) if callable(most_samples) else most_samples
+        capacity = max(capacity, math.inf if found is None else max(1, found) * length)
+        if found is None and most_samples is not None:
+            found = int(_UNKNOWN * Costs.usual(longest).launch // length)
+        most[length] = math.inf if found is None else max(1, found)
+    return most, capacity
 
 
 def _checked(lengths: tuple[int, ...], multiple: int, padded: int | None, max_shapes: int | None) -> int:
