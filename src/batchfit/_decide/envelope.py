@@ -111,7 +111,7 @@ class MemoryModel:
             setbacks=max(0, self.setbacks - calm),
             peace=0 if calm else self.peace + 1,
         )
-        return model if new.used_bytes <= 0 else replace(model, readings=_with(self.readings, new))
+        return model if new.used_bytes < 1 else replace(model, readings=_with(self.readings, new))
 
     def ran_out(self, samples: int, length: int) -> MemoryModel:
         """A microbatch of this shape ran out of memory."""

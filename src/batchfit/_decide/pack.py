@@ -32,7 +32,7 @@ REMEMBERED: Final = 1024
 _PATIENCE: Final = 50
 # Plans are made again with the shapes of the last one known: a shape is paid once, however often it is used.
 _ROUNDS: Final = 3
-# What is tried where nothing is known, in launches: less is no faster, and the shapes of the first batch stay.
+# What is tried where nothing is known, in launches: less is slower, and the shapes of the first batch stay.
 _UNKNOWN: Final = 2.0
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
 _FORBIDDEN: Final = 64.0
@@ -132,8 +132,8 @@ def pack(
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
     so; where it returns None, nothing is known yet, and no more is tried than two launches are worth. Less
-    than one counts as one. `padded_length` is what the batch is padded to (its longest sample, where not given),
-    `shapes` what has run before, and `max_shapes` how many shapes there should ever be.
+    than one counts as one. `padded_length` is what the batch is padded to (its longest sample, where not
+    given), `shapes` what has run before, and `max_shapes` how many shapes there should ever be.
 
     >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
     [((0, 3), 500), ((1, 2), 64)]
