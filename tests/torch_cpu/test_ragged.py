@@ -134,6 +134,8 @@ def test_lengths_come_from_a_callable_a_key_or_a_padding_mask() -> None:
     assert Trimmer.of(batch, lambda part: part["attention_mask"].sum(1)).lengths == (2, 3)
     named = {"input_ids": batch["input_ids"], "n": torch.tensor([2, 3])}
     assert Trimmer.of(named, "n").take((1,), 3)["input_ids"].shape == (1, 3)
+    beside = {"x": torch.zeros(2, 3), "scores": torch.zeros(2, 9)}  # as wide as the longest: that is the one
+    assert Trimmer.of(beside, [2, 3]).take((0,), 2)["scores"].shape == (1, 9)
     padding = {"x": torch.zeros(2, 5, 7), "src_key_padding_mask": batch["attention_mask"] == 0}
     trimmer = Trimmer.of(padding, "src_key_padding_mask")
     assert trimmer.lengths == (2, 3)

@@ -168,7 +168,7 @@ class MemoryModel:
         """The most samples of `length`, where `samples` of the length `at` ran out."""
         alike = math.floor(_BELOW_FAILURE * samples * at / length)
         if at <= length:
-            return min(samples - 1, alike)
+            return alike
         return max(samples, alike) if length * _NEAR >= at else None
 
     def _each(self, length: int) -> float | None:

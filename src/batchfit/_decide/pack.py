@@ -30,8 +30,6 @@ REMEMBERED: Final = 1024
 # After so many batches a new shape is charged half. Sooner, and a short run ends while shapes are still being
 # tried; never, and a long one keeps padding that a few more shapes would save (benchmarks/ragged_gpu.py).
 _PATIENCE: Final = 50
-# Plans are made again with the shapes of the last one known: a shape is paid once, however often it is used.
-_ROUNDS: Final = 3
 # What is tried where nothing is known, in launches: less is slower, and the shapes of the first batch stay.
 _UNKNOWN: Final = 2.0
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
@@ -153,10 +151,12 @@ def pack(
     fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
     dearest = _FORBIDDEN * max(costs.launch, costs.new_shape, 1.0)
     left = math.inf if max_shapes is None else max(0, max_shapes - len(shapes.seen))
-    best = _plan(grid, most, known, fee if left else dearest, costs)
+    best = _cheapest_path(grid, most, known, fee if left else dearest, costs)
     while len(set(best) - known) > left and fee < dearest:
         fee = max(4 * fee, costs.launch, 1.0)
-        best = min(best, _plan(grid, most, known, fee, costs), key=lambda plan: len(set(plan) - known))
+        best = min(
+            best, _cheapest_path(grid, most, known, fee, costs), key=lambda plan: len(set(plan) - known)
+        )
     packs, start = [], 0
     for count, length in best:
         packs.append(Pack(tuple(order[start : start + count]), length))
@@ -172,21 +172,6 @@ def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
 
 def _run_cost(shape: Shape, costs: Costs) -> float:
     return max(costs.launch, costs.each + shape[0] * shape[1])
-
-
-def _plan(
-    grid: Sequence[int], most: Mapping[int, float], known: set[Shape], fee: float, costs: Costs
-) -> list[Shape]:
-    """The best of a few paths, each made with the shapes of the last one known."""
-    best, best_price, assumed = [], math.inf, known
-    for _ in range(_ROUNDS):
-        path = _cheapest_path(grid, most, assumed, fee, costs)
-        fresh = set(path) - known
-        price = sum(_run_cost(shape, costs) for shape in path) + fee * len(fresh)
-        if price >= best_price:
-            break
-        best, best_price, assumed = path, price, known | fresh
-    return best
 
 
 def _cheapest_path(
