@@ -112,20 +112,23 @@ def test_a_known_shape_that_does_not_fit_any_more_is_left_alone() -> None:
     assert only.length == 128
 
 
-@pytest.mark.parametrize("limit", [4, 8])
-def test_few_shapes_are_enough_where_each_is_compiled(limit: int) -> None:
-    shapes = Shapes()
+@pytest.mark.parametrize("capacity", [6_000, 13_000, 90_000])
+@pytest.mark.parametrize("limit", [2, 4, 8])
+def test_few_shapes_are_enough_where_each_is_compiled(limit: int, capacity: int) -> None:
+    shapes, padded, useful = Shapes(), 0, 0
     for seed in range(10):
         packs = pack(
             lognormal(seed),
-            most_samples=lambda length: 13_000 // length,
+            most_samples=lambda length: capacity // length,
             padded_length=1024,
             shapes=shapes,
             max_shapes=limit,
         )
         shapes = shapes.ran(packs)
-        assert seed or len(shapes.seen) <= limit + 1
-    assert len(shapes.seen) <= limit + 2  # a rest that nothing else serves
+        padded += sum(len(one.indices) * one.length for one in packs)
+        useful += sum(lognormal(seed))
+    assert len(shapes.seen) <= limit
+    assert useful / padded >= {2: 0.25, 4: 0.5, 8: 0.65}[limit]
 
 
 def test_without_memory_limits_the_batch_is_still_cut_by_length() -> None:
@@ -355,7 +358,23 @@ def test_what_took_more_than_the_budget_is_cut_however_cheap_others_seem() -> No
     assert model.most_samples(64, 4500) == 7
     assert (model.most_samples(512, 4500) or 0) <= 7
     assert model.predicted_bytes(8, 512) == 5000  # no less than a smaller shape took
+    assert model.seen(1, 32, 10).predicted_bytes(8, 512) == 5000
     assert model.predicted_bytes(7, 512) == pytest.approx(7 * 4000 / 16 * 1.031)
+
+
+def test_the_lengths_that_are_kept_are_those_that_say_something() -> None:
+    """Sixty lengths; bytes per element rise up to 512. What is forgotten is told by the rest."""
+    model = MemoryModel()
+
+    def need(length: int) -> float:
+        return length * (100 + min(length, 512) / 4)
+
+    for length in range(16, 976, 16):
+        model = model.seen(4, length, 4 * need(length))
+    for length in range(32, 960, 16):
+        peak = model.predicted_bytes(4, length)
+        assert peak is not None
+        assert 4 * need(length) <= peak <= 4 * need(length) * 1.04
 
 
 def test_what_is_held_may_change_between_readings() -> None:

@@ -4,7 +4,7 @@ Rules:
 - What a microbatch takes above what is held anyway grows in proportion to its samples, and with the length
   between linearly and quadratically: `samples * (a * length + c * length**2)`, `a` and `c` not negative.
 - So each reading bounds every other length from above: shorter in proportion to the length, longer to its
-  square. Between two readings the chord of bytes per element (`a + c * length`) is a bound too. The least
+  square. Between two neighbours the chord of bytes per element (`a + c * length`) is a bound too. The least
   bound counts; noise makes it too low by no more than one reading is, and a margin pays for that.
 - Longer, or more of them, never needs less: answers fall with the length, and stay below what ran out.
 - Nobody goes beyond twice the dearest microbatch that ran: what is wrong shows early.
@@ -15,6 +15,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -200,11 +201,10 @@ class MemoryModel:
 @lru_cache(maxsize=256)
 def _least_bound(readings: tuple[Reading, ...], length: int) -> float | None:
     bounds = [one.each_at(length) for one in readings]
-    above = [one for one in readings if one.length > length]
-    for first in readings[: len(readings) - len(above)]:
-        for second in above:
-            # Bytes per element do not fall with the length: where they seem to, noise speaks.
-            rise = max(0.0, second.density - first.density) / (second.length - first.length)
+    for first, second in itertools.pairwise(readings):
+        if first.length <= length < second.length:
+            # Where bytes per element fall, the ray of the longer one is below the chord anyway.
+            rise = (second.density - first.density) / (second.length - first.length)
             bounds.append(length * (first.density + rise * (length - first.length)))
     return min(bounds, default=None)
 

@@ -152,11 +152,11 @@ def pack(
     dearest = _FORBIDDEN * max(costs.launch, costs.new_shape, 1.0)
     left = math.inf if max_shapes is None else max(0, max_shapes - len(shapes.seen))
     best = _cheapest_path(grid, most, known, fee if left else dearest, costs)
-    while len(set(best) - known) > left and fee < dearest:
-        fee = max(4 * fee, costs.launch, 1.0)
-        best = min(
-            best, _cheapest_path(grid, most, known, fee, costs), key=lambda plan: len(set(plan) - known)
-        )
+    while len(set(best) - known) > left:
+        fewer = _fewer_shapes(best, grid, most, known, dearest, costs)
+        if fewer is None:
+            break
+        best = fewer
     packs, start = [], 0
     for count, length in best:
         packs.append(Pack(tuple(order[start : start + count]), length))
@@ -172,6 +172,23 @@ def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
 
 def _run_cost(shape: Shape, costs: Costs) -> float:
     return max(costs.launch, costs.each + shape[0] * shape[1])
+
+
+def _fewer_shapes(
+    path: Sequence[Shape],
+    grid: Sequence[int],
+    most: Mapping[int, float],
+    known: set[Shape],
+    fee: float,
+    costs: Costs,
+) -> list[Shape] | None:
+    """A path with fewer new shapes, which does without one of those of `path`; None where there is none."""
+    fresh = set(path) - known
+    for shape in sorted(fresh, key=lambda one: (path.count(one) * one[0] * one[1], one)):
+        found = _cheapest_path(grid, most, known | fresh - {shape}, fee, costs)
+        if len(set(found) - known) < len(fresh):
+            return found
+    return None
 
 
 def _cheapest_path(
