@@ -1,8 +1,8 @@
 """What an optimizer step allocates, and whether it can be had before the step begins.
 
 Rules:
-- What a step takes is recorded while real steps run, as the sizes of the temporaries alive at its peak; what
-  stays (optimizer state) is left out. Before the first step there is only a generous guess.
+- What a step takes is recorded while real steps run, as the sizes of what is alive at its peak; the optimizer
+  state, which the next step finds, is left out. Before the first step there is only a generous guess.
 - To reserve is to allocate those pieces and free them: they then lie in the caching allocator, on the stream
   that the step uses. It asks for nothing that the step would not ask for, in pieces of the allocator's own
   segments, and is left out where the cache alone is clearly enough. No call here waits for the device.
@@ -210,22 +210,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         made = _Made(storage, self._events.append)
-        made.size = storage.nbytes()
+        made.size = block_bytes(storage.nbytes())  # a thousand scalars weigh more than their bytes
         made.device = storage.device
         self._made.append(made)
         self._events.append(made)
 
-    def need(self) -> Need:
-        """The temporaries alive at the peak; call it when the step is over."""
+    def need(self, optimizers: Iterable[torch.optim.Optimizer]) -> Need:
+        """What was alive at the peak, but for the state that these optimizers have now."""
         events = list(self._events)
+        states = [state for one in optimizers for state in one.state.values() if isinstance(state, dict)]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        stays = {storage._cdata for storage in map(_storage_of, tensors) if storage is not None}
         live: dict[torch.device, dict[int, int]] = {}
         total: dict[torch.device, int] = {}
         most: dict[torch.device, int] = {}
         peak: dict[torch.device, list[int]] = {}
         for made in events:
             assert isinstance(made, _Made)
-            if made() is not None or not made.size:
-                continue  # it stays: optimizer state
+            storage = made()
+            if not made.size or (storage is not None and storage._cdata in stays):
+                continue
             alive = live.setdefault(made.device, {})
             before = total.get(made.device, 0)
             if id(made) in alive:

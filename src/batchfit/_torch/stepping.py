@@ -302,7 +302,7 @@ def _attempt(work: Work, snapshot: Snapshot | None, plan: _Plan, *, recording: b
             snapshot.restore()
         raise
     if recorder is not None and not work.skipped:
-        plan.learn(work, recorder.need())
+        plan.learn(work, recorder.need(work.optimizers))
     elif recorder is None and plan.need is None:
         plan.learn(work, _guess(work))  # a compiled step: eager ones take more
     return None
