@@ -20,7 +20,7 @@ from batchfit._torch import oom, step_memory, stepping
 from batchfit._torch.opsizes import plan_of
 from batchfit._torch.stepping import step, warm
 from batchfit.errors import SnapshotError, StepInterruptedError
-from batchfit.testing import count_operations, fail_at, virtual_memory
+from batchfit.testing import count_operations, fail_at, faulty, virtual_memory
 
 optim = torch.optim
 
@@ -262,11 +262,11 @@ def test_a_fault_at_every_operation(name: str, steps: int) -> None:
     judged.by_hand()
     expected = judged.fingerprint()
     with virtual_memory("1GiB"):
-        made = trained(FAULTED[name], steps, ours=True)
-        with count_operations() as counted:
-            made.ours()
-        count = counted.operations
         for rollback in (False, True):
+            made = trained(FAULTED[name], steps, ours=True)
+            with count_operations() as counted:
+                made.ours(rollback=rollback)
+            count = counted.operations
             seen: Counter[str] = Counter()
             for at in range(count):
                 made = trained(FAULTED[name], steps, ours=True)
@@ -383,30 +383,35 @@ def test_no_memory_stays_behind(name: str) -> None:
         kept.clear()
 
 
-def test_what_an_interrupted_step_says() -> None:
+def test_what_an_interrupted_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(made: World, at: int) -> StepInterruptedError:
         with fail_at(at), pytest.raises(StepInterruptedError) as caught:
             made.ours()
         return caught.value
 
-    made = trained(lambda: world(optim.AdamW, foreach=True), 9, ours=True)
-    with count_operations() as seen:
-        made.ours()
-    made.backward()
-    error = interrupted(made, seen.operations // 2 - 1)  # at the end of the first group
-    assert error.phase == "parameters"
-    assert error.moved == ("group 0 parameter 0", "group 0 parameter 1")
-    text = str(error)
-    assert "any of its 3 parameters may have moved, and 2 certainly have" in text
-    assert "load a checkpoint" in text
-    assert "rollback=True" in text
-    assert "Tried to allocate" in text
-
-    named = torch.nn.Linear(2, 2)
-    alone = World([optim.AdamW(named.named_parameters(), foreach=True)])
-    alone.backward()
-    warm(alone.optimizers[0])
-    assert interrupted(alone, seen.operations // 2 - 1).moved == ("weight", "bias")
+    # Without a dispatch mode, under which torch counts no versions: these say what has certainly moved.
+    for parameters, names in (
+        (
+            [{"params": tensors((4, 6), (5, 3))}, {"params": tensors((7, 2))}],
+            ("group 0 parameter 0", "group 0"),
+        ),
+        (torch.nn.Linear(2, 2).named_parameters(), ("weight", "bias")),
+    ):
+        made = trained(lambda given=parameters: World([optim.AdamW(given, foreach=True)]), 9, ours=True)  # type: ignore[misc]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_sqrt", faulty(torch._foreach_sqrt, {0: "oom"}))
+            with pytest.raises(StepInterruptedError) as caught:
+                made.ours()
+        error = caught.value
+        assert error.phase == "parameters"
+        assert len(error.moved) == 2
+        assert error.moved[0] == names[0]
+        assert error.moved[1].startswith(names[1])
+        text = str(error)
+        assert f"any of its {error.parameters} parameters may have moved, and 2 certainly have" in text
+        assert "load a checkpoint" in text
+        assert "rollback=True" in text
+        assert "Tried to allocate" in text
 
     several = trained(gan, 9, ours=True)
     with count_operations() as seen:

@@ -71,8 +71,9 @@ def step(
     optimizers = _checked(optimizer, scaler, clip_norm, rollback)
     work = Work(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
     plan = _plan_of(work)
-    made = [] if plan.covers(work) else _prepared(work)
-    snapshot = _protection(work, plan, rollback, made)
+    learned = plan.need if plan.covers(work) else None
+    made = [] if learned is not None else _prepared(work)
+    snapshot = _protection(work, plan, learned, made, rollback=rollback)
     recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
     failed = _attempt(work, snapshot, plan, recording=recording)
     if failed is None:
@@ -226,16 +227,16 @@ def _prepared(work: Work) -> list[Undo]:
     raise _nothing_moved(failed, None)
 
 
-def _protection(work: Work, plan: _Plan, rollback: bool, made: list[Undo]) -> Snapshot | None:
+def _protection(
+    work: Work, plan: _Plan, learned: Need | None, made: list[Undo], *, rollback: bool
+) -> Snapshot | None:
     """A host copy where one is asked for, or where memory for the step cannot be promised."""
-    if plan.covers(work) and plan.need is not None:
-        need, known = plan.need, True
-    else:
+    need, known = learned, True
+    if need is None:
         need, known = _guess(work), all(_is_known(work, one) for one in work.optimizers)
         if plan.steps >= _RECORDED_STEPS:
             plan.steps = 0  # another set of parameters: it is recorded again
-    reserved = known and need.reserve()
-    if reserved and not rollback:
+    if not rollback and known and need.reserve():
         return None
     if known and not rollback and not plan.tight:
         plan.tight = True
