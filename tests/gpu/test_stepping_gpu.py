@@ -1,4 +1,4 @@
-"""The atomic step on a real allocator: equal to a step by hand, whole or undone at every cap, never waiting."""
+"""The atomic step on a real allocator: as by hand, whole or undone at every cap, never waiting."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_every_cap_ends_in_a_whole_step_or_none(name: str, steps: int, device: C
     expected = values(judged)
     del judged
     seen: Counter[str] = Counter()
-    for spare in range(0, 200, 10):
+    for spare in range(0, 400, 20):
         optimizer = made(**OPTIONS[name])
         for number in range(steps):
             give_gradients(optimizer, number)
