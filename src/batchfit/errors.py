@@ -5,6 +5,7 @@
     ├── SearchStoppedError    a limit ended the search before any size ran
     ├── NothingRanError       a trial ran no step, so it proves nothing
     ├── SnapshotError         a part of the state could not be put back
+    ├── StepInterruptedError  memory ran out inside an optimizer step, after something may have moved
     ├── UntraceableError      a step cannot be traced; names the operation and the line
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
@@ -21,6 +22,7 @@ user's own code comes out unchanged, with the batch size added as a note.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 
 class BatchfitError(Exception):
@@ -64,6 +66,68 @@ class NothingRanError(BatchfitError):
 
 class SnapshotError(BatchfitError):
     """A part of the workload's state could not be copied or put back."""
+
+
+class StepInterruptedError(BatchfitError):
+    """Memory ran out inside an optimizer step, after something may have moved; says what, and what to do.
+
+    `phase` is where: "gradients" (unscaling, clipping: parameters and optimizer state have not moved),
+    "parameters" (optimizer number `interrupted`; those before it have stepped, those after it have not) or
+    "scaler" (all have stepped, only its update is missing). `moved` names the parameters that have certainly
+    moved; any of the interrupted optimizer's may have, since fused kernels leave no trace.
+    """
+
+    def __init__(
+        self,
+        phase: Literal["gradients", "parameters", "scaler"],
+        *,
+        optimizers: Iterable[str],
+        interrupted: int = 0,
+        moved: Iterable[str] = (),
+        parameters: int = 0,
+        detail: str = "",
+    ) -> None:
+        self.phase = phase
+        self.optimizers = tuple(optimizers)
+        self.interrupted = interrupted
+        self.moved = tuple(moved)
+        self.parameters = parameters
+        self.detail = detail
+        text = {
+            "gradients": self._gradients,
+            "parameters": self._parameters,
+            "scaler": self._scaler,
+        }[phase]()
+        super().__init__(f"{text} ({detail})" if detail else text)
+
+    def _gradients(self) -> str:
+        return (
+            "memory ran out while gradients were unscaled or clipped: some may be scaled and others not. "
+            "Parameters and optimizer state have not moved: drop the gradients (zero_grad) and go on with "
+            "the next batch. rollback=True (a host copy) prevents this."
+        )
+
+    def _parameters(self) -> str:
+        name = self.optimizers[self.interrupted]
+        if len(self.optimizers) > 1:
+            name = f"{name} (optimizer {self.interrupted + 1} of {len(self.optimizers)})"
+        known = f"any of its {self.parameters} parameters may have moved"
+        if self.moved:
+            shown = ", ".join(self.moved[:3]) + (", ..." if len(self.moved) > 3 else "")
+            known += f", and {len(self.moved)} certainly have ({shown})"
+        before = ""
+        if self.interrupted:
+            before = f" {', '.join(self.optimizers[: self.interrupted])} had stepped already."
+        return (
+            f"memory ran out inside the step of {name}: {known}.{before} Do not train on: load a checkpoint. "
+            "fused=True (an optimizer without temporaries) or rollback=True (a host copy) prevent this."
+        )
+
+    def _scaler(self) -> str:
+        return (
+            "memory ran out in the gradient scaler's update, when every parameter had stepped. "
+            "Call scaler.update() and go on."
+        )
 
 
 class UntraceableError(BatchfitError):

@@ -1,0 +1,126 @@
+"""One optimizer step as one would write it by hand, and how far it has come.
+
+Rules: `unscale_`, clip, step, `update`, each by the public call; what a failed step may have touched can be
+told afterwards; of a scaler, its private notes on each optimizer are read, since nothing public tells them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, final
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from batchfit.errors import StepInterruptedError
+
+# Attributes that `GradScaler.step` hangs on an optimizer for its fused step, and takes off at its end.
+_LENT: Final = ("grad_scale", "found_inf")
+
+
+@final
+class Work:
+    """One call of `step`: what it is made of, and how far it has come."""
+
+    def __init__(
+        self,
+        optimizers: tuple[Optimizer, ...],
+        scaler: torch.amp.GradScaler | None,
+        clip_norm: float | None,
+    ) -> None:
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.clip_norm = clip_norm
+        self.parameters = [
+            [p for group in one.param_groups for p in group["params"] if p.grad is not None]
+            for one in optimizers
+        ]
+        self.norm: torch.Tensor | None = None
+        self.skipped = False  # known while recording only: reading it may wait for the device
+        self._phase: Literal["gradients", "parameters", "scaler"] = "gradients"
+        self._at = 0
+        self._versions: list[int] = []
+        self._stages: dict[int, dict[str, Any]] = {}
+
+    def run(self, *, recording: bool) -> None:
+        """The step, as one would write it."""
+        self._phase, self._at, self._versions = "gradients", 0, []
+        scaler, clip_norm = self.scaler, self.clip_norm
+        if scaler is not None:
+            self._stages = {key: dict(state) for key, state in _states_of(scaler).items()}
+            for one in self.optimizers:
+                # A fused optimizer unscales by itself. Where the user has done it, it must not be done twice.
+                late = clip_norm is None and getattr(one, "_step_supports_amp_scaling", False)
+                if not late and not _is_unscaled(scaler, one):
+                    scaler.unscale_(one)
+        if clip_norm is not None:
+            self.norm = clip_grad_norm_([p for some in self.parameters for p in some], clip_norm)
+        for at, one in enumerate(self.optimizers):
+            self._versions = [_version_of(parameter) for parameter in self.parameters[at]]
+            self._phase, self._at = "parameters", at
+            if scaler is None:
+                one.step()
+            else:
+                scaler.step(one)
+        if scaler is not None:
+            self._phase = "scaler"
+            if recording:
+                self.skipped = _found_inf(scaler)
+            scaler.update()
+
+    def devices(self) -> set[torch.device]:
+        return {parameter.device for some in self.parameters for parameter in some}
+
+    def gradients(self) -> int:
+        return sum(map(len, self.parameters))
+
+    def interrupted(self, detail: str) -> StepInterruptedError:
+        """The error for a step that ran out and cannot be undone; what a scaler lent is taken back."""
+        optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
+        if self.scaler is not None and self._phase != "scaler":
+            # Left behind, the next step would be scaled twice, or refused as one that was begun already.
+            for name in _LENT:
+                vars(optimizer).pop(name, None)
+            states = _states_of(self.scaler)
+            states.clear()
+            states.update(self._stages)
+        moved = []
+        if self._phase == "parameters":
+            names = _names_of(optimizer)
+            pairs = zip(parameters, self._versions, strict=True)
+            moved = [names[p] for p, version in pairs if _version_of(p) != version]
+        return StepInterruptedError(
+            self._phase,
+            optimizers=[type(one).__name__ for one in self.optimizers],
+            interrupted=self._at,
+            moved=moved,
+            parameters=len(parameters),
+            detail=detail,
+        )
+
+
+def _version_of(parameter: torch.Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version
+
+
+def _states_of(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+    """What a scaler knows of each optimizer in this step; its `state_dict` leaves that out."""
+    return scaler._per_optimizer_states
+
+
+def _is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    state = _states_of(scaler).get(id(optimizer))
+    return state is not None and getattr(state["stage"], "name", "") == "UNSCALED"
+
+
+def _found_inf(scaler: torch.amp.GradScaler) -> bool:
+    states = _states_of(scaler).values()
+    return any(bool(found) for state in states for found in state["found_inf_per_device"].values())
+
+
+def _names_of(optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    names: dict[torch.Tensor, str] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"group {at} parameter {i}" for i in range(len(group["params"]))]
+        names.update(zip(group["params"], given, strict=True))
+    return names
