@@ -704,3 +704,28 @@ def test_state_is_there_when_the_first_step_begins() -> None:
     optimizer.step = spy
     made.ours()
     assert seen == [[["exp_avg", "exp_avg_sq", "step"]] * 3]
+
+
+def test_cuda_is_asked_for_blocks_of_its_segments_unless_its_cache_is_ample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mib = 2**20
+    sizes = (100, *[mib // 2] * 3, *[3 * mib] * 8, 147 * mib)
+    pieces = step_memory._Pieces(torch.device("cuda:0"), sizes)
+    small, large = [mib] * 2, [20 * mib] * 2 + [148 * mib]
+
+    def asked(small_free: int, large_free: int) -> list[int]:
+        free = {"small_pool": small_free, "large_pool": large_free}
+        stats = {
+            "reserved_bytes": {pool: {"current": 7 * mib + room} for pool, room in free.items()},
+            "active_bytes": {pool: {"current": 7 * mib} for pool in free},
+        }
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+        return list(step_memory._not_cached(pieces))
+
+    assert asked(0, 0) == small + large
+    assert asked(4 * mib, 0) == large
+    assert asked(0, 2 * (24 + 148) * mib) == small
+    assert asked(0, 2 * (24 + 148) * mib - 1) == small + large
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})  # cudaMallocAsync
+    assert list(step_memory._not_cached(pieces)) == small + large
