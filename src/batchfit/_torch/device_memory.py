@@ -11,7 +11,7 @@ Rules
 The limit of cuda and xpu is torch's per-process memory fraction: the allocator compares its own reserved
 segments with it, so a big card imitates a small one exactly, whatever other processes do. On Windows, WSL
 included, NVIDIA's driver does not refuse memory when the card is full: it takes RAM, and a step that should
-have failed runs ten times slower. There `limit` always sets the fraction, to what is free if that is less.
+have failed runs, slowly. There `limit` always sets the fraction, to what is free if that is less.
 
 With `backend:cudaMallocAsync` the allocator is the driver's. torch compares live tensors with the fraction,
 and the pool may hold more of the card beside them: live tensors are then the reading too, nothing else.

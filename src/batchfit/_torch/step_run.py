@@ -40,14 +40,12 @@ class Work:
         self._phase: Literal["gradients", "parameters", "scaler"] = "gradients"
         self._at = 0
         self._versions: list[int] = []
-        self._stages: dict[int, dict[str, Any]] = {}
 
     def run(self, *, recording: bool) -> None:
         """The step, as one would write it."""
         self._phase, self._at, self._versions = "gradients", 0, []
         scaler, clip_norm = self.scaler, self.clip_norm
         if scaler is not None:
-            self._stages = {key: dict(state) for key, state in _states_of(scaler).items()}
             for one in self.optimizers:
                 # A fused optimizer unscales by itself. Where the user has done it, it must not be done twice.
                 late = clip_norm is None and getattr(one, "_step_supports_amp_scaling", False)
@@ -75,15 +73,14 @@ class Work:
         return sum(map(len, self.parameters))
 
     def interrupted(self, detail: str) -> StepInterruptedError:
-        """The error for a step that ran out and cannot be undone; what a scaler lent is taken back."""
+        """The error for a step that ran out and cannot be undone; what the scaler noted is forgotten."""
         optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
         if self.scaler is not None and self._phase != "scaler":
             # Left behind, the next step would be scaled twice, or refused as one that was begun already.
-            for name in _LENT:
-                vars(optimizer).pop(name, None)
-            states = _states_of(self.scaler)
-            states.clear()
-            states.update(self._stages)
+            for one in self.optimizers:
+                _states_of(self.scaler).pop(id(one), None)
+                for name in _LENT:
+                    vars(one).pop(name, None)
         moved = []
         if self._phase == "parameters":
             names = _names_of(optimizer)
