@@ -36,7 +36,6 @@ LAYERS = {
     "batchfit._recall": 2,
     "batchfit._find": 2,
     "batchfit._microbatch": 2,
-    "batchfit._microbatch_tries": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -50,7 +49,6 @@ THIRD_PARTY = {
         "batchfit._explain",
         "batchfit._find",
         "batchfit._microbatch",
-        "batchfit._microbatch_tries",
         "batchfit._cli",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),

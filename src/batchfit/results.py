@@ -188,8 +188,8 @@ class StepReport:
     """What one call of `Microbatcher.backward` did.
 
     `loss` is the loss of the full batch as a detached tensor on the device: reading it waits for the device.
-    `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live, measured when a size
-    of a shape ran for the first time and None in the batches after it, or where there is no reading. `skipped`:
+    `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live when a size of this
+    shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
     the batch had no weight, so nothing was run and no gradient changed.
     """
 

@@ -6,9 +6,9 @@ Rules
 - What is known is kept per shape of a batch: the largest size that ran, the smallest that did not, and what
   sizes really used. A size is chosen in numbers of pieces: 64 samples at 22 or at 30 are three pieces each.
 - After an out-of-memory the next size is half, or the largest that is known to run where that is more.
-- Growing is cautious: after some calm batches a number of pieces between the known ones is tried; each failure
-  doubles the wait. Where memory can be read, a size is tried only if the readings say that it fits.
-- An unseen shape starts from what its relatives say, so that a longer batch is cut smaller before it runs out.
+- Growing is cautious: after some calm batches a number of pieces between the known ones is tried; each
+  failure doubles the wait. Where memory can be read, only a size that the readings allow is tried.
+- An unseen shape starts from what its relatives say: a longer batch is cut smaller before it runs out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     """One microbatch of a plan: which samples, and the padded length they are trimmed to, if any."""
 
     samples: slice | tuple[int, ...]
-    count: int
+    size: int
     length: int | None = None
 
 

@@ -22,7 +22,7 @@ from batchfit._torch import oom
 from batchfit._torch.device import CpuDevice, CudaDevice, Device
 from batchfit._torch.virtual import active
 
-# Part of the reserved memory in blocks that are free but of the wrong size: another try may be laid out better.
+# Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
 _FRAGMENTED = 0.15
 
 _HOST_TEXTS = ("DefaultCPUAllocator", "bad_alloc", "MemoryError", "ArrayMemoryError", "[Errno 12]")

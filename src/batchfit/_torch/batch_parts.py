@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, final
 
 import torch
@@ -103,8 +104,8 @@ class Whole:
                 return cls(batch, len(batch), leaves, split, mode)
             except TypeError:
                 raise TypeError(
-                    f"batch must tell how many samples it has where split is given, not {type(batch).__name__} "
-                    "without a length: give it __len__"
+                    "batch must tell how many samples it has where split is given, not be a "
+                    f"{type(batch).__name__} without a length: give it __len__"
                 ) from None
         if not found:
             raise TypeError(
@@ -136,20 +137,27 @@ class Whole:
                     f"split must return one microbatch for each of {len(sizes)} sizes, not {len(parts)}"
                 )
             return parts
-        start, parts = 0, []
-        for size in sizes:
-            parts.append(_taken(self.batch, slice(start, start + size), self.length))
-            start += size
-        return parts
+        return self.rest((), sizes)
 
     def take(self, samples: slice | Sequence[int]) -> Any:
         """The microbatch of those samples."""
         return _taken(self.batch, samples, self.length)
 
+    def rest(self, done: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of `sizes` after those of `done`."""
+        if self._split is not None:
+            return self.cut([*done, *sizes])[len(done) :]
+        ends = list(accumulate(sizes, initial=sum(done)))
+        return [self.take(slice(start, end)) for start, end in pairwise(ends)]
+
+    def versions(self) -> list[int]:
+        """Counts of in-place writes: a batch that was written into cannot be tried again."""
+        return [tensor._version for _, tensor in self.leaves if not tensor.is_inference()]
+
     def micros(self, plan: Sequence[Piece]) -> list[Any]:
         """The microbatches of a plan."""
         if self._split is not None:
-            return self.cut([piece.count for piece in plan])
+            return self.cut([piece.size for piece in plan])
         return [_taken(self.batch, piece.samples, self.length) for piece in plan]
 
 
@@ -204,8 +212,8 @@ def _tensor_rows(tensor: torch.Tensor, samples: slice | Sequence[int]) -> torch.
         if tensor.layout is torch.strided:
             raise
         raise TypeError(
-            f"batch must hold tensors that can be cut by rows, not one of layout {tensor.layout}: pass split= "
-            f"({type(error).__name__})"
+            f"batch must hold tensors that can be cut by rows, not one of layout {tensor.layout} "
+            f"({type(error).__name__}): pass split="
         ) from None
 
 
@@ -260,7 +268,7 @@ def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
             "put together from microbatches. Return one value a sample (reduction='none')"
         )
     if outputs[0].is_nested:
-        return torch.nested.as_nested_tensor(  # type: ignore[no-any-return]
+        return torch.nested.as_nested_tensor(
             [row for one in outputs for row in one.unbind()], layout=outputs[0].layout
         )
     try:
@@ -270,8 +278,8 @@ def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
         if len(shapes) == 1:
             raise
         raise ValueError(
-            f"{path} must have rows of one shape in all microbatches, not {sorted(shapes)}: pad them in fn, or "
-            "return a list with one item a sample"
+            f"{path} must have rows of one shape in all microbatches, not {sorted(shapes)}: pad them in fn, "
+            "or return a list with one item a sample"
         ) from None
 
 
@@ -281,10 +289,10 @@ def _joined_lists(outputs: Sequence[Any], counts: Sequence[int], path: str) -> l
             isinstance(item, torch.Tensor) and item.dim() > 0 and item.size(0) == count for item in one
         )
 
-    if all(is_container(one, count) for one, count in zip(outputs, counts, strict=True)):
-        if len({len(one) for one in outputs}) == 1:
-            columns = zip(*outputs, strict=True)
-            return [joined(column, counts, f"{path}[{i}]") for i, column in enumerate(columns)]
+    containers = all(is_container(one, count) for one, count in zip(outputs, counts, strict=True))
+    if containers and len({len(one) for one in outputs}) == 1:
+        columns = zip(*outputs, strict=True)
+        return [joined(column, counts, f"{path}[{i}]") for i, column in enumerate(columns)]
     if all(len(one) == count for one, count in zip(outputs, counts, strict=True)):
         return [item for one in outputs for item in one]
     lengths = [len(one) for one in outputs]

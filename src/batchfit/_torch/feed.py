@@ -29,12 +29,10 @@ def feed(micros: Sequence[Any], device: torch.device | None) -> Iterator[Any]:
         for micro in micros:
             yield _moved(micro, device)
         return
-    ready = _Copy(micros[0], device)
-    for index in range(len(micros)):
-        current = ready.take()
-        del ready
-        if index + 1 < len(micros):
-            ready = _Copy(micros[index + 1], device)
+    following: _Copy | None = None
+    for index, micro in enumerate(micros):
+        current = (following or _Copy(micro, device)).take()
+        following = _Copy(micros[index + 1], device) if index + 1 < len(micros) else None
         yield current
         del current
 

@@ -18,13 +18,15 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+BatchNorm = _BatchNorm
 
-def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
+
+def batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
     """The layers that normalise with statistics of the batch they are given, as they stand now."""
     return [
         module
         for module in modules
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
     ]
 
 
@@ -55,33 +57,28 @@ class _Run:
 class ExactStatistics:
     """Inside, running statistics are gathered; `apply` writes those of the full batch.
 
-    Each try begins with `restart` and each microbatch with `next_microbatch`. Buffers are the caller's to put back (`Rewind`).
+    Each microbatch begins with `next_microbatch`. Buffers are the caller's to put back (`Rewind`).
     """
 
-    def __init__(self, layers: Iterable[_BatchNorm]) -> None:
+    def __init__(self, layers: Iterable[BatchNorm]) -> None:
         self._layers = [layer for layer in layers if layer.training and layer.running_mean is not None]
         self._momenta: list[Any] = []
-        self._before: list[tuple[Any, Any, Any]] = []
+        self._before: list[list[Any]] = []
         self._runs: list[list[_Run]] = []
         self._calls: list[int] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ExactStatistics:
+        with torch.no_grad():
+            self._before = [
+                [None if one is None else one.clone() for one in _statistics(layer)] for layer in self._layers
+            ]
+        self._runs = [[] for _ in self._layers]
         for index, layer in enumerate(self._layers):
             self._hooks.append(layer.register_forward_hook(self._gather(index)))
             self._momenta.append(layer.momentum)
             layer.momentum = 1.0
         return self
-
-    def restart(self) -> None:
-        """A try begins: nothing has been seen, and the buffers are as the call found them."""
-        self._runs = [[] for _ in self._layers]
-        with torch.no_grad():
-            self._before = [
-                tuple(None if one is None else one.clone() for one in _statistics(layer))
-                for layer in self._layers
-            ]  # type: ignore[misc]
-        self.next_microbatch()
 
     def next_microbatch(self) -> None:
         """The layers begin with their first run again."""

@@ -17,7 +17,7 @@ import torch
 from batchfit._torch import rng
 from batchfit._torch.batch_parts import Whole, joined
 from batchfit._torch.feed import feed
-from batchfit._torch.norms import ExactStatistics
+from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
 
@@ -33,11 +33,10 @@ class BackwardTry:
         fn: Callable[[Any], Any],
         micros: Sequence[Any],
         shares: Sequence[float],
-        *,
         device: torch.device | None,
         rewind: Rewind,
         scaler: Any,
-        exact: ExactStatistics | None,
+        layers: Sequence[BatchNorm],
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._micros = [micro for micro, share in zip(micros, shares, strict=True) if share]
@@ -46,22 +45,19 @@ class BackwardTry:
         self._device = device
         self._rewind = rewind
         self._scaler = scaler
-        self._exact = exact
+        self._layers = layers
         self.at = 0
         self.loss: Any = None
 
     def __call__(self) -> None:
-        exact, total = self._exact, None
-        if exact is not None:
-            exact.restart()
-        for index, micro in enumerate(feed(self._micros, self._device)):
-            self.at = index
-            if exact is not None:
+        total: torch.Tensor | None = None
+        with ExactStatistics(self._layers) as exact:
+            for index, micro in enumerate(feed(self._micros, self._device)):
+                self.at = index
                 exact.next_microbatch()
-            loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
-            del micro  # or it would live on while the next one is on its way
-            total = loss if total is None else total + loss
-        if exact is not None:
+                loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
+                del micro  # or it would live on while the next one is on its way
+                total = loss if total is None else total + loss
             exact.apply()
         self._rewind.keep()
         self.loss = total
@@ -104,21 +100,20 @@ class CachedTry:
         encode: Callable[[Any], Any],
         loss_fn: Callable[[Any], Any],
         micros: Sequence[Any],
-        sizes: Sequence[int],
-        *,
+        counts: Sequence[int],
         device: torch.device | None,
         rewind: Rewind,
         scaler: Any,
-        exact: ExactStatistics | None,
+        layers: Sequence[BatchNorm],
     ) -> None:
         self._encode = encode
         self._loss_fn = loss_fn
         self._micros = micros
-        self._sizes = sizes
+        self._counts = counts
         self._device = device
         self._rewind = rewind
         self._scaler = scaler
-        self._exact = exact
+        self._layers = layers
         self.at = 0
         self.loss: Any = None
 
@@ -145,20 +140,17 @@ class CachedTry:
         del representations
         after = rng.global_states()
         self._rewind.buffers_back()
-        if self._exact is not None:
-            self._exact.restart()
         starts = [0] * len(gradients)
-        for index, micro in enumerate(feed(self._micros, self._device)):
-            self.at = index
-            _put(states[index])
-            if self._exact is not None:
-                self._exact.next_microbatch()
-            self._again(micro, gradients, starts, rows[index])
-            del micro
-            starts = [start + count for start, count in zip(starts, rows[index], strict=True)]
+        with ExactStatistics(self._layers) as exact:
+            for index, micro in enumerate(feed(self._micros, self._device)):
+                self.at = index
+                exact.next_microbatch()
+                _put(states[index])
+                self._again(micro, gradients, starts, rows[index])
+                del micro
+                starts = [start + count for start, count in zip(starts, rows[index], strict=True)]
+            exact.apply()
         _put(after)
-        if self._exact is not None:
-            self._exact.apply()
         return loss
 
     def _representations(self) -> tuple[Any, list[list[int]], list[list[tuple[str, rng.Undo]]]]:
@@ -171,7 +163,7 @@ class CachedTry:
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
-            whole = joined(outputs, self._sizes, "encode's output")
+            whole = joined(outputs, self._counts, "encode's output")
         # Cast copies of the weights that were made without a graph must not serve the second pass.
         torch.clear_autocast_cache()
         return mapped(whole, _as_leaf), rows, states
@@ -220,9 +212,8 @@ class MapTry:
         fn: Callable[[Any], Any],
         micros: Sequence[Any],
         sizes: Sequence[int],
-        *,
         device: torch.device | None,
-        mark: Callable[[], Rewind],
+        begin: Callable[[], Rewind],
         outputs: list[Any],
         counts: list[int],
     ) -> None:
@@ -230,20 +221,19 @@ class MapTry:
         self._micros = micros
         self._sizes = sizes
         self._device = device
-        self._mark = mark
+        self._begin = begin
         self._outputs = outputs
         self._counts = counts
         self.at = 0
-        self.rewind: Rewind | None = None
+        self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
 
     def __call__(self) -> None:
         for index, micro in enumerate(feed(self._micros, self._device)):
             self.at = index
-            self.rewind = self._mark()  # what a failure of this microbatch goes back to
+            self.mark = self._begin()
             self._outputs.append(self._fn(micro))
             self._counts.append(self._sizes[index])
             del micro
-        self.rewind = None
 
 
 def loss_ratio(fn: Callable[[Any], Any], whole: Whole, device: torch.device | None) -> float | None:
