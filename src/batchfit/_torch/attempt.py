@@ -25,7 +25,8 @@ from batchfit._torch.virtual import active
 # Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
 _FRAGMENTED = 0.15
 
-_HOST_TEXTS = ("DefaultCPUAllocator", "bad_alloc", "MemoryError", "ArrayMemoryError", "[Errno 12]")
+_HOST_TYPES = ("MemoryError", "_ArrayMemoryError")
+_HOST_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "[Errno 12]")
 
 
 class Reading(NamedTuple):
@@ -64,7 +65,10 @@ def attempt(
 
 
 def _is_host(message: str, device: Device) -> bool:
-    return not isinstance(device, CpuDevice) and any(text in message for text in _HOST_TEXTS)
+    """Whether it was RAM, and the model is not on the CPU. A pool of the GPU's may speak of bad_alloc too."""
+    if isinstance(device, CpuDevice) or "CUDA" in message:
+        return False
+    return message.partition(":")[0] in _HOST_TYPES or any(text in message for text in _HOST_TEXTS)
 
 
 def _is_fragmented(device: Device) -> bool:

@@ -110,7 +110,7 @@ class ExactStatistics:
                 for number, run in enumerate(runs, start=1):
                     factor = momentum
                     if momentum is None:  # a plain average over all batches so far
-                        factor = 1.0 / (tracked + number) if tracked is not None else 1.0
+                        factor = 1.0 if tracked is None else (tracked + number).to(mean.dtype).reciprocal()
                     mean = mean + (run.mean - mean) * factor
                     variance = variance + (run.squares / max(run.count - 1, 1) - variance) * factor
                 layer_any.running_mean.copy_(mean)
