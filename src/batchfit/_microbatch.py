@@ -188,11 +188,10 @@ class Microbatcher:
         with torch.inference_mode(), self._sizing.limited(call):
             while sum(counts) < call.whole.length:
                 sizes = self._sizing.plan(call, call.whole.length - sum(counts))
-                micros = call.whole.rest(counts, sizes)
-                run = MapTry(fn, micros, sizes, self._target, lambda: self._mark(tables), outputs, counts)
+                run = MapTry(fn, call.whole, sizes, self._target, lambda: self._mark(tables), outputs, counts)
                 failure = self._sizing.attempt(call, run)
                 mark = run.mark
-                del run, micros
+                del run
                 if failure is not None:
                     if mark is not None:
                         mark.back()
@@ -246,14 +245,14 @@ class Microbatcher:
             while True:
                 sizes = self._sizing.plan(call, call.whole.length)
                 versions = call.whole.versions()
-                run = make(pieces(sizes))
-                if run is None:
+                run = _Planned(make, pieces(sizes))
+                failure = self._sizing.attempt(call, run)
+                if failure is None and run.made is None:
                     rewind.keep()
                     return sizes, None
-                failure = self._sizing.attempt(call, run)
                 if failure is None:
                     self._sizing.finish(call)
-                    return sizes, run
+                    return sizes, run.made
                 del run
                 if versions != call.whole.versions():
                     raise BatchfitError(
@@ -378,6 +377,26 @@ class Microbatcher:
         if failure is not None:
             recover(self._device)
             self._buffers.take(tables)
+
+
+class _Planned:
+    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
+
+    __slots__ = ("_make", "_plan", "made")
+
+    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
+        self._make = make
+        self._plan = plan
+        self.made: Any = None
+
+    def __call__(self) -> None:
+        self.made = self._make(self._plan)
+        if self.made is not None:
+            self.made()
+
+    @property
+    def at(self) -> int:
+        return self.made.at if self.made is not None else 0
 
 
 def _leaves_of_batch(whole: Whole) -> list[torch.Tensor]:

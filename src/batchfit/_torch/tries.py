@@ -210,7 +210,7 @@ class MapTry:
     def __init__(
         self,
         fn: Callable[[Any], Any],
-        micros: Sequence[Any],
+        whole: Whole,
         sizes: Sequence[int],
         device: torch.device | None,
         begin: Callable[[], Rewind],
@@ -218,7 +218,7 @@ class MapTry:
         counts: list[int],
     ) -> None:
         self._fn = fn
-        self._micros = micros
+        self._whole = whole
         self._sizes = sizes
         self._device = device
         self._begin = begin
@@ -228,7 +228,8 @@ class MapTry:
         self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
 
     def __call__(self) -> None:
-        for index, micro in enumerate(feed(self._micros, self._device)):
+        micros = self._whole.rest(self._counts, self._sizes)
+        for index, micro in enumerate(feed(micros, self._device)):
             self.at = index
             self.mark = self._begin()
             self._outputs.append(self._fn(micro))
