@@ -58,7 +58,7 @@ class Microbatcher:
             mb.step(optimizer)
 
     Pass every model (or parameter) that gets gradients in `backward`: what is not passed is not put back when
-    a try runs out of memory.
+    a try runs out of memory. The device's peak counters are begun anew when a size runs for the first time.
 
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).

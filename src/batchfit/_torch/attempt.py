@@ -94,7 +94,8 @@ def read(device: Device) -> Reading:
         stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
         if not stats:  # nothing has been allocated there so far
             return Reading(0, 0)
-        return Reading(int(stats["allocated_bytes"]["all"]["current"]), int(stats["num_alloc_retries"]))
+        held = int(stats["allocated_bytes"]["all"]["current"])
+        return Reading(held, int(stats.get("num_alloc_retries", 0)))
     if not _counts(device):
         return Reading(None, None)
     return Reading(device.held_bytes(), device.alloc_retries())

@@ -11,6 +11,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,19 +31,25 @@ def feed(micros: Sequence[Any], device: torch.device | None) -> Iterator[Any]:
             yield _moved(micro, device)
         return
     following: _Copy | None = None
-    for index, micro in enumerate(micros):
-        current = (following or _Copy(micro, device)).take()
-        following = _Copy(micros[index + 1], device) if index + 1 < len(micros) else None
-        yield current
-        del current
+    try:
+        for index, micro in enumerate(micros):
+            current = (following or _Copy(micro, device)).take()
+            following = _Copy(micros[index + 1], device) if index + 1 < len(micros) else None
+            yield current
+            del current
+    finally:
+        if following is not None:  # an error: its memory must not be used again before the copy has ended
+            with suppress(RuntimeError):  # of a dead context
+                following.take()
 
 
 class _Copy:
     """The copy of one microbatch, begun when it is made."""
 
-    __slots__ = ("_done", "_micro", "_pinned")
+    __slots__ = ("_device", "_done", "_micro", "_pinned")
 
     def __init__(self, micro: Any, device: torch.device) -> None:
+        self._device = device
         self._done: Any = None
         self._pinned: list[torch.Tensor] = []
         stream: Any = None
@@ -73,7 +80,7 @@ class _Copy:
     def take(self) -> Any:
         """The microbatch, for the current stream."""
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+            torch.cuda.current_stream(self._device).wait_event(self._done)
         micro, self._micro = self._micro, None
         self._pinned.clear()  # the host allocator itself waits until the copy has read them
         return micro

@@ -221,22 +221,22 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
     """The tensors that get gradients, the tables of buffers, and the modules: each once, in one walk."""
     leaves: dict[int, torch.Tensor] = {}
     tables: list[dict[str, Any]] = []
-    modules: list[nn.Module] = []
-    seen: set[int] = set()
-    for model in models:
-        if isinstance(model, torch.Tensor):
-            if model.requires_grad:
-                leaves[id(model)] = model
-            continue
-        assert isinstance(model, nn.Module)
-        for module in model.modules():
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            modules.append(module)
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    leaves[id(parameter)] = parameter
-            if module._buffers:
-                tables.append(module._buffers)
-    return list(leaves.values()), tables, modules
+    modules: dict[int, nn.Module] = {}
+    # Once a batch, so not through `modules()`, whose nested generators take four times as long.
+    waiting: list[Any] = [*models][::-1]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, torch.Tensor):
+            if thing.requires_grad:
+                leaves[id(thing)] = thing
+        elif thing is not None and id(thing) not in modules:
+            modules[id(thing)] = thing
+            if thing._parameters:
+                for parameter in thing._parameters.values():
+                    if parameter is not None and parameter.requires_grad:
+                        leaves[id(parameter)] = parameter
+            if thing._buffers:
+                tables.append(thing._buffers)
+            if thing._modules:
+                waiting.extend(reversed(thing._modules.values()))
+    return list(leaves.values()), tables, list(modules.values())
