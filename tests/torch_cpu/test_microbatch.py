@@ -477,7 +477,8 @@ def test_exact_running_statistics(momentum: float | None, call: str) -> None:
             elif call == "twice":
                 mb.backward(lambda x: model(x).mean() + model(x * 2).mean(), batch)
             elif call == "checkpoint":
-                mb.backward(lambda x: model[1:](checkpoint(norm, x, use_reentrant=False)).mean(), batch)
+                # repeated beyond the norm, so that its hooks run again
+                mb.backward(lambda x: model[2:](checkpoint(model[:2], x, use_reentrant=False)).mean(), batch)
             else:
                 mb.backward(lambda x: model(x).square().mean(), batch)
         assert norm.momentum == momentum
@@ -668,6 +669,31 @@ def test_allocation_retries_lower_the_size_of_the_next_batch() -> None:
     assert max(reports[2].microbatch_sizes) == 32
     assert [report.retries for report in reports] == [0] * 4
     assert "allocations were retried" in job.events[0].why
+
+
+def test_running_out_is_no_thrashing() -> None:
+    job = Job(1000)
+    fails = job.device.use
+
+    def counted(count_bytes: int) -> None:
+        job.device._retries += count_bytes > 1000  # a real allocator gives its cache back first
+        fails(count_bytes)
+
+    job.device.use = counted  # type: ignore[method-assign]
+    job.run(256)
+    job.run(256)
+    (bounds,) = job.mb._sizing.learned._bounds.values()
+    assert job.device.alloc_retries() == 2
+    assert bounds.thrash == 0
+
+
+def test_fragmented_memory_is_tried_once_more_at_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchfit._torch.attempt._is_fragmented", lambda device: True)
+    for faults, sizes, kinds in (({0}, (8,), ["retry"]), ({0, 1}, (4, 4), ["retry", "shrunk"])):
+        job = Job(1000)
+        report = job.mb.backward(faulty(job.loss, dict.fromkeys(faults, "oom")), torch.ones(8, 1))
+        assert (report.microbatch_sizes, report.retries) == (sizes, len(faults))
+        assert [event.kind for event in job.events] == kinds
 
 
 def test_a_budget_is_kept_while_sizes_are_new() -> None:

@@ -129,21 +129,20 @@ def test_with_readings_the_memory_is_used_up_to_the_margin(most: int, fixed: int
 
 
 def test_each_failed_growth_doubles_the_wait() -> None:
-    bounds = Bounds(size=16, good=16, bad=64)
-    waits = []
-    for _ in range(3):
+    bounds = Bounds(size=8, good=8, bad=64)
+    waits, tried = [], []
+    for _ in range(4):
         waiting = 0
-        while bounds.next_size(64, None) == 16:
-            bounds = bounds.ran(16, 64)
+        while bounds.next_size(64, None) == 8:
+            bounds = bounds.ran(8, 64)
             waiting += 1
-        tried = bounds.next_size(64, None)
-        bounds = bounds.ran_out(tried, 64)
-        assert bounds.size == 16
-        waits.append((waiting, tried))
-    (first, larger), (second, _), _ = waits
-    assert first == PATIENCE
-    assert larger == 22  # 3 pieces, between 4 and 2
-    assert second > 8 * first  # nothing is left between: what failed is tried again only after a long calm
+        tried.append(bounds.next_size(64, None))
+        bounds = bounds.ran_out(tried[-1], 64)
+        assert bounds.size == 8
+        waits.append(waiting)
+    assert tried[:2] == [13, 10]  # 5 and 7 pieces, between 2 and 8; then nothing is left between
+    # 16 waits of a wait that has doubled twice, until what failed may be tried again
+    assert waits[:3] == [PATIENCE, 2 * PATIENCE, 16 * 4 * PATIENCE]
 
 
 def test_a_size_that_ran_is_left_when_it_runs_out_later() -> None:

@@ -164,7 +164,8 @@ class CachedTry:
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
             whole = joined(outputs, self._counts, "encode's output")
-        # Cast copies of the weights that were made without a graph must not serve the second pass.
+        # Older torch keeps cast copies of the weights that were made without a graph: they must not serve
+        # the second pass, in which no gradient would reach the weights.
         torch.clear_autocast_cache()
         return mapped(whole, _as_leaf), rows, states
 
