@@ -37,7 +37,7 @@ from batchfit._torch.splittable import (
     is_compiled,
     where,
 )
-from batchfit._torch.tries import BackwardTry, CachedTry, MapTry, loss_ratio
+from batchfit._torch.tries import BackwardTry, CachedTry, MapTry, judge_loss
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
 
@@ -117,9 +117,10 @@ class Microbatcher:
 
         `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
         the same samples: after an out-of-memory the whole batch begins anew, with gradients, random numbers,
-        buffers and scaler where they were. The first batch that is split also asks `fn`, once and without
-        gradients, what it makes of two samples and of the same two twice (`reduction`). Hooks on parameters
-        see the gradient of each microbatch. An error of your own leaves everything as the call found it.
+        buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
+        for two samples and for the same two again twice and four times, to see that `reduction` is right.
+        Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
+        the call found it.
         """
         check_callable(fn, "fn")
         call, leaves, tables, modules = self._open(batch, "backward", fn)
@@ -137,8 +138,9 @@ class Microbatcher:
         if done is None:
             self._sizing.tell("skipped", call.size, call.size, "the batch has no weight")
             return StepReport(torch.zeros((), device=self._target), (), skipped=True)
-        if len(sizes) > 1 and not self._reduction_checked and call.whole.can_take:
-            self._check_reduction(fn, call.whole, tables)
+        # Not for compiled code: it would be compiled again for sizes that are never needed.
+        if len(sizes) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
+            self._check_reduction(fn, call.whole, sizes[0], tables)
         return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
 
     def backward_cached(
@@ -306,25 +308,28 @@ class Microbatcher:
             raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
         return part.sum() if hasattr(part, "sum") else sum(part)
 
-    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, tables: Tables) -> None:
-        """Does `fn` return what `reduction` says? Only a clear answer is told."""
+    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, size: int, tables: Tables) -> None:
+        """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
-        ratio = None
+        found = "unclear"
         with self._mark(tables):
             try:
-                ratio = loss_ratio(fn, whole, self._target)
+                found = judge_loss(fn, whole, size, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
-        other = "sum" if self._reduction == "mean" else "mean"
-        expected = {"mean": 1.0, "sum": 2.0}[other]
-        if ratio is not None and abs(ratio - expected) < 0.1:
+        if found == "compared":
             log.warning(
-                "fn's loss is %.3g times as large when every sample comes twice: it returns a %s, and with "
-                "reduction=%r the gradients are not those of the batch. Pass reduction=%r",
-                ratio,
-                other,
+                "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
+                "compared with each other (in-batch negatives), and microbatches change with which. "
+                "Use backward_cached, which is exact"
+            )
+        elif found in ("mean", "sum") and found != self._reduction:
+            log.warning(
+                "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
+                "gradients are not those of the batch. Pass reduction=%r",
+                found,
                 self._reduction,
-                other,
+                found,
             )
 
     def _layers(self, call: Call, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:

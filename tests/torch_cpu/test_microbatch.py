@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._decide.split import Event
+from batchfit._decide.split import Event, balanced
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -324,7 +326,89 @@ def test_what_the_batch_itself_gets_in_gradients() -> None:
         Microbatcher(model).backward(lambda x: model(x).mean(), batch * 2)
 
 
+def test_a_batch_that_only_the_user_can_cut() -> None:
+    class Graphs:
+        def __init__(self, graphs: list[torch.Tensor]) -> None:
+            self.graphs = graphs
+
+        def __len__(self) -> int:
+            return len(self.graphs)
+
+    def split(batch: Graphs, sizes: list[int]) -> list[Graphs]:
+        graphs = iter(batch.graphs)
+        return [Graphs([next(graphs) for _ in range(size)]) for size in sizes]
+
+    model = nn.Linear(2, 1).double()
+    batch = Graphs([torch.full((n, 2), float(n)).double() for n in (1, 2, 3, 4, 5)])
+
+    def fn(micro: Graphs) -> torch.Tensor:
+        return torch.stack([model(graph).sum() for graph in micro.graphs]).mean()
+
+    fn(batch).backward()
+    full = gradients(model)
+    clear(model)
+    mb = Microbatcher(model, split=split)
+    report = mb.backward(faulty(fn, {0: "oom"}), batch)
+    assert (report.microbatch_sizes, report.retries) == ((3, 2), 1)
+    assert_close(gradients(model), full)
+    sizes = mb.map(faulty(lambda micro: [len(graph) for graph in micro.graphs], {0: "oom", 2: "oom"}), batch)
+    assert sizes == [1, 2, 3, 4, 5]
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "named", "dataclass", "encoding", "samples"])
+def test_batches_of_any_structure(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Conv(4).double()
+    plain = rows(torch.float64, 11, 0)
+    x, y = plain["x"], plain["y"]
+    batch: Any = {
+        "tuple": lambda: (x, y),
+        "named": lambda: Pair(x, y),
+        "dataclass": lambda: Record(x, y),
+        "encoding": lambda: pytest.importorskip("transformers").BatchEncoding(plain),
+        "samples": lambda: [{"x": x[i], "y": y[i]} for i in range(11)],
+    }[kind]()
+
+    def parts(micro: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if kind == "samples":
+            return torch.stack([one["x"] for one in micro]), torch.stack([one["y"] for one in micro])
+        if kind == "dataclass":
+            return micro.x, micro.y
+        return (micro[0], micro[1]) if kind in ("tuple", "named") else (micro["x"], micro["y"])
+
+    def fn(micro: Any) -> torch.Tensor:
+        assert type(micro) is type(batch)
+        inputs, labels = parts(micro)
+        return functional.cross_entropy(model(inputs), labels)
+
+    fn(batch).backward()
+    full = gradients(model)
+    clear(model)
+    mb = Microbatcher(model, microbatch_size=4)
+    assert mb.backward(fn, batch).microbatch_sizes == (4, 4, 3)
+    assert_close(gradients(model), full)
+
+
 # --- map
+
+
+def test_map_and_backward_take_turns_with_buffers() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    mb = Microbatcher(model, microbatch_size=8, batch_norm="ignore")
+    batch = torch.randn(16, 3)
+    for _ in range(2):
+        mb.map(faulty(model, {1: "oom"}), batch)
+        mb.backward(faulty(lambda x: model(x).mean(), {1: "oom"}), batch)
+    assert model[1].num_batches_tracked == (1 + 2) + 4 + (1 + 6) + 8
 
 
 def test_map_joins_outputs_in_order() -> None:
@@ -406,24 +490,42 @@ def test_map_learns_its_own_sizes() -> None:
     ("returns", "says", "warned"),
     [("sum", "mean", True), ("mean", "sum", True), ("sum", "sum", False), ("mean", "mean", False)],
 )
+@pytest.mark.parametrize(("size", "checks"), [(1, []), (3, [1, 2]), (6, [1, 2, 4]), (9, [2, 4, 8])])
 def test_the_reduction_is_checked_once(
-    returns: Any, says: Any, warned: bool, caplog: pytest.LogCaptureFixture
+    returns: Any, says: Any, warned: bool, size: int, checks: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.01), nn.Linear(4, 2))
-    batch = (torch.randn(12, 3), torch.randint(0, 2, (12,)))
+    batch = (torch.randn(18, 3), torch.randint(0, 2, (18,)))
     calls: list[int] = []
 
     def fn(micro: Any) -> torch.Tensor:
         calls.append(len(micro[0]))
         return functional.cross_entropy(model(micro[0]), micro[1], reduction=returns)
 
-    mb = Microbatcher(model, microbatch_size=4, reduction=says)
+    mb = Microbatcher(model, microbatch_size=size, reduction=says)
     with caplog.at_level(logging.WARNING, logger="batchfit"):
         for _ in range(2):
             mb.backward(fn, batch)
-    assert calls == [4, 4, 4, 2, 4, 4, 4, 4]  # two and four samples, after the first batch only
-    assert [f"Pass reduction={returns!r}" in record.message for record in caplog.records] == [True] * warned
+    sizes = list(balanced(18, size))
+    assert calls == [*sizes, *checks, *sizes]  # after the first batch only
+    told = [f"Pass reduction={returns!r}" in record.message for record in caplog.records]
+    assert told == [True] * (warned and size > 1)
+
+
+@pytest.mark.parametrize("trained", [0.0, 2.0])
+def test_a_loss_that_compares_samples_is_told(trained: float, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    batch = torch.randn(32, 6)
+
+    def fn(micro: torch.Tensor) -> torch.Tensor:
+        reps = functional.normalize(model(micro), dim=-1)
+        return functional.cross_entropy(reps @ reps.T * trained, torch.arange(len(reps)))
+
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        Microbatcher(model, microbatch_size=16).backward(fn, batch)
+    assert ["Use backward_cached" in record.message for record in caplog.records] == [True]
 
 
 def test_a_check_of_the_reduction_leaves_no_trace() -> None:
@@ -490,6 +592,20 @@ def test_exact_running_statistics(momentum: float | None, call: str) -> None:
         call = "backward"
     for one, two in zip(run(None), found, strict=True):
         assert torch.allclose(one, two, rtol=1e-10)
+
+
+def test_wrapped_models_are_refused() -> None:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("needs gloo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(BatchfitError, match="DistributedDataParallel is not supported by Microbatcher"):
+            Microbatcher(wrapped)
+        del wrapped
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_models_that_talk_to_other_ranks_are_refused() -> None:
@@ -705,6 +821,16 @@ def test_a_budget_is_kept_while_sizes_are_new() -> None:
         Job(1000, budget=2000)
 
 
+def test_a_budget_on_a_cpu_is_virtual_memory(living_bytes: int) -> None:
+    model = nn.Linear(32, 256)
+    batch = torch.randn(128, 32)
+    mb = Microbatcher(model, budget=living_bytes + 32 * 1024 + 128 * 1024 + 64 * 1024)
+    for _ in range(2):
+        clear(model)
+        report = mb.backward(lambda x: model(x).square().mean(), batch)
+        assert len(report.microbatch_sizes) > 1
+
+
 def test_what_was_learned_survives_a_checkpoint_on_the_same_device_only() -> None:
     job = Job(1000)
     job.run(256)
@@ -733,6 +859,31 @@ def test_compiled_models_get_few_sizes(
     with caplog.at_level(logging.WARNING, logger="batchfit"):
         job.run(99)
     assert "torch gives up at 4" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
+    torch._dynamo.reset()
+    model = Conv(4).double()
+    batch = rows(torch.float64, 20, 0)
+    counts: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counts.append(1)
+        return graph.forward
+
+    compiled: Any = torch.compile(model, backend=backend)
+    functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+    full = gradients(model)
+    clear(model)
+    mb = Microbatcher(compiled, microbatch_size=8)
+    fn = faulty(lambda m: functional.cross_entropy(compiled(m["x"]), m["y"]), {1: "oom"})
+    assert mb.backward(fn, batch).microbatch_sizes == (4,) * 5
+    assert_close(gradients(model), full)
+    for n in (20, 17, 19):
+        mb.backward(fn, rows(torch.float64, n, 1))
+    assert sum(counts) <= 4  # 8, then any number, and 1, which torch always compiles by itself
+    torch._dynamo.reset()
 
 
 def test_a_compiled_function_is_told() -> None:

@@ -48,7 +48,8 @@ class Buffers:
             if isinstance(value, torch.Tensor) and _can_change(value)
         ]
         same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        with torch.no_grad():
+        # Not in inference mode, where `map` takes them: no later call could write into such twins.
+        with torch.inference_mode(mode=False), torch.no_grad():
             if not same:
                 self._tensors, self._twins, self._groups = [], [], []
                 twins = [tensor.detach().clone() for tensor in tensors]

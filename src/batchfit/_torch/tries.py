@@ -9,8 +9,9 @@ Rules
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 
@@ -20,6 +21,8 @@ from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
+
+Judgement = Literal["mean", "sum", "compared", "unclear"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -238,17 +241,27 @@ class MapTry:
             del micro
 
 
-def loss_ratio(fn: Callable[[Any], Any], whole: Whole, device: torch.device | None) -> float | None:
-    """How the loss changes when every sample comes twice: 1 for a mean, 2 for a sum.
+def judge_loss(fn: Callable[[Any], Any], whole: Whole, size: int, device: torch.device | None) -> Judgement:
+    """What kind of loss `fn` returns, from how it grows when the same samples come twice and four times.
 
-    None where that cannot be seen. The same samples, so that nothing but the reduction makes a difference.
+    A mean stays, a sum doubles; a loss in which samples are compared with each other (in-batch negatives)
+    does neither. The same samples, so that nothing else makes a difference; at most `size` of them.
     """
-    few = list(range(min(2, whole.length)))
+    few = list(range(2 if size >= 8 and whole.length >= 2 else 1))
+    times = [count for count in (1, 2, 4) if count * len(few) <= size]
+    if len(times) < 2:
+        return "unclear"
     losses = []
     with torch.no_grad():
-        for samples in (few, few + few):
-            (micro,) = feed([whole.take(samples)], device)
-            losses.append(fn(micro))
+        for count in times:
+            (micro,) = feed([whole.take(few * count)], device)
+            losses.append(float(fn(micro)))
     torch.clear_autocast_cache()
-    once, twice = (float(loss) for loss in losses)
-    return twice / once if once and once == once and twice == twice else None
+    if not all(math.isfinite(loss) and loss for loss in losses):
+        return "unclear"
+    growth = [loss / losses[0] for loss in losses]
+    if all(abs(ratio - 1) < 0.1 for ratio in growth):
+        return "mean"
+    if all(abs(ratio / count - 1) < 0.05 for ratio, count in zip(growth, times, strict=True)):
+        return "sum"
+    return "compared" if len(growth) == 3 and growth[1] > 1.2 and growth[2] > 1.2 * growth[1] else "unclear"
