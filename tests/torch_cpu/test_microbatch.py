@@ -163,6 +163,23 @@ def test_a_batch_without_weight_is_an_error_or_skipped() -> None:
         Microbatcher(model, weight="tokens").backward(lambda m: None, batch)
 
 
+def test_microbatches_without_weight_are_left_out_and_the_failing_one_is_named() -> None:
+    model = nn.Linear(2, 1)
+    batch = {"x": torch.ones(6, 2), "mask": torch.tensor([0, 0, 1, 1, 0, 1])}
+    seen: list[int] = []
+
+    def fn(micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(int(micro["mask"].sum()))
+        if len(seen) == 2:
+            raise ValueError("mine")
+        return model(micro["x"]).mean()
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        Microbatcher(model, microbatch_size=2, weight="mask").backward(fn, batch)
+    assert seen == [2, 1]
+    assert raised.value.__notes__ == ["batchfit: raised in microbatch 3, of at most 2 samples"]
+
+
 def test_a_gan_with_two_models_and_two_optimizers() -> None:
     def run(size: int | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -934,3 +951,47 @@ def test_twenty_caps(cap: int, living_bytes: int) -> None:
     for part in zip(batch["x"].split(last), batch["y"].split(last), strict=True):
         (fn(dict(zip("xy", part, strict=True))) * (len(part[0]) / 257)).backward()
     assert_close(ours, gradients(model))
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(ids)))
+
+
+def test_random_shapes_under_a_cap_follow_the_uncapped_run(living_bytes: int) -> None:
+    def run(cap_bytes: int) -> tuple[list[float], int, int]:
+        model = Tagger()
+        optimizer = torch.optim.AdamW(model.parameters())
+        mb = Microbatcher(model)
+        draw = random.Random(0)
+        losses, retried = [], 0
+
+        def fn(ids: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+        with batchfit.virtual_memory(living_bytes + cap_bytes) as memory:
+            for step in range(50):
+                n, length = draw.randint(4, 32), draw.choice([8, 16, 24, 32, 48])
+                batch = torch.randint(0, 50, (n, length), generator=torch.Generator().manual_seed(step))
+                optimizer.zero_grad()
+                report = mb.backward(fn, batch)
+                optimizer.step()
+                assert sum(report.microbatch_sizes) == n
+                losses.append(float(report.loss))
+                retried += report.retries > 0
+            return losses, retried, memory.peak_bytes - living_bytes
+
+    free, none, needed = run(2**30)
+    assert none == 0
+    for share in (0.6, 0.3):
+        tight, retried, used = run(int(share * needed))
+        assert used <= share * needed
+        assert 1 <= retried <= 4  # of 50: what one shape taught, the others were spared
+        assert all(abs(one - two) < 1e-5 * one for one, two in zip(free, tight, strict=True))

@@ -234,6 +234,20 @@ def test_buffers_that_are_rebound_or_added_go_back() -> None:
     assert float(model.seen) == 16
 
 
+@pytest.mark.filterwarnings("ignore")  # tracing warns of itself and of a size that it makes constant
+def test_scripted_modules_go_back_too() -> None:
+    example = torch.randn(8, 3)
+    model = torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), example)
+    counts = [buffer for name, buffer in model.named_buffers() if "num_batches" in name]
+    before = int(counts[0])
+    mb = Microbatcher(model, batch_norm="ignore")
+    mb._reduction_checked = True
+    report = mb.backward(faulty(lambda x: model(x).mean(), {0: "oom"}, after=True), example)
+    assert report.microbatch_sizes == (4, 4)
+    assert int(counts[0]) == before + 2
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_sparse_gradients_are_added_to_old_ones() -> None:
     model = nn.Embedding(6, 2, sparse=True).double()
     batch = torch.tensor([0, 1, 1, 5])

@@ -33,7 +33,7 @@ class Buffers:
     __slots__ = ("_groups", "_tables", "_tensors", "_twins")
 
     def __init__(self) -> None:
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tables: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._twins: list[torch.Tensor] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -62,6 +62,8 @@ class Buffers:
     def put(self) -> None:
         """Bind and write them back."""
         for table, held in self._tables:
+            if not isinstance(table, dict):  # a scripted module's, which nobody can rebind
+                continue
             if len(table) != len(held) or any(table.get(name) is not held[name] for name in held):
                 table.clear()
                 table.update(held)
@@ -221,7 +223,7 @@ def _scaler_state(scaler: Any) -> dict[str, Any] | None:
 def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[nn.Module]]:
     """The tensors that get gradients, the tables of buffers, and the modules: each once, in one walk."""
     leaves: dict[int, torch.Tensor] = {}
-    tables: list[dict[str, Any]] = []
+    tables: list[Any] = []
     modules: dict[int, nn.Module] = {}
     # Once a batch, so not through `modules()`, whose nested generators take four times as long.
     waiting: list[Any] = [*models][::-1]

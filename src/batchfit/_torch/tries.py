@@ -42,8 +42,9 @@ class BackwardTry:
         layers: Sequence[BatchNorm],
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
-        self._micros = [micro for micro, share in zip(micros, shares, strict=True) if share]
-        self._shares = [share for share in shares if share]
+        self._indices = [index for index, share in enumerate(shares) if share]
+        self._micros = [micros[index] for index in self._indices]
+        self._shares = shares
         self._fn = fn
         self._device = device
         self._rewind = rewind
@@ -55,7 +56,7 @@ class BackwardTry:
     def __call__(self) -> None:
         total: torch.Tensor | None = None
         with ExactStatistics(self._layers) as exact:
-            for index, micro in enumerate(feed(self._micros, self._device)):
+            for index, micro in zip(self._indices, feed(self._micros, self._device), strict=True):
                 self.at = index
                 exact.next_microbatch()
                 loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
