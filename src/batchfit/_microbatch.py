@@ -365,23 +365,21 @@ class Microbatcher:
         return mode
 
     def _rewinding(self, leaves: list[torch.Tensor], tables: Tables, scaler: Any) -> Rewind:
-        self._take_buffers(tables)
-        return Rewind(leaves, buffers=self._buffers, scaler=scaler, generators=self._generators)
-
-    def _mark(self, tables: Tables) -> Rewind:
-        """A way back without gradients."""
-        return self._rewinding([], tables, None)
-
-    def _take_buffers(self, tables: Tables) -> None:
+        buffers = Buffers() if self._buffers.busy else self._buffers  # busy: `map` inside a `backward`, say
         failure = attempt(
-            lambda: self._buffers.take(tables),
+            lambda: buffers.take(tables),
             device=self._device,
             last=False,
             note=lambda: "batchfit: raised while the models' buffers were copied",
         )
         if failure is not None:
             recover(self._device)
-            self._buffers.take(tables)
+            buffers.take(tables)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+
+    def _mark(self, tables: Tables) -> Rewind:
+        """A way back without gradients."""
+        return self._rewinding([], tables, None)
 
 
 class _Planned:

@@ -234,6 +234,27 @@ def test_buffers_that_are_rebound_or_added_go_back() -> None:
     assert float(model.seen) == 16
 
 
+def test_a_map_inside_a_backward_does_not_disturb_its_way_back() -> None:
+    teacher = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    batch = torch.randn(8, 3)
+
+    def run(fail: bool) -> list[bytes]:
+        for module in (teacher, model):
+            module[1].reset_running_stats()
+        mb = Microbatcher(model, teacher, batch_norm="ignore", microbatch_size=None if fail else 4)
+        mb._reduction_checked = True
+
+        def fn(micro: torch.Tensor) -> torch.Tensor:
+            found = model(micro)
+            return (found - mb.map(teacher, micro).clone()).square().mean()
+
+        mb.backward(faulty(fn, {0: "oom"} if fail else {}, after=True), batch)
+        return [buffer.numpy().tobytes() for module in (teacher, model) for buffer in module.buffers()]
+
+    assert run(True) == run(False)
+
+
 @pytest.mark.filterwarnings("ignore")  # tracing warns of itself and of a size that it makes constant
 def test_scripted_modules_go_back_too() -> None:
     example = torch.randn(8, 3)

@@ -198,9 +198,9 @@ class Bounds:
 
     def _grown(self, size: int, total: int, room_bytes: int | None, compiled: bool) -> int:
         most = self.most(room_bytes)
-        if self.calm < (
-            self.wait if most is None else min(self.wait, 1 + (self.wait > PATIENCE) * self.wait)
-        ):
+        # Readings make a first growth safe; once one of them was wrong, it takes patience again.
+        patience = self.wait if most is None or self.wait > PATIENCE else 1
+        if self.calm < patience:
             return size
         if compiled:
             larger = min(2 * rung(size), total)

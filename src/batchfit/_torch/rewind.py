@@ -30,9 +30,10 @@ _foreach_add: Any = torch._foreach_add_
 class Buffers:
     """The buffers of some modules, and their twins."""
 
-    __slots__ = ("_groups", "_tables", "_tensors", "_twins")
+    __slots__ = ("_groups", "_tables", "_tensors", "_twins", "busy")
 
     def __init__(self) -> None:
+        self.busy = False  # a call may still go back to what it took: another one needs twins of its own
         self._tables: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._twins: list[torch.Tensor] = []
@@ -134,6 +135,7 @@ class Rewind:
         self._kept = False
 
     def __enter__(self) -> Rewind:
+        self._buffers.busy = True
         self._old = [leaf.grad for leaf in self._leaves]
         for leaf, old in zip(self._leaves, self._old, strict=True):
             if old is not None:
@@ -196,6 +198,7 @@ class Rewind:
                 if not _is_dead(error):
                     self.back(gradients=False)
         finally:
+            self._buffers.busy = False
             self._buffers.forget()
             self._old = []
 

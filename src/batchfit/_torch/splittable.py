@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchfit._torch.batches import takes_arguments
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.rewind import leaves_of
 from batchfit.errors import BatchfitError
@@ -106,5 +105,5 @@ def check_options(
 
 def check_callable(fn: Any, name: str) -> None:
     """Refuse what cannot be called with a microbatch."""
-    if not callable(fn) or not takes_arguments(fn, 1):
+    if not callable(fn):  # its signature is not looked at: that takes as long as all else before a batch
         raise TypeError(f"{name} must be a callable {name}(micro), not {fn!r}")
