@@ -73,7 +73,12 @@ class _Copy:
             self._pinned.append(source)
             return target
 
-        self._micro = mapped(micro, move)
+        try:
+            self._micro = mapped(micro, move)
+        except BaseException:
+            if stream is not None:  # parts may be under way to memory that is free again in a moment
+                torch.cuda.current_stream(device).wait_stream(stream)
+            raise
         if stream is not None:
             self._done = stream.record_event()
 
