@@ -35,6 +35,7 @@ LAYERS = {
     "batchfit._store": 2,
     "batchfit._recall": 2,
     "batchfit._find": 2,
+    "batchfit._microbatch": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -47,6 +48,7 @@ THIRD_PARTY = {
         "batchfit._predict",
         "batchfit._explain",
         "batchfit._find",
+        "batchfit._microbatch",
         "batchfit._cli",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),

@@ -18,7 +18,9 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "FitResult": "batchfit.results",
     "MemoryExplanation": "batchfit.results",
+    "Microbatcher": "batchfit._microbatch",
     "Prediction": "batchfit.results",
+    "StepReport": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
@@ -35,7 +37,9 @@ _EXPORTS = {
 __all__ = [
     "FitResult",
     "MemoryExplanation",
+    "Microbatcher",
     "Prediction",
+    "StepReport",
     "Trial",
     "Workload",
     "errors",
@@ -54,9 +58,10 @@ if TYPE_CHECKING:
     import batchfit.testing as testing
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
+    from batchfit._microbatch import Microbatcher
     from batchfit._predict import predict_batch_size
     from batchfit._torch.virtual import virtual_memory
-    from batchfit.results import FitResult, MemoryExplanation, Prediction, Trial
+    from batchfit.results import FitResult, MemoryExplanation, Prediction, StepReport, Trial
     from batchfit.workload import Workload, generation, inference, training
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Sequence
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -183,6 +184,23 @@ class FitResult(Result):
     def _repr_html_(self) -> str:
         rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
         return html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one call of `Microbatcher.backward` did.
+
+    `loss` is the loss of the full batch as a detached tensor on the device: reading it waits for the device.
+    `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live when a size of this
+    shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
+    the batch had no weight, so nothing was run and no gradient changed.
+    """
+
+    loss: Any
+    microbatch_sizes: tuple[int, ...]
+    retries: int = 0
+    peak_bytes: int | None = None
+    skipped: bool = False
 
 
 class Point(Result):

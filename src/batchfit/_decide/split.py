@@ -1,0 +1,296 @@
+"""How a batch is cut: sizes, and what is learned about them from batch to batch.
+
+Rules
+- A batch is cut into pieces of near-equal size (17 at 16 is 9 + 8); compiled code gets equal pieces of few
+  sizes and at most one remainder instead, for each new size is compiled.
+- What is known is kept per shape of a batch: the largest size that ran, the smallest that did not, and what
+  sizes really used. A size is chosen in numbers of pieces: 64 samples at 22 or at 30 are three pieces each.
+- After an out-of-memory the next size is half, or the largest that is known to run where that is more.
+- Growing is cautious: after some calm batches a number of pieces between the known ones is tried; each
+  failure doubles the wait. Where memory can be read, only a size that the readings allow is tried.
+- An unseen shape starts from what its relatives say: a longer batch is cut smaller before it runs out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, final
+
+PATIENCE = 4  # calm batches before a larger size is tried
+LONGEST_WAIT = 1024
+MOST_SHAPES = 256
+MOST_READINGS = 4
+MARGIN = 0.92  # of the memory: what a size that never ran may be predicted to need
+THRASHING = 2  # batches in a row with allocation retries that lower the size
+
+EventKind = Literal["shrunk", "grown", "retry", "skipped", "relearned"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the microbatch size, for a log or a dashboard."""
+
+    kind: EventKind
+    size_before: int
+    size_after: int
+    why: str
+    peak_bytes: int | None = None
+    shape: str = ""
+
+    def __str__(self) -> str:
+        change = f"{self.size_before} -> {self.size_after}"
+        return f"microbatch {change if self.size_after != self.size_before else self.size_after}: {self.why}"
+
+
+class Piece(NamedTuple):
+    """One microbatch of a plan: which samples, and the padded length they are trimmed to, if any."""
+
+    samples: slice | tuple[int, ...]
+    size: int
+    length: int | None = None
+
+
+class Shape(NamedTuple):
+    """What decides how much memory a sample takes."""
+
+    key: str
+    family: str  # the same for shapes that differ in their extents only
+    elements: int  # of one sample
+
+
+def balanced(total: int, at_most: int) -> tuple[int, ...]:
+    """Near-equal sizes of at most `at_most` that add up to `total`, the larger ones first.
+
+    >>> balanced(17, 16)
+    (9, 8)
+    """
+    count = -(-total // at_most)
+    small, larger = divmod(total, count)
+    return (small + 1,) * larger + (small,) * (count - larger)
+
+
+def equal(total: int, at_most: int) -> tuple[int, ...]:
+    """Pieces of exactly `at_most`, and one remainder.
+
+    >>> equal(17, 8)
+    (8, 8, 1)
+    """
+    whole, rest = divmod(total, at_most)
+    return (at_most,) * whole + ((rest,) if rest else ())
+
+
+def rung(size: int) -> int:
+    """The largest power of two that is no larger."""
+    return 1 << (size.bit_length() - 1)
+
+
+def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
+    """A plan that cuts a batch in its own order."""
+    return tuple(
+        Piece(slice(end - size, end), size) for size, end in zip(sizes, accumulate(sizes), strict=True)
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is known about the sizes of one shape. `size` is the one in use, 0: the whole batch."""
+
+    size: int = 0
+    good: int = 0  # the largest that ran
+    bad: int = 0  # the smallest that did not; 0: none known
+    calm: int = 0  # batches in a row without trouble
+    wait: int = PATIENCE
+    thrash: int = 0  # batches in a row in which allocations were retried
+    readings: tuple[tuple[int, int], ...] = ()  # (size, bytes above what was held), few
+
+    def ran(self, size: int, total: int, *, used_bytes: int | None = None) -> Bounds:
+        """A batch of `total` ran in pieces of at most `size`."""
+        good = max(self.good, size)
+        bad = 0 if self.bad <= good else self.bad
+        present = self.size
+        if size < total:
+            present = size
+        elif present <= size:
+            present = size if bad else 0
+        readings = self.readings if used_bytes is None else _with(self.readings, size, used_bytes)
+        return replace(self, size=present, good=good, bad=bad, calm=self.calm + 1, readings=readings)
+
+    def ran_out(self, size: int, total: int, *, compiled: bool = False) -> Bounds:
+        """Pieces of `size` did not fit: `size` of the answer is what to try instead, below 1 never."""
+        probing = 0 < self.good < size
+        good = self.good if probing else 0
+        count = -(-total // size)
+        smaller = -(-total // (2 * count))
+        smaller = min(max(smaller, good), size - 1)
+        if compiled and smaller > 1 and smaller != good:
+            smaller = rung(smaller)
+        return replace(
+            self,
+            size=max(smaller, 1),
+            good=good,
+            bad=min(self.bad or size, size),
+            calm=0,
+            wait=min(2 * self.wait, LONGEST_WAIT) if probing else self.wait,
+            # They promised too much, or the memory is not what it was.
+            readings=tuple(one for one in self.readings if one[0] < size) if not probing else self.readings,
+        )
+
+    def thrashed(self, size: int, total: int, *, compiled: bool = False) -> Bounds:
+        """Allocations were retried in the last batch: twice in a row, and the next one is cut smaller."""
+        if self.thrash + 1 < THRASHING or size <= 1:
+            return replace(self, thrash=self.thrash + 1)
+        smaller = min(size - 1, -(-total // (-(-total // size) + 1)))
+        smaller = rung(smaller) if compiled else smaller
+        wait = min(2 * self.wait, LONGEST_WAIT)
+        return replace(
+            self, size=smaller, good=min(self.good, smaller), bad=size, calm=0, thrash=0, wait=wait
+        )
+
+    def settled(self) -> Bounds:
+        """The last batch had no allocation retried."""
+        return replace(self, thrash=0)
+
+    def used_bytes(self, size: int) -> float | None:
+        """What a size would use above what is held, by a line through the readings."""
+        line = self.line()
+        return None if line is None else line[0] + line[1] * size
+
+    def line(self) -> tuple[float, float] | None:
+        """(bytes that do not depend on the size, bytes a sample)."""
+        if not self.readings:
+            return None
+        size, used = self.readings[-1]
+        first_size, first_used = self.readings[0]
+        slope = used / size
+        if first_size < size and used > first_used:
+            # One reading alone is a ray, and says too much of larger sizes; two show what is fixed.
+            slope = min(slope, (used - first_used) / (size - first_size))
+        return used - slope * size, slope
+
+    def most(self, room_bytes: int | None) -> int | None:
+        """The largest size that the readings allow in that much memory; None: they say nothing."""
+        line = self.line()
+        if line is None or room_bytes is None or line[1] <= 0:
+            return None
+        return max(0, int((room_bytes * MARGIN - line[0]) / line[1]))
+
+    def next_size(self, total: int, room_bytes: int | None, *, compiled: bool = False) -> int:
+        """The size for a batch of `total`, with `room_bytes` free for it where that is known."""
+        size = self.size if self.size else total
+        if size < total:
+            size = max(size, self._grown(size, total, room_bytes, compiled))
+        size = min(size, total)
+        if self.bad and size >= self.bad and not self._due(total):
+            size = max(self.good, 1) if self.good < self.bad else self.bad - 1
+        needed = self.used_bytes(size)
+        if room_bytes is not None and needed is not None and needed > room_bytes:
+            # It ran when more was free: before the optimizer had its state, say.
+            size = max(1, min(size, self.most(room_bytes) or 1))
+        return min(rung(size) if compiled and size < total else size, total)
+
+    def _due(self, total: int) -> bool:
+        """So long without trouble that a size which failed once may be tried again."""
+        return self.calm >= 16 * self.wait and self.size < total
+
+    def _grown(self, size: int, total: int, room_bytes: int | None, compiled: bool) -> int:
+        most = self.most(room_bytes)
+        # Readings make a first growth safe; once one of them was wrong, it takes patience again.
+        patience = self.wait if most is None or self.wait > PATIENCE else 1
+        if self.calm < patience:
+            return size
+        if compiled:
+            larger = min(2 * rung(size), total)
+            allowed = not self.bad or larger < self.bad or self._due(total)
+            return larger if allowed and (most is None or larger <= most) else size
+        present = -(-total // size)
+        fewest = -(-total // (self.bad - 1)) if self.bad > 1 else (present if self.bad else 1)
+        if present > fewest:
+            count = (fewest + present) // 2 if most is None else max(fewest, -(-total // max(most, 1)))
+        elif present > 1 and self._due(total):
+            count = present - 1
+            if most is not None and -(-total // count) > most:
+                return size
+        else:
+            return size
+        return -(-total // count) if count < present else size
+
+
+def _with(readings: tuple[tuple[int, int], ...], size: int, used_bytes: int) -> tuple[tuple[int, int], ...]:
+    """The readings and a new one, by size; the extremes stay, for they carry the line."""
+    table = dict(readings)
+    table[size] = used_bytes
+    kept = sorted(table.items())
+    while len(kept) > MOST_READINGS:
+        del kept[len(kept) // 2]
+    return tuple(kept)
+
+
+@final
+class Learned:
+    """What has been learned about all shapes; the ones not seen for longest are forgotten."""
+
+    def __init__(self, bounds: Mapping[Shape, Bounds] | None = None) -> None:
+        self._bounds: dict[Shape, Bounds] = dict(bounds or {})
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def of(self, shape: Shape) -> Bounds | None:
+        """What is known about that very shape."""
+        return self._bounds.get(shape)
+
+    def put(self, shape: Shape, bounds: Bounds) -> None:
+        """Remember `bounds`."""
+        self._bounds.pop(shape, None)
+        self._bounds[shape] = bounds
+        if len(self._bounds) > MOST_SHAPES:
+            del self._bounds[next(iter(self._bounds))]
+
+    def begin(self, shape: Shape, total: int, room_bytes: int | None, *, compiled: bool = False) -> int:
+        """The size to begin a batch of `total` with."""
+        known = self._bounds.get(shape)
+        if known is not None:
+            return known.next_size(total, room_bytes, compiled=compiled)
+        size = min(total, self._guess(shape, total, room_bytes))
+        return rung(size) if compiled and size < total else size
+
+    def _guess(self, shape: Shape, total: int, room_bytes: int | None) -> int:
+        """From the relative whose samples are nearest in extent, as if memory grew with their elements."""
+        kin = [(other, b) for other, b in self._bounds.items() if other.family == shape.family and b.good]
+        sure = max((b.good for other, b in kin if other.elements >= shape.elements), default=1)
+
+        def distance(one: tuple[Shape, Bounds]) -> float:
+            ratio = max(one[0].elements, 1) / max(shape.elements, 1)
+            return max(ratio, 1 / ratio)
+
+        read = [one for one in kin if one[1].line() is not None]
+        if read and room_bytes is not None:
+            other, bounds = min(read, key=distance)
+            fixed, slope = bounds.line() or (0.0, 0.0)
+            slope *= max(shape.elements, 1) / max(other.elements, 1)
+            return max(sure, int((room_bytes * MARGIN - fixed) / slope)) if slope > 0 else total
+        tight = [one for one in kin if one[1].bad]  # the others have never met the end of the memory
+        if not tight:
+            return total
+        other, bounds = min(tight, key=distance)
+        return max(sure, bounds.good * max(other.elements, 1) // max(shape.elements, 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"shapes": [{**shape._asdict(), **asdict(bounds)} for shape, bounds in self._bounds.items()]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Learned:
+        """What `to_dict` wrote, by this version or an earlier one."""
+        names = Bounds.__dataclass_fields__
+        learned = cls()
+        for entry in data["shapes"]:
+            shape = Shape(entry["key"], entry["family"], entry["elements"])
+            known = {name: entry[name] for name in names if name in entry}
+            known["readings"] = tuple((int(size), int(used)) for size, used in known.get("readings", ()))
+            learned.put(shape, Bounds(**known))
+        return learned

@@ -1,0 +1,426 @@
+"""Microbatcher: a batch of any size, in pieces that fit, with the gradients of the whole.
+
+Rules
+- `backward` adds to `.grad` what the full batch would have added. The weights of all microbatches are known
+  before the first backward.
+- A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
+  ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
+- Nothing waits for the device in the steady state: no `.item()`, no `empty_cache`, one reading a batch.
+- A batch that ran is never repeated; what it taught (`Sizing`) is for the next one.
+- Where splitting would change the result, that is said (BatchNorm) or refused (collectives, captured graphs).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast, final
+
+import torch
+from torch import nn
+
+from batchfit._decide.split import Event, Piece, pieces
+from batchfit._decide.units import parse_bytes
+from batchfit._torch.attempt import attempt, recover
+from batchfit._torch.batch_parts import Split, Whole, joined
+from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
+from batchfit._torch.norms import BatchNorm, batch_norms
+from batchfit._torch.rewind import Buffers, Rewind, leaves_of
+from batchfit._torch.sizing import Call, Sizing
+from batchfit._torch.splittable import (
+    check_callable,
+    check_models,
+    check_options,
+    generators_of,
+    is_compiled,
+    where,
+)
+from batchfit._torch.tries import BackwardTry, CachedTry, MapTry, judge_loss
+from batchfit.errors import BatchfitError
+from batchfit.results import StepReport
+
+log = logging.getLogger("batchfit")
+
+Weight = Callable[[Any], Any] | str
+Tables = list[dict[str, Any]]
+
+
+@final
+class Microbatcher:
+    """Runs a batch in microbatches that fit, exactly; learns which sizes do.
+
+        mb = Microbatcher(model)
+        for batch in loader:
+            optimizer.zero_grad()
+            report = mb.backward(lambda micro: loss_fn(model, micro), batch)   # batch of any size
+            mb.step(optimizer)
+
+    Pass every model (or parameter) that gets gradients in `backward`: what is not passed is not put back when
+    a try runs out of memory. The device's peak counters are begun anew when a size runs for the first time.
+
+    Args:
+        models: the modules that `fn` runs; single parameters too (a learned temperature).
+        weight: what a microbatch counts in the batch's mean: `weight(micro) -> number`, or the name of a part
+            of the batch whose sum it is ("attention_mask"). Evaluated where the batch is, before anything
+            moves: keep batches on the host, or each batch waits for the device once. Default: its samples.
+        split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows.
+        microbatch_size: the most samples a microbatch may have; default: the whole batch.
+        budget: bytes that the program may use ("20GiB"). Enforced while a size is new, trusted afterwards.
+        reduction: what `fn` returns for a microbatch, the "mean" or the "sum" of its losses.
+        on_zero_weight: "raise" or "skip" a batch whose weight is zero.
+        batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
+            still that of each microbatch), or "ignore".
+        on_event: called with each `Event` (a size changed, and why), for TensorBoard or W&B.
+        device: where microbatches go and whose memory counts; default: where the models are.
+    """
+
+    def __init__(
+        self,
+        *models: nn.Module | torch.Tensor,
+        weight: Weight | None = None,
+        split: Split | None = None,
+        microbatch_size: int | None = None,
+        budget: int | str | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        on_zero_weight: Literal["raise", "skip"] = "raise",
+        batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
+        on_event: Callable[[Event], object] | None = None,
+        device: str | torch.device | Device | None = None,
+    ) -> None:
+        check_models(models)
+        check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
+        budget_bytes = None if budget is None else parse_bytes(budget)
+        self._device = resolve_device(device, near=models)
+        if budget_bytes is not None:
+            check_budget(self._device, budget_bytes)
+        self._models = models
+        self._weight = weight
+        self._split = split
+        self._reduction = reduction
+        self._skips = on_zero_weight == "skip"
+        self._batch_norm = batch_norm
+        self._target = where(device, models)
+        self._sizing = Sizing(
+            self._device, budget_bytes=budget_bytes, most=microbatch_size, on_event=on_event
+        )
+        self._buffers = Buffers()
+        self._generators = generators_of(models)
+        self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
+        self._reduction_checked = False
+
+    def backward(self, fn: Callable[[Any], Any], batch: Any, *, scaler: Any = None) -> StepReport:
+        """Forward and backward of the whole batch, in microbatches; adds to `.grad` what the batch would.
+
+            report = mb.backward(lambda micro: criterion(model(micro["x"]), micro["y"]), batch)
+
+        `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
+        the same samples: after an out-of-memory the whole batch begins anew, with gradients, random numbers,
+        buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
+        for two samples and for the same two again twice and four times, to see that `reduction` is right.
+        Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
+        the call found it.
+        """
+        check_callable(fn, "fn")
+        call, leaves, tables, modules = self._open(batch, "backward", fn)
+        with self._rewinding(leaves, tables, scaler) as rewind:
+
+            def make(plan: Sequence[Piece]) -> BackwardTry | None:
+                micros = call.whole.micros(plan)
+                shares = self._shares(micros, plan)
+                if shares is None:
+                    return None
+                layers = self._layers(call, modules, plan)
+                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers)
+
+            sizes, done = self._until_it_fits(call, rewind, make)
+        if done is None:
+            self._sizing.tell("skipped", call.size, call.size, "the batch has no weight")
+            return StepReport(torch.zeros((), device=self._target), (), skipped=True)
+        # Not for compiled code: it would be compiled again for sizes that are never needed.
+        if len(sizes) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
+            self._check_reduction(fn, call.whole, sizes[0], tables)
+        return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+
+    def backward_cached(
+        self,
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[[Any], Any],
+        batch: Any,
+        *,
+        scaler: Any = None,
+    ) -> StepReport:
+        """A loss over the whole batch's representations (in-batch negatives), the encoder in chunks: exact.
+
+            report = mb.backward_cached(lambda micro: encoder(micro), contrastive_loss, batch)
+
+        `encode(micro)` returns tensors with one row a sample, alone or in tuples and dicts; `loss_fn` gets
+        those of the whole batch. More than one chunk costs one forward more, without a graph; dropout is the
+        same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
+        """
+        check_callable(encode, "encode")
+        check_callable(loss_fn, "loss_fn")
+        call, leaves, tables, modules = self._open(batch, "cached", encode)
+        with self._rewinding(leaves, tables, scaler) as rewind:
+
+            def make(plan: Sequence[Piece]) -> CachedTry:
+                micros, counts = call.whole.micros(plan), [piece.size for piece in plan]
+                layers = self._layers(call, modules, plan)
+                return CachedTry(encode, loss_fn, micros, counts, self._target, rewind, scaler, layers)
+
+            sizes, done = self._until_it_fits(call, rewind, make)
+        return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+
+    def map(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+        """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
+
+            model.eval()
+            logits = mb.map(model, batch)
+
+        The mode of the model is yours to set. Tensors are joined along their first dimension, in any
+        structure; lists have one item a sample; outputs stay where `fn` left them. After an out-of-memory
+        only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
+        those of training, so they may be larger.
+        """
+        check_callable(fn, "fn")
+        call, _, tables, _ = self._open(batch, "map", fn)
+        outputs: list[Any] = []
+        counts: list[int] = []
+        with torch.inference_mode(), self._sizing.limited(call):
+            while sum(counts) < call.whole.length:
+                sizes = self._sizing.plan(call, call.whole.length - sum(counts))
+                run = MapTry(fn, call.whole, sizes, self._target, lambda: self._mark(tables), outputs, counts)
+                failure = self._sizing.attempt(call, run)
+                mark = run.mark
+                del run
+                if failure is not None:
+                    if mark is not None:
+                        mark.back()
+                    self._sizing.shrink(call, failure)
+            self._sizing.finish(call)
+            return self._joined(outputs, counts)
+
+    def step(
+        self, optimizer: Any, *, scaler: Any = None, clip_norm: float | None = None, rollback: bool = False
+    ) -> Any:
+        """An optimizer step that running out of memory cannot leave half done; returns the gradient norm."""
+        stepping: Any = importlib.import_module("batchfit._torch.stepping")
+        return stepping.step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain data."""
+        return self._sizing.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
+        self._sizing.load_state_dict(state)
+
+    def _open(
+        self, batch: Any, kind: str, fn: Any
+    ) -> tuple[Call, list[torch.Tensor], Tables, list[nn.Module]]:
+        """What every call begins with: look at the batch, the models and the device."""
+        if isinstance(self._device, CudaDevice) and torch.cuda.is_current_stream_capturing():
+            raise BatchfitError(
+                "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
+            )
+        whole = Whole.of(batch, split=self._split, mode=self._mode(kind))
+        if whole.length == 0:
+            raise ValueError("batch must hold at least one sample, not 0")
+        leaves, tables, modules = leaves_of(self._models)
+        if kind != "map":
+            if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+                self._sizing.warn_once(
+                    "hooks",
+                    "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
+                    "optimizer that steps there steps on a part of the batch's gradient",
+                )
+            leaves += _leaves_of_batch(whole)
+        compiled = self._compiled or is_compiled(fn)
+        return self._sizing.begin(whole, compiled=compiled), leaves, tables, modules
+
+    def _until_it_fits(
+        self, call: Call, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
+    ) -> tuple[tuple[int, ...], Any]:
+        """Try smaller and smaller until the batch ran: (its sizes, the try), or (..., None) for no work."""
+        with self._sizing.limited(call):
+            while True:
+                sizes = self._sizing.plan(call, call.whole.length)
+                versions = call.whole.versions()
+                run = _Planned(make, pieces(sizes))
+                failure = self._sizing.attempt(call, run)
+                if failure is None and run.made is None:
+                    rewind.keep()
+                    return sizes, None
+                if failure is None:
+                    self._sizing.finish(call)
+                    return sizes, run.made
+                del run
+                if versions != call.whole.versions():
+                    raise BatchfitError(
+                        "fn changed the batch in place and then ran out of memory: a second try would see "
+                        "the changed batch. Clone what fn writes into"
+                    )
+                rewind.back()
+                self._sizing.shrink(call, failure)
+
+    def _joined(self, outputs: list[Any], counts: list[int]) -> Any:
+        answer: list[Any] = []
+        why = ""
+        for _ in range(2):
+            failure = attempt(
+                lambda: answer.append(joined(outputs, counts)),
+                device=self._device,
+                last=True,
+                note=lambda: "batchfit: raised while the outputs of all microbatches were joined",
+            )
+            if failure is None:
+                return answer[0]
+            why = failure.message
+            recover(self._device)
+        raise BatchfitError(f"the joined outputs do not fit: {why}. Return them on the host (.cpu()) from fn")
+
+    def _shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
+        """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
+        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
+            return [1.0] * len(plan)
+        if self._weight is None:
+            weights = [float(piece.size) for piece in plan]
+        else:
+            weights = _numbers([self._weigh(micro) for micro in micros])
+        total = math.fsum(weights)
+        if total == 0:
+            if self._skips:
+                return None
+            raise BatchfitError(
+                "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
+                "pass on_zero_weight='skip'"
+            )
+        return [weight / total for weight in weights]
+
+    def _weigh(self, micro: Any) -> Any:
+        if callable(self._weight):
+            return self._weight(micro)
+        name = cast(str, self._weight)
+        try:
+            part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
+        except (KeyError, AttributeError):
+            raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
+        return part.sum() if hasattr(part, "sum") else sum(part)
+
+    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, size: int, tables: Tables) -> None:
+        """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
+        self._reduction_checked = True
+        found = "unclear"
+        with self._mark(tables):
+            try:
+                found = judge_loss(fn, whole, size, self._target)
+            except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
+                log.debug("reduction could not be checked: %s", type(error).__name__)
+        if found == "compared":
+            log.warning(
+                "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
+                "compared with each other (in-batch negatives), and microbatches change with which. "
+                "Use backward_cached, which is exact"
+            )
+        elif found in ("mean", "sum") and found != self._reduction:
+            log.warning(
+                "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
+                "gradients are not those of the batch. Pass reduction=%r",
+                found,
+                self._reduction,
+                found,
+            )
+
+    def _layers(self, call: Call, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
+        """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
+        if len(plan) == 1 or self._batch_norm == "ignore":
+            return []
+        layers = batch_norms(modules)
+        if not layers or self._batch_norm == "exact":
+            return layers
+        counts = [piece.size for piece in plan]
+        what = (
+            f"{len(layers)} BatchNorm layers see microbatches of {min(counts)} to {max(counts)} instead of "
+            f"the batch of {call.whole.length}"
+        )
+        if self._batch_norm == "error":
+            raise BatchfitError(
+                f"{what}, which changes the result. Use GroupNorm, a smaller batch, or batch_norm='exact' "
+                "for exact running statistics"
+            )
+        self._sizing.warn_once(
+            "batch_norm",
+            f"{what}: they normalise with other statistics and update theirs {len(plan)} times a batch. "
+            "Use GroupNorm, or batch_norm='exact' for exact running statistics",
+        )
+        return []
+
+    def _mode(self, kind: str) -> str:
+        training = any(isinstance(model, nn.Module) and model.training for model in self._models)
+        mode = f"{kind},{'train' if training else 'eval'}"
+        place = "cpu" if self._target is None else self._target.type
+        if torch.is_autocast_enabled(place):
+            mode += f",{torch.get_autocast_dtype(place)}"
+        return mode
+
+    def _rewinding(self, leaves: list[torch.Tensor], tables: Tables, scaler: Any) -> Rewind:
+        buffers = Buffers() if self._buffers.busy else self._buffers  # busy: `map` inside a `backward`, say
+        failure = attempt(
+            lambda: buffers.take(tables),
+            device=self._device,
+            last=False,
+            note=lambda: "batchfit: raised while the models' buffers were copied",
+        )
+        if failure is not None:
+            recover(self._device)
+            buffers.take(tables)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+
+    def _mark(self, tables: Tables) -> Rewind:
+        """A way back without gradients."""
+        return self._rewinding([], tables, None)
+
+
+class _Planned:
+    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
+
+    __slots__ = ("_make", "_plan", "made")
+
+    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
+        self._make = make
+        self._plan = plan
+        self.made: Any = None
+
+    def __call__(self) -> None:
+        self.made = self._make(self._plan)
+        if self.made is not None:
+            self.made()
+
+    @property
+    def at(self) -> int:
+        return self.made.at if self.made is not None else 0
+
+
+def _leaves_of_batch(whole: Whole) -> list[torch.Tensor]:
+    """Tensors of the batch that get gradients themselves (adversarial examples, saliency)."""
+    found = {id(tensor): (path, tensor) for path, tensor in whole.leaves if tensor.requires_grad}
+    for path, tensor in found.values():
+        if not tensor.is_leaf:
+            raise ValueError(
+                f"batch must not carry a graph, and {path} requires grad and was computed: every microbatch "
+                "would run through that graph again. Detach it, or compute it in fn"
+            )
+    return [tensor for _, tensor in found.values()]
+
+
+def _numbers(weights: Sequence[Any]) -> list[float]:
+    """As plain numbers; those on a device are fetched together."""
+    if all(isinstance(one, torch.Tensor) for one in weights):
+        values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
+    else:
+        values = [float(one) for one in weights]
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
+    return cast(list[float], values)

@@ -1,0 +1,299 @@
+"""Cutting a batch of any structure into microbatches, and joining their outputs.
+
+Rules
+- Tensors, arrays, lists of samples and tensor dicts are cut along their first dimension; whatever has no
+  samples (numbers, text, None, 0-dim tensors) goes to every microbatch. All parts with samples must agree.
+- Containers keep their kind and are always new: a microbatch may be emptied or rebound by who gets it. Its
+  tensors are views of the batch's wherever torch can make views.
+- Lists follow `structure`: one that holds tensors directly is a container, any other has one item a sample.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from batchfit._decide.split import Piece, Shape
+from batchfit._torch.structure import children, is_array, rebuilt
+
+Split = Callable[[Any, list[int]], Sequence[Any]]
+
+
+class _Rows(NamedTuple):
+    path: str
+    length: int
+    plain: bool  # without tensors: perhaps not one item a sample
+
+
+def _is_table(node: Any) -> bool:
+    """A TensorDict or what looks like one: it knows its batch dimensions and can be indexed."""
+    extent = getattr(node, "batch_size", None)
+    return isinstance(extent, torch.Size) and len(extent) > 0 and hasattr(node, "__getitem__")
+
+
+def _is_list(node: Any) -> bool:
+    """One item a sample: a list without tensors directly in it, or a tuple of text."""
+    if isinstance(node, list):
+        return len(node) > 0 and not any(isinstance(item, torch.Tensor) for item in node)
+    return type(node) is tuple and len(node) > 0 and all(isinstance(item, str) for item in node)
+
+
+def _rows(node: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Iterator[_Rows]:
+    if isinstance(node, torch.Tensor):
+        if node.dim() > 0:
+            leaves.append((path, node))
+            yield _Rows(path, int(node.size(0)), False)
+    elif is_array(node):
+        yield _Rows(path, int(node.shape[0]), False)
+    elif _is_table(node):
+        yield _Rows(path, int(node.batch_size[0]), False)
+    elif isinstance(node, PackedSequence):
+        raise TypeError(f"{path} is a PackedSequence, which cannot be cut by samples: pass split=")
+    elif _is_list(node):
+        inner: list[tuple[str, torch.Tensor]] = []
+        for item in node:
+            for _ in _rows(item, path, inner):
+                pass
+        # Of samples only the first says what shape they have; all of them may need a gradient.
+        leaves.extend((f"{path}[]", tensor) for _, tensor in inner)
+        yield _Rows(path, len(node), not inner)
+    else:
+        for label, value in children(node) or ():
+            yield from _rows(value, path + label, leaves)
+
+
+@final
+class Whole:
+    """A batch, how many samples it has, its shape, and its microbatches.
+
+    >>> whole = Whole.of({"x": torch.zeros(5, 2), "scale": 0.1})
+    >>> [micro["x"].shape[0] for micro in whole.cut([3, 2])]
+    [3, 2]
+    """
+
+    __slots__ = ("_split", "batch", "leaves", "length", "shape")
+
+    def __init__(
+        self,
+        batch: Any,
+        length: int,
+        leaves: list[tuple[str, torch.Tensor]],
+        split: Split | None,
+        mode: str,
+    ) -> None:
+        self.batch = batch
+        self.length = length
+        self.leaves = leaves
+        self._split = split
+        self.shape = _shape(leaves, length, mode)
+
+    @classmethod
+    def of(cls, batch: Any, *, split: Split | None = None, mode: str = "") -> Whole:
+        """Look at a batch; a `ValueError` names parts that disagree."""
+        leaves: list[tuple[str, torch.Tensor]] = []
+        found = list(_rows(batch, "batch", leaves))
+        found = [part for part in found if not part.plain] or found
+        lengths = {part.length for part in found}
+        if split is not None and len(lengths) != 1:
+            try:
+                return cls(batch, len(batch), leaves, split, mode)
+            except TypeError:
+                raise TypeError(
+                    "batch must tell how many samples it has where split is given, not be a "
+                    f"{type(batch).__name__} without a length: give it __len__"
+                ) from None
+        if not found:
+            raise TypeError(
+                f"batch must hold tensors or lists with one row a sample, not {type(batch).__name__}: "
+                "pass split= to cut it yourself"
+            )
+        if len(lengths) > 1:
+            first = {part.length: part for part in reversed(found)}
+            named = ", ".join(
+                f"{part.path} has {part.length}" for part in found if first[part.length] is part
+            )
+            raise ValueError(
+                f"batch must have one number of samples in all its parts: {named}. "
+                "Pass split= to cut it yourself"
+            )
+        return cls(batch, lengths.pop(), leaves, split, mode)
+
+    @property
+    def can_take(self) -> bool:
+        """Samples can be picked one by one: a user's `split` cuts in order only."""
+        return self._split is None
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of those sizes, in order."""
+        if self._split is not None:
+            parts = list(self._split(self.batch, list(sizes)))
+            if len(parts) != len(sizes):
+                raise ValueError(
+                    f"split must return one microbatch for each of {len(sizes)} sizes, not {len(parts)}"
+                )
+            return parts
+        return self.rest((), sizes)
+
+    def take(self, samples: slice | Sequence[int]) -> Any:
+        """The microbatch of those samples."""
+        return _taken(self.batch, samples, self.length)
+
+    def rest(self, done: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of `sizes` after those of `done`."""
+        if self._split is not None:
+            return self.cut([*done, *sizes])[len(done) :]
+        ends = list(accumulate(sizes, initial=sum(done)))
+        return [self.take(slice(start, end)) for start, end in pairwise(ends)]
+
+    def versions(self) -> list[int]:
+        """Counts of in-place writes: a batch that was written into cannot be tried again."""
+        return [tensor._version for _, tensor in self.leaves if not tensor.is_inference()]
+
+    def micros(self, plan: Sequence[Piece]) -> list[Any]:
+        """The microbatches of a plan."""
+        if self._split is not None:
+            return self.cut([piece.size for piece in plan])
+        return [_taken(self.batch, piece.samples, self.length) for piece in plan]
+
+
+def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Shape:
+    keys, family, elements = [mode], [mode], 0
+    of_samples: set[str] = set()
+    for path, tensor in leaves:
+        if path.endswith("[]"):
+            elements += tensor.numel()
+            if path in of_samples:
+                continue
+            of_samples.add(path)
+            keys.append(f"{path}:{tensor.dtype}")
+        else:
+            extent = () if tensor.is_nested else tuple(tensor.shape[1:])
+            elements += tensor.numel()
+            keys.append(f"{path}:{tensor.dtype}{extent}")
+        family.append(f"{path}:{tensor.dtype}:{tensor.dim()}")
+    per_sample = -(-elements // max(length, 1))
+    if of_samples:
+        # Samples of any size: batches whose means are near are one shape.
+        per_sample = 1 << max(per_sample - 1, 0).bit_length()
+        keys.append(str(per_sample))
+    return Shape("|".join(keys), "|".join(family), per_sample)
+
+
+def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
+    if isinstance(node, torch.Tensor):
+        return _tensor_rows(node, samples) if node.dim() > 0 else node
+    if is_array(node) or _is_table(node):
+        return node[samples if isinstance(samples, slice) else list(samples)]
+    if _is_list(node):
+        if len(node) != length:  # a plain list of another length is no list of samples
+            return list(node) if isinstance(node, list) else node
+        return node[samples] if isinstance(samples, slice) else type(node)(node[i] for i in samples)
+    items = children(node)
+    return node if items is None else rebuilt(node, [_taken(value, samples, length) for _, value in items])
+
+
+def _tensor_rows(tensor: torch.Tensor, samples: slice | Sequence[int]) -> torch.Tensor:
+    if tensor.is_nested:
+        rows = tensor.unbind()
+        picked = rows[samples] if isinstance(samples, slice) else [rows[i] for i in samples]
+        nested: torch.Tensor = torch.nested.as_nested_tensor(list(picked), layout=tensor.layout)
+        return nested
+    if isinstance(samples, slice) and tensor.layout is torch.strided:
+        return tensor[samples]
+    indices = list(range(*samples.indices(tensor.size(0)))) if isinstance(samples, slice) else list(samples)
+    try:
+        return tensor.index_select(0, torch.tensor(indices, device=tensor.device))
+    except (NotImplementedError, RuntimeError) as error:
+        if tensor.layout is torch.strided:
+            raise
+        raise TypeError(
+            f"batch must hold tensors that can be cut by rows, not one of layout {tensor.layout} "
+            f"({type(error).__name__}): pass split="
+        ) from None
+
+
+def joined(outputs: Sequence[Any], counts: Sequence[int], path: str = "output") -> Any:
+    """What microbatches of `counts` samples returned, as the whole batch would have returned it."""
+    first = outputs[0]
+    if any(type(one) is not type(first) for one in outputs):
+        kinds = ", ".join(sorted({type(one).__name__ for one in outputs}))
+        raise TypeError(f"{path} must have one type in all microbatches, not {kinds}")
+    if isinstance(first, torch.Tensor):
+        return _joined_tensors(outputs, path)
+    if is_array(first):
+        numpy: Any = sys.modules["numpy"]
+        return numpy.concatenate(outputs)
+    if _is_table(first):
+        return torch.cat(list(outputs))
+    if isinstance(first, list):
+        return _joined_lists(outputs, counts, path)
+    items = children(first)
+    if items is None:
+        if any(_differs(one, first) for one in outputs):
+            raise TypeError(
+                f"{path} must be tensors, lists with one item a sample, or the same in all microbatches, "
+                f"not {type(first).__name__} values that differ"
+            )
+        return first
+    tables = [children(one) or [] for one in outputs]
+    if any([label for label, _ in table] != [label for label, _ in items] for table in tables):
+        raise ValueError(f"{path} must have the same items in all microbatches")
+    return rebuilt(
+        first,
+        [
+            joined([table[i][1] for table in tables], counts, path + label)
+            for i, (label, _) in enumerate(items)
+        ],
+    )
+
+
+def _differs(one: Any, other: Any) -> bool:
+    try:
+        return one is not other and not bool(one == other)
+    except Exception:  # noqa: BLE001 - an == of the user's own
+        return True
+
+
+def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
+    if outputs[0].dim() == 0:
+        if len(outputs) == 1:
+            return outputs[0]  # type: ignore[no-any-return]
+        raise ValueError(
+            f"{path} must have one row a sample, not be a 0-dim tensor: a value of the whole batch cannot be "
+            "put together from microbatches. Return one value a sample (reduction='none')"
+        )
+    if outputs[0].is_nested:
+        return torch.nested.as_nested_tensor(
+            [row for one in outputs for row in one.unbind()], layout=outputs[0].layout
+        )
+    try:
+        return torch.cat(list(outputs))
+    except RuntimeError:
+        shapes = {tuple(one.shape[1:]) for one in outputs}
+        if len(shapes) == 1:
+            raise
+        raise ValueError(
+            f"{path} must have rows of one shape in all microbatches, not {sorted(shapes)}: pad them in fn, "
+            "or return a list with one item a sample"
+        ) from None
+
+
+def _joined_lists(outputs: Sequence[Any], counts: Sequence[int], path: str) -> list[Any]:
+    def is_container(one: list[Any], count: int) -> bool:
+        return bool(one) and all(
+            isinstance(item, torch.Tensor) and item.dim() > 0 and item.size(0) == count for item in one
+        )
+
+    containers = all(is_container(one, count) for one, count in zip(outputs, counts, strict=True))
+    if containers and len({len(one) for one in outputs}) == 1:
+        columns = zip(*outputs, strict=True)
+        return [joined(column, counts, f"{path}[{i}]") for i, column in enumerate(columns)]
+    if all(len(one) == count for one, count in zip(outputs, counts, strict=True)):
+        return [item for one in outputs for item in one]
+    lengths = [len(one) for one in outputs]
+    raise ValueError(f"{path} must be a list with one item a sample ({list(counts)}), not of {lengths}")

@@ -1,0 +1,253 @@
+"""Which microbatch size next: what earlier batches taught, and what the device says now.
+
+Rules
+- One reading of the device a batch, at its beginning; a peak is measured only when a size is new. Nothing
+  waits for the device unless memory has run out.
+- A size that is new runs under the budget; one that ran is trusted.
+- Every change of size is an event: one line in the log, and a call of `on_event`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from batchfit._decide.split import Bounds, Event, EventKind, Learned, Shape, balanced, equal
+from batchfit._torch import attempt as trying
+from batchfit._torch.attempt import Failure, Reading
+from batchfit._torch.batch_parts import Whole
+from batchfit._torch.device import CudaDevice, Device
+from batchfit._torch.splittable import recompile_limit
+from batchfit.errors import NothingFitsError
+
+log = logging.getLogger("batchfit")
+
+_STATE_VERSION = 1
+_MOST_PEAKS = 1024
+
+
+@dataclass(slots=True)
+class Call:
+    """One batch on its way through a call."""
+
+    whole: Whole
+    size: int
+    bounds: Bounds
+    held_bytes: int | None
+    compiled: bool
+    retries: int = 0
+    peak_bytes: int | None = None
+    again: bool = False  # whether this size was already tried a second time
+
+    @property
+    def is_new(self) -> bool:
+        """Whether this size has never run for this shape."""
+        return self.retries > 0 or self.bounds.good < self.size
+
+
+@final
+class Sizing:
+    """The sizes of one Microbatcher."""
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        budget_bytes: int | None,
+        most: int | None,
+        on_event: Callable[[Event], object] | None,
+    ) -> None:
+        self.device = device
+        self.learned = Learned()
+        self._budget = budget_bytes
+        self._most = most
+        self._on_event = on_event
+        self._limit_bytes: int | None = None
+        self._last: tuple[Shape, int, int, bool] | None = None
+        self._retries_seen: int | None = None
+        self._peaks: dict[tuple[Shape, int], int] = {}
+        self._compiled: dict[str, set[int]] = {}
+        self._said: set[str] = set()
+
+    # --- one batch
+
+    def begin(self, whole: Whole, *, compiled: bool) -> Call:
+        """A batch comes: the size to begin with."""
+        reading = self._read()
+        known = self.learned.of(whole.shape)
+        size = self.learned.begin(
+            whole.shape, whole.length, self._room(reading, fresh=known is None), compiled=compiled
+        )
+        bounds = known or Bounds()
+        size = min(size, self._most or size)
+        if 0 < bounds.good < size < whole.length:
+            why = f"after {bounds.calm} calm batches"
+            self.tell("grown", bounds.size or bounds.good, size, why, shape=whole.shape)
+        return Call(whole, size, bounds, reading.held_bytes, compiled)
+
+    def plan(self, call: Call, left: int) -> tuple[int, ...]:
+        """Sizes for the `left` samples that are still to run."""
+        if call.compiled:
+            sizes = equal(left, min(call.size, left))
+            self._count_compiled(call.whole.shape, sizes)
+        else:
+            sizes = balanced(left, call.size)
+        if left == call.whole.length:
+            call.size = sizes[0]
+        return sizes
+
+    def attempt(self, call: Call, run: Any) -> Failure | None:
+        """Call `run`, measuring it where its size is new."""
+        new = call.is_new
+        if new:
+            trying.begin_peak(self.device)
+        failure = trying.attempt(
+            run,
+            device=self.device,
+            last=call.size == 1,
+            note=lambda: f"batchfit: raised in microbatch {run.at + 1}, of at most {call.size} samples",
+        )
+        if failure is None and new:
+            call.peak_bytes = trying.peak(self.device)
+        return failure
+
+    def shrink(self, call: Call, failure: Failure) -> None:
+        """After what the failed try changed was put back: free what it left, and choose what to try next."""
+        trying.recover(self.device)
+        call.retries += 1
+        reading = trying.read(self.device)
+        self._retries_seen = reading.retries  # running out is a retry too: it must not count as thrashing
+        call.held_bytes = reading.held_bytes
+        if failure.fragmented and not call.again:
+            call.again = True
+            self.tell("retry", call.size, call.size, f"memory was fragmented ({failure.message})")
+            return
+        if call.size == 1:
+            raise NothingFitsError(
+                1,
+                device=self.device.name,
+                budget_bytes=self._limit(fresh=True),
+                detail=f"a batch of {call.whole.length}, {call.whole.shape.key}; {failure.message}",
+            )
+        before = call.size
+        call.bounds = call.bounds.ran_out(before, call.whole.length, compiled=call.compiled)
+        call.size = call.bounds.size
+        most = call.bounds.most(self._room(reading, fresh=True))
+        if most is not None:
+            call.size = max(1, min(call.size, most))
+        call.again = False
+        self.tell("shrunk", before, call.size, failure.message, shape=call.whole.shape)
+
+    def finish(self, call: Call) -> None:
+        """Learn from a batch that ran."""
+        shape, used = call.whole.shape, None
+        if call.peak_bytes is not None and call.held_bytes is not None:
+            used = max(0, call.peak_bytes - call.held_bytes)
+        self.learned.put(shape, call.bounds.ran(call.size, call.whole.length, used_bytes=used))
+        self._last = (shape, call.size, call.whole.length, call.compiled)
+        if call.peak_bytes is None:
+            call.peak_bytes = self._peaks.get((shape, call.size))
+            return
+        if len(self._peaks) >= _MOST_PEAKS:
+            self._peaks.clear()
+        self._peaks[shape, call.size] = call.peak_bytes
+
+    def limited(self, call: Call) -> AbstractContextManager[None]:
+        """Inside, no more than the budget can be used, where the size is new."""
+        if self._budget is None or not call.is_new:
+            return nullcontext()
+        return self.device.limit(min(self._budget, self.device.total_bytes()))
+
+    # --- the device
+
+    def _read(self) -> Reading:
+        """The reading of this batch; allocation retries since the last one lower the size of its shape."""
+        reading = trying.read(self.device)
+        seen, self._retries_seen = self._retries_seen, reading.retries
+        if self._last is None or seen is None or reading.retries is None:
+            return reading
+        shape, size, total, compiled = self._last
+        bounds = self.learned.of(shape)
+        if bounds is not None and reading.retries > seen:
+            lower = bounds.thrashed(size, total, compiled=compiled)
+            if lower.thrash == 0:
+                why = f"allocations were retried {reading.retries - seen} times in a batch"
+                self.tell("shrunk", size, lower.size, why, shape=shape)
+            self.learned.put(shape, lower)
+        elif bounds is not None and bounds.thrash:
+            self.learned.put(shape, bounds.settled())
+        return reading
+
+    def _limit(self, *, fresh: bool) -> int:
+        """Bytes that may be used. Asking a GPU takes a while, so its answer is kept."""
+        if fresh or self._limit_bytes is None or not isinstance(self.device, CudaDevice):
+            free = self.device.budget_bytes()
+            self._limit_bytes = free if self._budget is None else min(free, self._budget)
+        return self._limit_bytes
+
+    def _room(self, reading: Reading, *, fresh: bool) -> int | None:
+        return None if reading.held_bytes is None else self._limit(fresh=fresh) - reading.held_bytes
+
+    # --- telling
+
+    def tell(self, kind: EventKind, before: int, after: int, why: str, *, shape: Shape | None = None) -> None:
+        """An event: to the log and to the user's function."""
+        peak = None if shape is None else self._peaks.get((shape, before))
+        event = Event(kind, before, after, why, peak, "" if shape is None else shape.key)
+        log.log(logging.INFO if kind in ("grown", "skipped") else logging.WARNING, "%s", event)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """A warning that is true for all batches."""
+        if topic not in self._said:
+            self._said.add(topic)
+            log.warning("%s", text)
+
+    def _count_compiled(self, shape: Shape, sizes: Sequence[int]) -> None:
+        seen = self._compiled.setdefault(shape.key, set())
+        seen.update(sizes)
+        limit = recompile_limit()
+        if limit is not None and len(seen) >= limit - 1:
+            self.warn_once(
+                "compiled",
+                f"{len(seen)} microbatch sizes have been compiled, and torch gives up at {limit}: then the "
+                "model runs uncompiled. Keep the batch size the same, or pass microbatch_size",
+            )
+
+    # --- what survives a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, and where."""
+        return {"version": _STATE_VERSION, **self._circumstances(), "learned": self.learned.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was learned, unless it was on another device or under another budget."""
+        if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
+            raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
+        now = self._circumstances()
+        changed = [name for name in ("device", "total_bytes", "budget_bytes") if state.get(name) != now[name]]
+        if changed:
+            why = ", ".join(f"{name} was {state.get(name)!r} and is {now[name]!r}" for name in changed)
+            self.learned = Learned()
+            self.tell("relearned", 0, 0, why)
+            return
+        if state.get("torch") != now["torch"]:
+            log.info("sizes were learned with torch %s, and this is %s", state.get("torch"), now["torch"])
+        self.learned = Learned.from_dict(state["learned"])
+
+    def _circumstances(self) -> dict[str, Any]:
+        name = self.device.name
+        if isinstance(self.device, CudaDevice):
+            name = torch.cuda.get_device_name(self.device.index)
+        return {
+            "device": name,
+            "total_bytes": None if name == "cpu" else self.device.total_bytes(),
+            "budget_bytes": self._budget,
+            "torch": str(torch.__version__),
+        }

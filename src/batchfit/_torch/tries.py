@@ -1,0 +1,268 @@
+"""The work of one try: a batch's microbatches run once, from the first to the last.
+
+Rules
+- A try is called and either ends or raises; what it leaves in gradients, buffers and generators is the
+  caller's to take back. It holds views of the batch and no tensor of the user's once it has raised.
+- The user's function is called in a frame that is gone before the next microbatch is touched.
+- Losses stay on the device: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, final
+
+import torch
+
+from batchfit._torch import rng
+from batchfit._torch.batch_parts import Whole, joined
+from batchfit._torch.feed import feed
+from batchfit._torch.norms import BatchNorm, ExactStatistics
+from batchfit._torch.rewind import Rewind
+from batchfit._torch.structure import children, mapped
+
+Judgement = Literal["mean", "sum", "compared", "unclear"]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@final
+class BackwardTry:
+    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight."""
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        micros: Sequence[Any],
+        shares: Sequence[float],
+        device: torch.device | None,
+        rewind: Rewind,
+        scaler: Any,
+        layers: Sequence[BatchNorm],
+    ) -> None:
+        # A microbatch without weight has no part in the result, and its mean would be 0/0.
+        self._indices = [index for index, share in enumerate(shares) if share]
+        self._micros = [micros[index] for index in self._indices]
+        self._shares = shares
+        self._fn = fn
+        self._device = device
+        self._rewind = rewind
+        self._scaler = scaler
+        self._layers = layers
+        self.at = 0
+        self.loss: Any = None
+
+    def __call__(self) -> None:
+        total: torch.Tensor | None = None
+        with ExactStatistics(self._layers) as exact:
+            for index, micro in zip(self._indices, feed(self._micros, self._device), strict=True):
+                self.at = index
+                exact.next_microbatch()
+                loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
+                del micro  # or it would live on while the next one is on its way
+                total = loss if total is None else total + loss
+            exact.apply()
+        self._rewind.keep()
+        self.loss = total
+
+
+def _run_one(fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any) -> torch.Tensor:
+    loss = fn(micro)
+    check_loss(loss, "fn")
+    if share != 1.0:
+        loss = loss * share
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    kept: torch.Tensor = loss.detach()
+    return kept.float() if kept.dtype in _LOW else kept
+
+
+def check_loss(loss: Any, name: str) -> None:
+    """A scalar tensor that requires grad, or an error that says what it is instead."""
+    if not isinstance(loss, torch.Tensor):
+        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
+        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
+    if loss.numel() != 1:
+        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
+            "loss detached or made under torch.no_grad?"
+        )
+
+
+@final
+class CachedTry:
+    """A loss over the representations of the whole batch, with the encoder in chunks: exact.
+
+    Every chunk runs forward twice: without a graph for the representations, and with one for the gradients,
+    from the same random numbers.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[Any], Any],
+        loss_fn: Callable[[Any], Any],
+        micros: Sequence[Any],
+        counts: Sequence[int],
+        device: torch.device | None,
+        rewind: Rewind,
+        scaler: Any,
+        layers: Sequence[BatchNorm],
+    ) -> None:
+        self._encode = encode
+        self._loss_fn = loss_fn
+        self._micros = micros
+        self._counts = counts
+        self._device = device
+        self._rewind = rewind
+        self._scaler = scaler
+        self._layers = layers
+        self.at = 0
+        self.loss: Any = None
+
+    def __call__(self) -> None:
+        if len(self._micros) == 1:
+            (micro,) = feed(self._micros, self._device)
+            loss = self._backward(self._encode(micro))
+        else:
+            loss = self._chunked()
+        self._rewind.keep()
+        self.loss = loss
+
+    def _backward(self, representations: Any) -> torch.Tensor:
+        loss = self._loss_fn(representations)
+        check_loss(loss, "loss_fn")
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        kept: torch.Tensor = loss.detach()
+        return kept
+
+    def _chunked(self) -> torch.Tensor:
+        representations, rows, states = self._representations()
+        loss = self._backward(representations)
+        gradients = [tensor.grad for tensor in tensors_of(representations)]
+        del representations
+        after = rng.global_states()
+        self._rewind.buffers_back()
+        starts = [0] * len(gradients)
+        with ExactStatistics(self._layers) as exact:
+            for index, micro in enumerate(feed(self._micros, self._device)):
+                self.at = index
+                exact.next_microbatch()
+                _put(states[index])
+                self._again(micro, gradients, starts, rows[index])
+                del micro
+                starts = [start + count for start, count in zip(starts, rows[index], strict=True)]
+            exact.apply()
+        _put(after)
+        return loss
+
+    def _representations(self) -> tuple[Any, list[list[int]], list[list[tuple[str, rng.Undo]]]]:
+        """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
+        outputs, rows, states = [], [], []
+        with torch.no_grad():
+            for index, micro in enumerate(feed(self._micros, self._device)):
+                self.at = index
+                states.append(rng.global_states())
+                outputs.append(self._encode(micro))
+                del micro
+                rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
+            whole = joined(outputs, self._counts, "encode's output")
+        # Older torch keeps cast copies of the weights that were made without a graph: they must not serve
+        # the second pass, in which no gradient would reach the weights.
+        torch.clear_autocast_cache()
+        return mapped(whole, _as_leaf), rows, states
+
+    def _again(
+        self, micro: Any, gradients: list[torch.Tensor | None], starts: list[int], rows: list[int]
+    ) -> None:
+        tensors = tensors_of(self._encode(micro))
+        if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
+            raise ValueError("encode must return the same rows when it is called again with the same samples")
+        pairs = [
+            (tensor, gradient[start : start + count])
+            for tensor, gradient, start, count in zip(tensors, gradients, starts, rows, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        if pairs:
+            # The same as the backward of sum(tensor * gradient), without making that sum.
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    detached = leaf.detach()
+    return detached.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else detached
+
+
+def _put(states: list[tuple[str, rng.Undo]]) -> None:
+    for _, undo in states:
+        undo()
+
+
+def tensors_of(node: Any) -> list[torch.Tensor]:
+    """The tensors in a structure, in order."""
+    if isinstance(node, torch.Tensor):
+        return [node]
+    return [tensor for _, value in children(node) or () for tensor in tensors_of(value)]
+
+
+@final
+class MapTry:
+    """Calls of `fn` for what is left of a batch; outputs are kept as they come."""
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        whole: Whole,
+        sizes: Sequence[int],
+        device: torch.device | None,
+        begin: Callable[[], Rewind],
+        outputs: list[Any],
+        counts: list[int],
+    ) -> None:
+        self._fn = fn
+        self._whole = whole
+        self._sizes = sizes
+        self._device = device
+        self._begin = begin
+        self._outputs = outputs
+        self._counts = counts
+        self.at = 0
+        self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
+
+    def __call__(self) -> None:
+        micros = self._whole.rest(self._counts, self._sizes)
+        for index, micro in enumerate(feed(micros, self._device)):
+            self.at = index
+            self.mark = self._begin()
+            self._outputs.append(self._fn(micro))
+            self._counts.append(self._sizes[index])
+            del micro
+
+
+def judge_loss(fn: Callable[[Any], Any], whole: Whole, size: int, device: torch.device | None) -> Judgement:
+    """What kind of loss `fn` returns, from how it grows when the same samples come twice and four times.
+
+    A mean stays, a sum doubles; a loss in which samples are compared with each other (in-batch negatives)
+    does neither. The same samples, so that nothing else makes a difference; at most `size` of them.
+    """
+    few = list(range(2 if size >= 8 and whole.length >= 2 else 1))
+    times = [count for count in (1, 2, 4) if count * len(few) <= size]
+    if len(times) < 2:
+        return "unclear"
+    losses = []
+    with torch.no_grad():
+        for count in times:
+            (micro,) = feed([whole.take(few * count)], device)
+            losses.append(float(fn(micro)))
+    torch.clear_autocast_cache()
+    if not all(math.isfinite(loss) and loss for loss in losses):
+        return "unclear"
+    growth = [loss / losses[0] for loss in losses]
+    if all(abs(ratio - 1) < 0.1 for ratio in growth):
+        return "mean"
+    if all(abs(ratio / count - 1) < 0.05 for ratio, count in zip(growth, times, strict=True)):
+        return "sum"
+    return "compared" if len(growth) == 3 and growth[1] > 1.2 and growth[2] > 1.2 * growth[1] else "unclear"

@@ -1,0 +1,271 @@
+"""Microbatcher on a real CUDA device: real out-of-memory errors, copies that overlap, no waiting."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from batchfit import Microbatcher
+from batchfit._decide.split import Event
+from batchfit.errors import NothingFitsError
+
+pytestmark = pytest.mark.gpu
+
+WORDS = 4096
+MIB = 2**20
+
+
+class Small(nn.Module):
+    """Four layers without dropout: what a capped run computes can be compared with an uncapped one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        self.embed = nn.Embedding(WORDS, 256)
+        self.body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, WORDS)
+        self.to("cuda", dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(ids)))
+
+    def loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert micro["ids"].is_cuda
+        return functional.cross_entropy(self(micro["ids"]).flatten(0, 1), micro["ids"].flatten())
+
+
+def tokens(n: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    return {"ids": torch.randint(0, WORDS, (n, length), generator=torch.Generator().manual_seed(seed))}
+
+
+@contextmanager
+def capped(extra_bytes: int) -> Iterator[None]:
+    """Inside, no more than that can be allocated beside what is reserved now."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + extra_bytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def by_hand(model: Small, batch: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> torch.Tensor:
+    model.zero_grad()
+    for part in batch["ids"].cuda().split(sizes):
+        (model.loss({"ids": part}) * (len(part) / len(batch["ids"]))).backward()
+    found = gradient(model).clone()
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("cap", range(20))
+def test_twenty_caps(cap: int) -> None:
+    model = Small()
+    batch = tokens(64, 128)
+    expected = by_hand(model, batch, (8,) * 8)
+    held = torch.cuda.memory_allocated()
+    mb = Microbatcher(model)
+    retries = 0
+    with capped((140 + 70 * cap) * MIB):
+        for _ in range(3):
+            model.zero_grad()
+            report = mb.backward(model.loss, batch)
+            retries += report.retries
+            assert sum(report.microbatch_sizes) == 64
+            assert (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
+        model.zero_grad()
+        del report
+    assert retries > 0 or cap > 10
+    assert torch.cuda.memory_allocated() <= held + MIB
+
+
+def test_one_sample_that_does_not_fit() -> None:
+    model = Small()
+    held = torch.cuda.memory_allocated()
+    with capped(20 * MIB), pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cuda:0"):
+        Microbatcher(model).backward(model.loss, tokens(8, 1024))
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= held + MIB
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_hundred_random_shapes_under_a_cap_follow_the_uncapped_run() -> None:
+    def run(cap_bytes: int | None) -> tuple[list[float], int, int]:
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        events: list[Event] = []
+        mb = Microbatcher(model, on_event=events.append)
+        draw = random.Random(0)
+        losses, retried, samples = [], 0, 0
+        with capped(cap_bytes if cap_bytes is not None else 60 * 1024 * MIB):
+            for step in range(100):
+                n, length = draw.randint(8, 64), draw.choice([32, 64, 96, 128, 192, 256])
+                optimizer.zero_grad()
+                report = mb.backward(model.loss, tokens(n, length, seed=step))
+                optimizer.step()
+                losses.append(float(report.loss))
+                retried += report.retries > 0
+                samples += sum(report.microbatch_sizes)
+        return losses, retried, samples
+
+    free, none, samples = run(None)
+    tight, retried, same = run(900 * MIB)
+    assert none == 0
+    assert samples == same
+    assert 0 < retried < 25  # of 100 batches: the others were cut before they ran out
+    for one, two in zip(free, tight, strict=True):
+        assert abs(one - two) < 2e-3 * abs(one)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_large_inputs_arrive_whole_while_others_are_in_use(pinned: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 62 * 62, 2)).double().cuda()
+    images = torch.randn(37, 3, 64, 64, dtype=torch.double)
+    images = images.pin_memory() if pinned else images
+    model(images.cuda()).square().mean().backward()
+    expected = gradient(model).clone()
+    mb = Microbatcher(model, microbatch_size=5)
+    for _ in range(5):
+        model.zero_grad()
+        mb.backward(lambda micro: model(micro["x"]).square().mean(), {"x": images, "scale": 1.0})
+        assert (gradient(model) - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_an_error_between_copies_leaves_memory_that_can_be_used() -> None:
+    model = nn.Linear(1024, 1024).cuda()
+    batch = torch.randn(4096, 1024)
+    calls: list[int] = []
+
+    def fn(micro: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) % 2 == 0:
+            raise ValueError("mine")
+        return model(micro).mean()
+
+    mb = Microbatcher(model, microbatch_size=512)
+    for _ in range(10):
+        with pytest.raises(ValueError, match="mine"):
+            mb.backward(fn, batch)
+        filled = torch.full((512, 1024), 7.0, device="cuda")  # takes the block of the copy on its way
+        assert float(filled.mean()) == 7.0
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_nothing_waits_for_the_device_once_settled() -> None:
+    model = Small()
+    mb = Microbatcher(model, microbatch_size=8, weight=lambda micro: micro["ids"].ne(0).sum())
+    batch = tokens(32, 128)
+    for _ in range(3):
+        model.zero_grad()
+        mb.backward(model.loss, batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            mb.backward(model.loss, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_budget_is_kept() -> None:
+    model = Small()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    budget = torch.cuda.memory_reserved() + 500 * MIB
+    mb = Microbatcher(model, budget=budget)
+    for _ in range(4):
+        model.zero_grad()
+        report = mb.backward(model.loss, tokens(64, 128))
+    assert len(report.microbatch_sizes) > 1
+    assert torch.cuda.max_memory_reserved() <= 1.05 * budget  # fragments of trusted sizes are not held back
+
+
+def test_dropout_of_a_retried_batch_is_that_of_a_first_try() -> None:
+    def run(size: int | None, cap_bytes: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 4096), nn.Dropout(0.5), nn.GELU(), nn.Linear(4096, 16)).cuda()
+        batch = torch.randn(4096, 512)
+        with capped(cap_bytes):
+            torch.manual_seed(1)
+            report = Microbatcher(model, microbatch_size=size).backward(
+                lambda x: model(x).square().mean(), batch
+            )
+            return report, gradient(model), torch.rand(1, device="cuda")
+
+    report, ours, after = run(None, 220 * MIB)
+    assert report.retries > 0
+    _, first, then = run(max(report.microbatch_sizes), 20 * 1024 * MIB)
+    assert torch.equal(after, then)
+    assert (ours - first).norm() <= 1e-6 * first.norm()
+
+
+def test_evaluation_in_pieces_and_cached_representations() -> None:
+    model = Small().eval()
+    batch = tokens(64, 128)
+    with torch.no_grad():
+        whole = model(batch["ids"].cuda()).argmax(-1).cpu()
+    with capped(300 * MIB):
+        found = Microbatcher(model).map(lambda micro: model(micro["ids"]).argmax(-1).cpu(), batch)
+    assert (found == whole).double().mean() > 0.999
+    encoder = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 32)).cuda().double()
+    points = torch.randn(50, 64, dtype=torch.double)
+
+    def loss_fn(reps: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(reps @ reps.roll(1, 0).T, torch.arange(len(reps), device=reps.device))
+
+    loss_fn(encoder(points.cuda())).backward()
+    expected = gradient(encoder).clone()
+    encoder.zero_grad()
+    Microbatcher(encoder, microbatch_size=7).backward_cached(encoder, loss_fn, points)
+    assert (gradient(encoder) - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_autocast_and_a_scaler() -> None:
+    model = Small()
+    scaler = torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    mb = Microbatcher(model, microbatch_size=8)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            report = mb.backward(model.loss, tokens(32, 64), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(report.loss)
+    assert losses[-1].dtype is torch.float32
+    assert float(losses[-1]) < float(losses[0])
+
+
+@pytest.mark.slow
+def test_a_compiled_model() -> None:
+    model = Small()
+    batch = tokens(40, 64)
+    expected = by_hand(model, batch, (16, 16, 8))
+    compiled: Any = torch.compile(model)
+    mb = Microbatcher(compiled, microbatch_size=16)
+
+    def fn(micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(compiled(micro["ids"]).flatten(0, 1), micro["ids"].flatten())
+
+    report = mb.backward(fn, batch)
+    assert report.microbatch_sizes == (16, 16, 8)
+    assert (gradient(model) - expected).norm() <= 1e-3 * expected.norm()

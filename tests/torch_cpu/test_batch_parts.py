@@ -1,0 +1,211 @@
+"""Batches of any structure, cut and joined."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+
+from batchfit._decide.split import balanced, pieces
+from batchfit._torch.batch_parts import Whole, joined
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Table:
+    """What a TensorDict looks like to us."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+        self.batch_size = torch.Size(x.shape[:1])
+
+    def __getitem__(self, rows: Any) -> Table:
+        return Table(self.x[rows])
+
+
+def leaf(n: int) -> st.SearchStrategy[Any]:
+    return st.sampled_from(
+        [
+            torch.arange(n),
+            torch.arange(3.0 * n).view(n, 3),
+            torch.arange(n).view(n, 1).expand(n, 4),
+            np.arange(n),
+            [{"text": str(i), "ids": torch.arange(i)} for i in range(n)],
+            [f"sample {i}" for i in range(n)],
+            torch.tensor(2.5),
+            0.1,
+            None,
+            "broadcast",
+            tuple(f"t{i}" for i in range(n)),
+        ]
+    )
+
+
+def batches(n: int) -> st.SearchStrategy[Any]:
+    inner = st.recursive(
+        leaf(n),
+        lambda nodes: st.one_of(
+            st.dictionaries(st.sampled_from("abcd"), nodes, min_size=1, max_size=3),
+            st.lists(nodes, min_size=2, max_size=3).map(tuple),
+            st.builds(Pair, nodes, nodes),
+        ),
+        max_leaves=5,
+    )
+    return inner.map(lambda node: {"rows": torch.arange(n), "more": node})
+
+
+def same(one: Any, two: Any) -> bool:
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, np.ndarray):
+        return bool((one == two).all())
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), n=st.integers(2, 9), at_most=st.integers(1, 9))
+def test_pieces_of_any_structure_hold_every_sample_once(data: Any, n: int, at_most: int) -> None:
+    batch = data.draw(batches(n))
+    sizes = balanced(n, at_most)
+    whole = Whole.of(batch)
+    assert whole.length == n
+    micros = whole.micros(pieces(sizes))
+    assert [micro["rows"].tolist() for micro in micros] == [
+        list(range(n))[piece.samples] for piece in pieces(sizes)
+    ]
+    # picked one by one, in the same order, is the same
+    for micro, piece in zip(micros, pieces(sizes), strict=True):
+        assert same(micro, whole.take(list(range(n))[piece.samples]))
+    assert same(whole.cut([n])[0], batch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), n=st.integers(2, 9), at_most=st.integers(1, 9))
+def test_joining_is_the_inverse_of_cutting(data: Any, n: int, at_most: int) -> None:
+    kinds = [torch.arange(2.0 * n).view(n, 2), [{"id": i} for i in range(n)], np.arange(n), None, "same"]
+    batch = {
+        "rows": torch.arange(n),
+        "nested": Pair(data.draw(st.sampled_from(kinds)), (data.draw(st.sampled_from(kinds)),)),
+    }
+    sizes = balanced(n, at_most)
+    assert same(joined(Whole.of(batch).cut(sizes), sizes), batch)
+
+
+def test_containers_keep_their_kind_and_are_new() -> None:
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": torch.arange(6).view(3, 2)})
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(3, 2))
+    table = Table(torch.arange(3))
+    batch = {"e": encoding, "o": output, "r": Record(torch.arange(3)), "d": OrderedDict(t=table)}
+    first, last = Whole.of(batch).cut([2, 1])
+    assert [type(value) for value in first.values()] == [type(value) for value in batch.values()]
+    assert last["e"]["input_ids"].tolist() == [[4, 5]]
+    assert last["o"].last_hidden_state.shape == (1, 2)
+    assert last["r"] == Record(last["r"].x, "a")
+    assert last["d"]["t"].x.tolist() == [2]
+    (only,) = Whole.of(batch).cut([3])
+    only.pop("e")  # what fn does to its microbatch does not reach the batch
+    only["d"].clear()
+    assert "e" in batch
+    assert "t" in batch["d"]
+
+
+def test_pieces_are_views() -> None:
+    x = torch.arange(6)
+    assert Whole.of((x, x)).cut([4, 2])[1][0].data_ptr() == x[4:].data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_and_nested_tensors_are_cut_too() -> None:
+    sparse = torch.eye(4).to_sparse()
+    assert Whole.of(sparse).cut([3, 1])[1].to_dense().tolist() == [[0, 0, 0, 1]]
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3), torch.ones(1)], layout=torch.jagged)
+    assert [row.numel() for row in Whole.of({"x": nested}).cut([1, 2])[1]["x"].unbind()] == [3, 1]
+    with pytest.raises(TypeError, match=r"one of layout torch\.sparse_csr"):
+        Whole.of(torch.eye(4).to_sparse_csr()).cut([2, 2])
+
+
+def test_a_length_that_disagrees_is_named() -> None:
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 4, batch\['y'\]\[0\] has 3. Pass split="):
+        Whole.of({"x": torch.ones(4), "y": (torch.ones(3), torch.ones(4))})
+    with pytest.raises(TypeError, match="must hold tensors or lists with one row a sample, not dict"):
+        Whole.of({"x": 3})
+    with pytest.raises(TypeError, match=r"batch\[0\] is a PackedSequence"):
+        Whole.of((pack_sequence([torch.ones(2)]), torch.ones(1)))
+
+
+def test_a_users_split_cuts_what_we_cannot() -> None:
+    class Strange:
+        def __init__(self, items: list[int]) -> None:
+            self.items = items
+
+        def __len__(self) -> int:
+            return len(self.items)
+
+    def split(batch: Strange, sizes: list[int]) -> list[Strange]:
+        items = iter(batch.items)
+        return [Strange([next(items) for _ in range(size)]) for size in sizes]
+
+    whole = Whole.of(Strange([1, 2, 3]), split=split)
+    assert [part.items for part in whole.cut([2, 1])] == [[1, 2], [3]]
+    assert [part.items for part in whole.rest([1], [1, 1])] == [[2], [3]]
+    with pytest.raises(ValueError, match="one microbatch for each of 2 sizes, not 1"):
+        Whole.of(Strange([1, 2]), split=lambda batch, sizes: [batch]).cut([1, 1])
+    with pytest.raises(TypeError, match="give it __len__"):
+        Whole.of(object(), split=split)
+
+
+def test_the_shape_is_that_of_a_sample() -> None:
+    def shape(n: int, length: int, mode: str = "train", dtype: torch.dtype = torch.float32) -> Any:
+        return Whole.of({"x": torch.ones(n, length, dtype=dtype)}, mode=mode).shape
+
+    assert shape(4, 8) == shape(7, 8)
+    assert shape(4, 8).elements == 8
+    assert shape(4, 8).key != shape(4, 9).key
+    assert shape(4, 8).family == shape(4, 9).family
+    assert shape(4, 8).family != shape(4, 8, mode="eval").family
+    assert shape(4, 8).family != shape(4, 8, dtype=torch.float64).family
+    of_samples = [Whole.of([{"x": torch.ones(k)} for _ in range(n)]).shape for n, k in ((3, 8), (5, 7))]
+    assert of_samples[0] == of_samples[1]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "match"),
+    [
+        ([torch.tensor(1.0)] * 2, ValueError, "output must have one row a sample, not be a 0-dim tensor"),
+        ([torch.ones(1, 2), torch.ones(1, 3)], ValueError, r"not \[\(2,\), \(3,\)\]: pad them in fn"),
+        ([{"a": 1.5}, {"a": 2.5}], TypeError, r"output\['a'\] must be tensors.* float values that differ"),
+        ([{"a": None}, {"b": None}], ValueError, "the same items"),
+        ([None, torch.ones(1)], TypeError, "one type in all microbatches, not NoneType, Tensor"),
+        ([[1, 2], [3]], ValueError, r"one item a sample \(\[1, 1\]\), not of \[2, 1\]"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_say_why(outputs: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        joined(outputs, [1] * len(outputs))
+
+
+def test_lists_of_outputs_are_samples_unless_they_hold_whole_tensors() -> None:
+    columns = [[torch.ones(2, 3), torch.zeros(2)], [torch.ones(1, 3), torch.zeros(1)]]
+    assert [tuple(one.shape) for one in joined(columns, [2, 1])] == [(3, 3), (3,)]
+    boxes = [[torch.ones(5), torch.ones(7)], [torch.ones(6)]]
+    assert [one.numel() for one in joined(boxes, [2, 1])] == [5, 7, 6]

@@ -1,0 +1,231 @@
+"""How a batch is cut, and what is learned about sizes: pure, against memories that are known."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfit._decide.split import (
+    MOST_READINGS,
+    MOST_SHAPES,
+    PATIENCE,
+    Bounds,
+    Event,
+    Learned,
+    Shape,
+    balanced,
+    equal,
+    pieces,
+    rung,
+)
+
+SHAPE = Shape("x(8)", "x", 8)
+
+
+@given(total=st.integers(1, 5000), at_most=st.integers(1, 6000))
+def test_balanced_pieces_are_few_and_near_equal(total: int, at_most: int) -> None:
+    sizes = balanced(total, at_most)
+    assert sum(sizes) == total
+    assert 1 <= min(sizes) <= max(sizes) <= at_most
+    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == math.ceil(total / at_most)
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@given(total=st.integers(1, 5000), at_most=st.integers(1, 6000))
+def test_equal_pieces_have_one_size_and_a_remainder(total: int, at_most: int) -> None:
+    sizes = equal(total, at_most)
+    assert sum(sizes) == total
+    assert set(sizes[:-1]) <= {at_most}
+    assert 1 <= sizes[-1] <= at_most
+
+
+@pytest.mark.parametrize(("size", "largest"), [(1, 1), (2, 2), (3, 2), (64, 64), (100, 64)])
+def test_rungs_are_powers_of_two(size: int, largest: int) -> None:
+    assert rung(size) == largest
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
+def test_pieces_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
+    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
+    assert taken == list(range(sum(sizes)))
+    assert tuple(piece.size for piece in pieces(sizes)) == sizes
+
+
+class Memory:
+    """A device on which a microbatch of `size` needs `fixed + slope * size` bytes."""
+
+    def __init__(self, most: int, *, fixed: int = 50, slope: int = 10, reads: bool = False) -> None:
+        self.room = fixed + slope * most + slope // 2
+        self.fixed, self.slope, self.reads = fixed, slope, reads
+        self.ran_out = 0
+
+    def needs(self, size: int) -> int:
+        return self.fixed + self.slope * size
+
+    def batch(
+        self, learned: Learned, total: int, *, shape: Shape = SHAPE, compiled: bool = False
+    ) -> tuple[int, int]:
+        """(the size that ran, how often memory ran out), as `Sizing` goes about it."""
+        room = self.room if self.reads else None
+        size = learned.begin(shape, total, room, compiled=compiled)
+        bounds = learned.of(shape) or Bounds()
+        tries = 0
+        while True:
+            assert 1 <= size <= total
+            size = equal(total, size)[0] if compiled else balanced(total, size)[0]
+            if self.needs(size) <= self.room:
+                used = self.needs(size) if self.reads else None
+                learned.put(shape, bounds.ran(size, total, used_bytes=used))
+                return size, tries
+            tries += 1
+            self.ran_out += 1
+            assert size > 1, "not even one sample fits"
+            bounds = bounds.ran_out(size, total, compiled=compiled)
+            assert bounds.size < size
+            size = bounds.size
+
+
+@settings(max_examples=150, deadline=None)
+@given(most=st.integers(1, 300), total=st.integers(1, 300), compiled=st.booleans())
+def test_the_fewest_pieces_are_found_without_any_reading(most: int, total: int, compiled: bool) -> None:
+    memory, learned = Memory(most), Learned()
+    _, tries = memory.batch(learned, total, compiled=compiled)
+    assert tries <= math.ceil(math.log2(total)) + 1
+    sizes = [memory.batch(learned, total, compiled=compiled)[0] for _ in range(200)]
+    if compiled:
+        assert sizes[-1] == total or 2 * sizes[-1] > min(most, total)
+    else:
+        assert len(balanced(total, sizes[-1])) == math.ceil(total / most)
+    # halving down, then a bisection between the last two: never more than a few a batch and few in all
+    assert memory.ran_out <= 2 * math.log2(total) + 6
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    most=st.integers(2, 300),
+    totals=st.lists(st.integers(1, 400), min_size=30, max_size=60),
+    fixed=st.integers(0, 5000),
+)
+def test_with_readings_memory_runs_out_in_the_first_large_batch_only(
+    most: int, totals: list[int], fixed: int
+) -> None:
+    memory, learned = Memory(most, fixed=fixed, reads=True), Learned()
+    batches_with_failures = sum(memory.batch(learned, total)[1] > 0 for total in totals)
+    assert batches_with_failures <= 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(most=st.integers(20, 300), fixed=st.integers(0, 200))
+def test_with_readings_the_memory_is_used_up_to_the_margin(most: int, fixed: int) -> None:
+    memory, learned = Memory(most, fixed=fixed, reads=True), Learned()
+    total = 16 * most
+    sizes = [memory.batch(learned, total)[0] for _ in range(6)]
+    assert memory.needs(sizes[-1]) > 0.8 * memory.room - 2 * memory.slope
+
+
+def test_each_failed_growth_doubles_the_wait() -> None:
+    bounds = Bounds(size=8, good=8, bad=64)
+    waits, tried = [], []
+    for _ in range(4):
+        waiting = 0
+        while bounds.next_size(64, None) == 8:
+            bounds = bounds.ran(8, 64)
+            waiting += 1
+        tried.append(bounds.next_size(64, None))
+        bounds = bounds.ran_out(tried[-1], 64)
+        assert bounds.size == 8
+        waits.append(waiting)
+    assert tried[:2] == [13, 10]  # 5 and 7 pieces, between 2 and 8; then nothing is left between
+    # 16 waits of a wait that has doubled twice, until what failed may be tried again
+    assert waits[:3] == [PATIENCE, 2 * PATIENCE, 16 * 4 * PATIENCE]
+
+
+def test_a_size_that_ran_is_left_when_it_runs_out_later() -> None:
+    bounds = Bounds().ran(64, 64, used_bytes=640).ran_out(64, 64)
+    assert (bounds.size, bounds.good, bounds.bad) == (32, 0, 64)
+    assert bounds.readings == ()
+
+
+def test_a_small_batch_does_not_lower_the_size_of_large_ones() -> None:
+    bounds = Bounds().ran_out(64, 64).ran(32, 64).ran(5, 5)
+    assert bounds.size == 32
+    assert bounds.next_size(64, None) == 32
+
+
+def test_allocation_retries_lower_the_size_only_when_they_come_twice_in_a_row() -> None:
+    bounds = Bounds().ran(64, 64)
+    once = bounds.thrashed(64, 64)
+    assert once.next_size(64, None) == 64
+    assert once.settled().thrashed(64, 64).next_size(64, None) == 64
+    twice = once.thrashed(64, 64)
+    assert twice.next_size(64, None) == 32
+    assert twice.bad == 64
+    assert Bounds().ran(1, 8).thrashed(1, 8).thrashed(1, 8).next_size(8, None) >= 1
+
+
+def test_less_memory_than_last_time_cuts_before_it_runs_out() -> None:
+    bounds = Bounds().ran(32, 64, used_bytes=320 + 50).ran(64, 64, used_bytes=640 + 50)
+    assert bounds.next_size(64, 700) == 64
+    smaller = bounds.next_size(64, 400)  # an optimizer has got its state since
+    assert 16 < smaller <= 35
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_longer_batch_is_cut_smaller_before_it_runs_out(reads: bool) -> None:
+    learned = Learned()
+    short, longer = Shape("x(64)", "x", 64), Shape("x(256)", "x", 256)
+    memory = Memory(32, fixed=0, slope=64, reads=reads)
+    for _ in range(12):
+        memory.batch(learned, 64, shape=short)
+    size = learned.begin(longer, 64, memory.room if reads else None)
+    assert 4 <= size <= 8  # a quarter of 32, less the margin
+    shorter = learned.begin(Shape("x(16)", "x", 16), 64, memory.room if reads else None)
+    assert shorter == 64  # 32 at 64 elements are 128 at 16
+    assert learned.begin(Shape("y(256)", "y", 256), 64, memory.room) == 64  # no relative
+
+
+def test_shapes_that_never_met_the_end_of_memory_say_nothing_without_readings() -> None:
+    learned = Learned()
+    learned.put(Shape("x(64)", "x", 64), Bounds().ran(8, 8))
+    assert learned.begin(Shape("x(640)", "x", 640), 8, None) == 8
+
+
+def test_a_shape_is_at_least_as_small_as_a_longer_relative() -> None:
+    learned = Learned()
+    learned.put(Shape("x(100)", "x", 100), Bounds().ran_out(40, 40).ran(20, 40))
+    assert learned.begin(Shape("x(99)", "x", 99), 40, None) >= 20
+
+
+def test_few_shapes_and_few_readings_are_kept() -> None:
+    learned = Learned()
+    for i in range(MOST_SHAPES + 50):
+        learned.put(Shape(f"x({i})", "x", i), Bounds().ran(4, 4))
+    assert len(learned) == MOST_SHAPES
+    assert learned.of(Shape("x(0)", "x", 0)) is None
+    bounds = Bounds()
+    for size in range(1, 40):
+        bounds = bounds.ran(size, 40, used_bytes=10 * size)
+    assert len(bounds.readings) == MOST_READINGS
+    assert bounds.readings[0][0] == 1
+    assert bounds.readings[-1][0] == 39
+
+
+def test_what_was_learned_survives_json() -> None:
+    learned = Learned()
+    learned.put(SHAPE, Bounds().ran_out(64, 64).ran(32, 64, used_bytes=99))
+    twin = Learned.from_dict(json.loads(json.dumps(learned.to_dict())))
+    assert twin.of(SHAPE) == learned.of(SHAPE)
+    entry = learned.to_dict()["shapes"][0]
+    later = {**entry, "a field of a later version": 1}
+    del later["thrash"]
+    assert Learned.from_dict({"shapes": [later]}).of(SHAPE) == learned.of(SHAPE)
+
+
+def test_an_event_reads_as_a_line() -> None:
+    assert str(Event("shrunk", 64, 32, "out of memory")) == "microbatch 64 -> 32: out of memory"
+    assert str(Event("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
