@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import final
 
 # What a block is for, in the order in which people ask.
@@ -131,6 +131,30 @@ class Footprint:
         slopes = [(two - one) / gap for one, two in zip(first.sizes, second.sizes, strict=True)]
         fixed = [one - slope * first.size for one, slope in zip(first.sizes, slopes, strict=True)]
         return cls(tuple(fixed), tuple(slopes), first.origins, first.events, first.begins, first.step_ends)
+
+    @classmethod
+    def through(cls, small: Trace, whole: Trace) -> Footprint:
+        """The footprint through a trace and a small one of its first step only.
+
+        A later step does again what the first one did: its blocks grow as those do. What it alone does, in
+        the optimizer, does not grow.
+        """
+        check_same_stream(whole, small, beginning=True)
+        gap = whole.size - small.size
+        count = len(small.sizes)
+        held = sum(1 for event in whole.events[: whole.begins] if event >= 0)
+        slopes = [(two - one) / gap for one, two in zip(small.sizes, whole.sizes, strict=False)]
+        for begin, end in pairwise(whole.step_ends):
+            like = held
+            for block in (event for event in whole.events[begin:end] if event >= 0):
+                same = next((one for one in range(like, count) if _alike(whole, one, block)), None)
+                if same is not None:
+                    like = same + 1
+                elif whole.origins[block].phase != "optimizer":
+                    raise ShapeChangedError("a later step does what the first one did not")
+                slopes.append(0.0 if same is None else slopes[same])
+        fixed = [one - slope * whole.size for one, slope in zip(whole.sizes, slopes, strict=True)]
+        return cls(tuple(fixed), tuple(slopes), whole.origins, whole.events, whole.begins, whole.step_ends)
 
     @classmethod
     def of(cls, only: Trace) -> Footprint:
@@ -256,6 +280,15 @@ class Footprint:
             else:
                 live.pop(~event, None)
         return list(live)
+
+
+def _alike(trace: Trace, one: int, two: int) -> bool:
+    first, second = trace.origins[one], trace.origins[two]
+    return (
+        trace.sizes[one] == trace.sizes[two]
+        and first.operation == second.operation
+        and first.phase == second.phase
+    )
 
 
 def check_same_stream(one: Trace | Footprint, two: Trace | Footprint, *, beginning: bool = False) -> None:
