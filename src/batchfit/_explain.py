@@ -21,7 +21,7 @@ from torch import nn
 import batchfit
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
-from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace
+from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._decide.simulate import simulate
 from batchfit._decide.units import parse_bytes
@@ -334,17 +334,6 @@ class Study:
 
     def _note(self, changes: tuple[Change, ...], error: Exception) -> None:
         self.notes.append(f"what-if {' and '.join(one.name for one in changes)}: {error}")
-
-
-def expected_end(first: Trace, capacity: int) -> int:
-    """About where the largest size is, from one trace: what a step leaves behind does not grow."""
-    resident = live = 0
-    for position, event in enumerate(first.events):
-        live += first.sizes[event] if event >= 0 else -first.sizes[~event]
-        if position + 1 == first.step_ends[-1]:
-            resident = live
-    sample = (first.peak_bytes - resident) / first.size
-    return int((capacity - resident) / sample) if sample > 0 else first.size
 
 
 def outside_share(stream: Trace | Footprint, sizes: Sequence[int], phase: str) -> float:

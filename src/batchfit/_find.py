@@ -271,6 +271,8 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
         if not seen.fits or seen.allocated_bytes is None:
             return search
         sight = sight.corrected(look, seen.allocated_bytes)
+        if sight is None:
+            return search
     found = sight.largest(search.max_size)
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
 

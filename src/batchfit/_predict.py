@@ -22,11 +22,11 @@ import batchfit
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint
-from batchfit._decide.simulate import Simulation, largest, simulate
+from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.device import resolve_device, tensors_in
 from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.tracing import STRAIGHT, Traced, rules_for, trace_workload
+from batchfit._torch.tracing import STRAIGHT, Traced, glance, rules_for, trace_workload
 from batchfit._torch.trial import run_trial
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Answer, Point, Prediction, Trial
@@ -39,6 +39,8 @@ MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
 # Where cuDNN's recurrent layers run: what they take is known from one LSTM only, and was 3 % too little.
 _RECURRENT_MARGIN = 0.05
 _PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
+# How far a trace may be above and below a real run, as a share of its peak, and still be believed.
+_TOO_MUCH, _TOO_LITTLE = 0.05, 0.25
 Basis = Literal["no GPU", "GPU, not run", "calibrated"]
 Budget = int | str
 
@@ -175,7 +177,7 @@ class Foresight:
             return None
         rules = rules_for(work, here.card)
         try:
-            traced = trace_workload(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
+            traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
         except UntraceableError as error:
             log.info("no prediction: %s", error)
             return None
@@ -191,16 +193,24 @@ class Foresight:
 
     def look_first(self) -> int | None:
         """A small size above the last knee, to compare the prediction with; None where none is small."""
-        end = self.largest()
         footprint = self.oracle.traced.footprint
-        if end is None or end < 8 or footprint is None:
+        if footprint is None:
+            return None
+        end = upper_bound(footprint, self.budget_bytes, self.oracle.residual)
+        if end < 8:
             return None
         knee = max(piece.size for piece in footprint.pieces(end))
         return min(max(int(knee) + 1, end // 8), end // 3)
 
-    def corrected(self, size: int, peak_bytes: int) -> Foresight:
-        """The same with what a real run of `size` needed beyond the trace, in proportion to the size."""
+    def corrected(self, size: int, peak_bytes: int) -> Foresight | None:
+        """The same with what a real run of `size` needed beyond the trace, in proportion to the size.
+
+        None where the two are too far apart: the step is not what was traced, or no line in the size.
+        """
         gap = peak_bytes - self.oracle.peak(size)
+        if not -_TOO_MUCH * peak_bytes <= gap <= _TOO_LITTLE * peak_bytes:
+            log.info("no prediction: the trace says %+.0f %% at %d", -100 * gap / peak_bytes, size)
+            return None
         fixed, slope = self.oracle.residual
         small = gap < 64 * 2**20  # a workspace that was not seen, as a rule, and not part of each sample
         residual = (fixed + gap, slope) if small else (fixed, slope + gap / size)

@@ -35,7 +35,7 @@ def make():
 
 
 def workload(*, copies: Callable[[], int] = lambda: 1) -> batchfit.Workload:
-    """Some 2000 samples in 2 MiB. `copies` changes what a sample takes, unseen by a key that is given."""
+    """Some 1150 samples in 2 MiB. `copies` changes what a sample takes, unseen by a key that is given."""
     model = nn.Linear(64, 64)
     return batchfit.training(
         model,
@@ -83,7 +83,7 @@ class Sight:
 
 @pytest.fixture
 def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
-    made = Sight(400)
+    made = Sight(1130)
     monkeypatch.setattr(_find, "Foresight", made)
     monkeypatch.setattr(_find, "_traceable", lambda work, place: work.declared)
     return made
@@ -92,7 +92,7 @@ def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
 class TestPrediction:
     def test_a_small_size_is_looked_at_and_then_the_predicted_one_is_soaked(self, sight: Sight) -> None:
         fit = find(workload())
-        assert tried(fit) == [(8, False), (400, True)]
+        assert tried(fit) == [(8, False), (1130, True)]
         assert fit.stopped_because == "predicted"
         assert (sight.traces, sight.corrections) == (1, [8])
 
@@ -105,7 +105,7 @@ class TestPrediction:
         for max_trials in (1, 2):
             assert find(workload(), max_trials=max_trials).stopped_because == "max_trials"
         assert sight.traces == 0
-        assert tried(find(workload(), max_trials=3)) == [(8, False), (400, True)]
+        assert tried(find(workload(), max_trials=3)) == [(8, False), (1130, True)]
 
     def test_one_that_is_no_flag_is_refused(self) -> None:
         with pytest.raises(TypeError, match="predict must be True or False, not 'yes'"):
@@ -118,7 +118,7 @@ class TestStoredThenPredicted:
         assert (first.stopped_because, sight.traces) == ("predicted", 1)
         second = find(workload(), store=True)
         assert second.from_store
-        assert tried(second) == [(400, True)]
+        assert tried(second) == [(1130, True)]
         assert sight.traces == 1
 
     def test_a_prediction_follows_a_stored_size_that_fails(self, sight: Sight) -> None:
@@ -126,23 +126,22 @@ class TestStoredThenPredicted:
         find(workload(copies=lambda: copies[0]), store=True, key="one")
         copies[0], sight.end = 12, 40
         fit = find(workload(copies=lambda: copies[0]), store=True, key="one")
-        assert tried(fit) == [(400, True), (8, False), (40, True)]
+        assert tried(fit) == [(1130, True), (8, False), (40, True)]
         assert (fit.stopped_because, fit.from_store, sight.traces) == ("predicted", False, 2)
         assert tried(find(workload(copies=lambda: copies[0]), store=True, key="one")) == [(40, True)]
 
     def test_no_look_where_the_stored_size_has_failed(self, sight: Sight) -> None:
         copies = [1]
-        sight.end = 300
-        find(workload(copies=lambda: copies[0]), store=True, key="one")
-        copies[0], sight.look, sight.end = 12, 320, 900
+        first = find(workload(copies=lambda: copies[0]), store=True, key="one").batch_size
+        copies[0], sight.look, sight.end = 12, first + 20, first + 60
         fit = find(workload(copies=lambda: copies[0]), store=True, key="one")
         sizes = [size for size, _ in tried(fit)]
-        assert sizes[0] == 300
-        assert max(sizes[1:]) < 300
+        assert sizes[0] == first
+        assert max(sizes[1:]) < first
         assert fit.stopped_because != "predicted"
 
     def test_without_prediction_is_another_search(self, sight: Sight) -> None:
-        assert find(workload(), store=True).batch_size == 400
+        assert find(workload(), store=True).batch_size == 1130
         measured = find(workload(), store=True, predict=False)
         assert not measured.from_store
         assert measured.stopped_because == "within_tolerance"
@@ -153,6 +152,7 @@ class TestStoredThenPredicted:
 class TestResumedFirst:
     def test_a_resumed_search_does_not_look_again(self, sight: Sight, tmp_path: Path) -> None:
         path = tmp_path / "search.json"
+        sight.end = 400
         with pytest.raises(Stop):
             find(workload(), resume=path, tolerance=0, max_size=404, on_trial=stop_after(2))
         assert json.loads(path.read_text())["search"]["predicted"] == 400

@@ -16,6 +16,7 @@ from batchfit._decide.footprint import (
     ShapeChangedError,
     Trace,
     check_same_stream,
+    expected_end,
 )
 
 HERE = Origin("activations", "forward", "block", "model.py:3", "aten.mm.default")
@@ -105,6 +106,42 @@ def test_a_block_that_is_no_line_is_seen_by_the_check() -> None:
     assert found.sizes_at(3) == [100, 10]
     assert found.error_at(square(3)) == pytest.approx(1 / 109)
     assert found.error_at(square(10)) == pytest.approx((100 - 52) / 200)
+
+
+def test_a_later_step_grows_as_the_first_one_did() -> None:
+    """An activation, its gradient, and state that stays; the second step is the same without the state."""
+    forward, update = (
+        Origin("activations", "forward", operation="a"),
+        Origin("optimizer", "optimizer", operation="o"),
+    )
+    brief = Origin("temporaries", "optimizer", operation="sqrt")
+    weights = Origin("weights", "held")
+    events = (0, 1, 2, ~2, ~1, 3, 4, 5, ~5, ~4, 6, ~6)
+    origins = (weights, forward, forward, update, forward, forward, brief)
+
+    def step(size: int, *, steps: int) -> Trace:
+        sizes = (100, 8 * size, 4 * size + 7, 50, 8 * size, 4 * size + 7, 30)
+        if steps == 1:
+            return Trace(size, sizes[:4], origins[:4], events[:6], 1, (6,))
+        return Trace(size, sizes, origins, events, 1, (6, 12))
+
+    found = Footprint.through(step(2, steps=1), step(40, steps=2))
+    for size in (1, 2, 17, 40, 200):
+        assert found.sizes_at(size) == list(step(size, steps=2).sizes)
+    assert found.step_ends == (6, 12)
+    # Something new on the way forward of a later step: there is nothing to tell how it grows.
+    strange = Trace(40, (*step(40, steps=2).sizes[:6], 999), (*origins[:6], forward), events, 1, (6, 12))
+    with pytest.raises(ShapeChangedError):
+        Footprint.through(step(2, steps=1), strange)
+
+
+def test_the_end_is_expected_where_what_grows_meets_what_stays() -> None:
+    made = Origin("activations", "forward", operation="a")
+    kept, brief = Origin("weights", "held"), Origin("temporaries", "optimizer", operation="sqrt")
+    small = Trace(2, (100, 20, 20, 90), (kept, made, made, brief), (0, 1, 2, ~1, ~2, 3, ~3), 1, (7,))
+    assert expected_end(small, 1100) == 50  # 1000 over 20 a sample; the optimizer's does not grow
+    assert expected_end(small, 50) == 0
+    assert expected_end(Trace(2, (100,), (kept,), (0,), 1, (1,)), 1100) == 2
 
 
 def test_a_shorter_trace_checks_the_beginning() -> None:

@@ -332,6 +332,17 @@ def test_guided_uses_an_estimate() -> None:
     assert len(too_high.told) <= 4
 
 
+def test_room_that_a_prediction_leaves_beyond_doubt_is_used() -> None:
+    """Memory in pieces was foreseen, and did not come about: what was reserved says so."""
+    done = play(Search(budget_bytes=BUDGET, predicted=700), 1000, linear(1000))
+    sizes = [one.size for one in done.told]
+    assert sizes[0] == 700
+    assert done.best is not None
+    assert 0.94 * 1000 <= done.best <= 1000
+    assert all(one.fits for one in done.told)  # by the ray: no failure on the way
+    assert done.stopped_because == "predicted"
+
+
 def test_guided_tries_what_is_predicted_at_once() -> None:
     done = play(Search(budget_bytes=BUDGET, predicted=980), 1000, linear(1000))
     assert [(one.size, one.soak) for one in done.told] == [(980, True)]

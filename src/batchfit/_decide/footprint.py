@@ -282,6 +282,24 @@ class Footprint:
         return list(live)
 
 
+def expected_end(small: Trace, capacity_bytes: int) -> int:
+    """About the largest size, from one trace of a few samples: too small as a rule, rarely too large.
+
+    What is made on the way forward and back is taken to grow with the size, all else to stay.
+    """
+    growing = highest = fixed = 0
+    for event in small.events:
+        block = event if event >= 0 else ~event
+        change = small.sizes[block] if event >= 0 else -small.sizes[block]
+        origin = small.origins[block]
+        if origin.kind in ("activations", "batch", "temporaries") and origin.phase != "optimizer":
+            growing += change
+            highest = max(highest, growing)
+        else:
+            fixed += change
+    return max(0, int((capacity_bytes - fixed) * small.size / highest)) if highest else small.size
+
+
 def _alike(trace: Trace, one: int, two: int) -> bool:
     first, second = trace.origins[one], trace.origins[two]
     return (

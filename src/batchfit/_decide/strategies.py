@@ -283,16 +283,32 @@ def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str |
     """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
 
     A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
-    exact search, from there on.
+    exact search, from there on. Where what it took leaves room for more beyond doubt, the room is used: how
+    an allocator's memory falls into pieces is foreseen less well than what is put into them.
     """
     size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
     if bracket.bad is not None and bracket.bad <= size:
         return None
     if (bracket.good or 0) < size:
         return Ask(size, state.soak)
-    if not state.tolerance or bracket.good != size:
+    if not state.tolerance:
         return None
+    if bracket.bad is not None:
+        return settle(state, bracket, "predicted")
+    more = bracket.sizes.at(max(0, bracket.sizes.index(_reserved_end(state, bracket.good or 0))))
+    if not enough(bracket.good or 0, more, state.tolerance):
+        return Ask(more, state.soak)
     return settle(state, bracket, "predicted")
+
+
+def _reserved_end(state: State, good: int) -> float:
+    """The size up to which all that the allocator took for `good` would be within the budget, if it grows."""
+    at_good = [one for one in state.told if one.size == good and one.fits]
+    taken = max((one.reserved_bytes or one.allocated_bytes or 0 for one in at_good), default=0)
+    if state.budget_bytes is None or not taken:
+        return good
+    held = min(one.held_bytes or 0 for one in at_good)
+    return Curve.through([Reading(good, taken)], budget_bytes=state.budget_bytes, floor_bytes=held).safe()
 
 
 def _settled(state: State) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from batchfit._decide.cards import DEFAULT, Card
-from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, check_same_stream
+from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, check_same_stream, expected_end
 from batchfit._decide.simulate import upper_bound
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.faking import parts_of
@@ -140,6 +140,27 @@ def trace_workload(
         unseen=tuple(unseen(workload)),
         changes=changes,
     )
+
+
+def glance(
+    workload: Workload, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
+) -> Traced:
+    """The footprint from one step of a few samples and two steps near the end: half the time, no check.
+
+    For those who compare it with a real run before they trust it.
+    """
+    begun = time.perf_counter()
+    small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s)
+    sample = small.batch_bytes / small.size
+    high = min(expected_end(small, budget_bytes), int(_HOST_BYTES / sample) if sample else 2**30)
+    try:
+        if high <= SMALL[1]:
+            raise ShapeChangedError("too few samples fit to tell lines from two sizes")
+        footprint = Footprint.through(small, trace(workload, high, rules=rules, limit_s=limit_s))
+    except ShapeChangedError:
+        return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
+    took_s = time.perf_counter() - begun
+    return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
 
 
 def _small_error(footprint: Footprint, small: Trace, end: int) -> float:
