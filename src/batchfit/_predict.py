@@ -89,7 +89,7 @@ def predict_batch_size(
     settings = allocator_rules(expandable_segments)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual = (float(held_beside(work)) if here else 0.0, 0.0)
+    residual = (float(held_beside(work, rules.card)) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and calibrate is not False:
         residual, trials = calibration(traced, settings, budget_bytes=max(budgets))
@@ -184,7 +184,7 @@ class Foresight:
         if traced.footprint is None:
             log.info("no prediction: memory is no straight line in the batch size")
             return None
-        return cls(Oracle(traced, allocator_rules(), (float(held_beside(work)), 0.0)), budget_bytes)
+        return cls(Oracle(traced, allocator_rules(), (float(held_beside(work, rules.card)), 0.0)), budget_bytes)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -226,8 +226,11 @@ def _is_recurrent(traced: Traced) -> bool:
     return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
 
 
-def held_beside(work: Workload) -> int:
-    """Bytes that the program holds on the workload's GPU besides the workload's own state."""
+def held_beside(work: Workload, card: Card) -> int:
+    """Bytes that the program holds on the workload's GPU besides the workload's own state.
+
+    What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off.
+    """
     own: dict[int, int] = {}
     device = None
     parts = (*work.state, work.model)
@@ -242,7 +245,8 @@ def held_beside(work: Workload) -> int:
     if device is None:
         return 0
     # Blocks are rounded up: what the state takes is a little more than its bytes.
-    return max(0, torch.cuda.memory_allocated(device) - round(sum(own.values()) * 1.01))
+    beside = torch.cuda.memory_allocated(device) - round(sum(own.values()) * 1.01)
+    return max(0, beside - 2 * card.blas_bytes - card.blas_lt_bytes)
 
 
 def allocator_rules(expandable_segments: bool | None = None) -> Rules:
