@@ -184,7 +184,8 @@ class Foresight:
         if traced.footprint is None:
             log.info("no prediction: memory is no straight line in the batch size")
             return None
-        return cls(Oracle(traced, allocator_rules(), (float(held_beside(work, rules.card)), 0.0)), budget_bytes)
+        beside = float(held_beside(work, rules.card))
+        return cls(Oracle(traced, allocator_rules(), (beside, 0.0)), budget_bytes)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
