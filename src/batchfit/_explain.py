@@ -177,7 +177,12 @@ class Study:
             (change, told, self._what_if((change,), told)) for change, told in tried if told is not None
         ]
         single.sort(key=lambda one: -one[2].gain)
-        found = [one for _, _, one in single] + self._pairs(single) + self._expandable()
+        found = (
+            [one for _, _, one in single]
+            + self._pairs(single)
+            + self._expandable()
+            + self._small_step_first()
+        )
         return sorted((one for one in found if one.gain >= LEAST_GAIN), key=lambda one: -one.gain)
 
     def _changes(self) -> list[Change]:
@@ -232,6 +237,27 @@ class Study:
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
                 cost="next to nothing",
+            )
+        ]
+
+    def _small_step_first(self) -> list[WhatIf]:
+        """The same trace with cuBLAS's workspaces in their own place.
+
+        Taken in the middle of the first step, they lie in large blocks that cannot be handed back any more.
+        """
+        traced = self.base.traced
+        if traced is None or traced.footprint is None or self.base.largest is None:
+            return []
+        moved = replace(traced, footprint=traced.footprint.taken_first("cuBLAS"))
+        return [
+            WhatIf(
+                change="a step of one sample before the first full one",
+                how="run forward and backward of one sample, and empty the cache (torch.cuda.empty_cache())",
+                largest_before=self.base.largest,
+                largest_after=self._largest(moved, self.settings),
+                peak_bytes_before=self.base.peak_bytes,
+                peak_bytes_after=self.base.peak_bytes,
+                cost="one short step; the workspaces of cuBLAS then lie in no large block",
             )
         ]
 

@@ -232,3 +232,20 @@ def test_a_device_is_made_anew_for_each_simulation() -> None:
     first = simulate(footprint, 5, capacity_bytes=100 * MIB)
     assert first == simulate(footprint, 5, capacity_bytes=100 * MIB)
     assert CachingAllocator(None).peak_allocated_bytes == 0
+
+
+def test_a_workspace_in_a_large_block_keeps_it_from_being_handed_back() -> None:
+    """As seen on an H200: 32 MiB that stay in a block of 2.9 GiB, and the next such block finds no room."""
+    work = Origin("activations", "forward", operation="a")
+    names = (work, Origin("workspaces", "backward", operation="cuBLAS"), work, work)
+    per_sample = (100.0 * MIB, 0.0, 60.0 * MIB, 100.0 * MIB)
+    # A large block is freed, the workspace is carved out of it, then the large one comes again.
+    events = (0, ~0, 1, 3, 2, ~2, ~3)
+    pinned = Footprint((0.0, 32.0 * MIB, 0.0, 0.0), per_sample, names, events, 0, (len(events),))
+    apart = pinned.taken_first("cuBLAS")
+    assert apart.events == (1, 0, ~0, 3, 2, ~2, ~3)
+    assert (apart.begins, apart.step_ends) == (1, (7,))
+    assert pinned.taken_first("nothing") == pinned
+    capacity = 190 * 10 * MIB
+    assert not simulate(pinned, 10, capacity_bytes=capacity).fits
+    assert simulate(apart, 10, capacity_bytes=capacity).fits

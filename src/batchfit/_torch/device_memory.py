@@ -140,6 +140,7 @@ class _CachingDevice:
 
     def reset(self) -> None:
         self.synchronize()
+        self._forget_workspaces()
         self._empty_cache()
         self.backend.reset_peak_memory_stats(self.index)
 
@@ -216,6 +217,9 @@ class _CachingDevice:
         total = self.total_bytes()  # an older xpu: what others use cannot be seen
         return total - int(self.backend.memory_reserved(self.index)), total
 
+    def _forget_workspaces(self) -> None:
+        """Give back what libraries keep between steps, where there is such a thing."""
+
     def _empty_cache(self) -> None:
         with self.backend.device(self.index):  # on another current device this would open a context there
             self.backend.empty_cache()
@@ -251,6 +255,16 @@ class CudaDevice(_CachingDevice):
 
     def _spills(self) -> bool:
         return spills_to_ram()
+
+    def _forget_workspaces(self) -> None:
+        """Give back what cuBLAS keeps: each trial takes it anew, as a new process does.
+
+        Taken in the middle of a step it may lie in a large block, which cannot be handed back any more: of
+        Llama-110M under 24 GiB 50 samples run if a small step was there first, and 45 if none was.
+        """
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+        if clear is not None and self.backend is torch.cuda:
+            clear()
 
 
 @final
