@@ -44,7 +44,7 @@ def make_batch() -> Pair:
     return sample + 0.5 * torch.randn_like(sample), sample + 0.5 * torch.randn_like(sample)
 
 
-def train(steps: int, limit: str = "24MiB") -> list[batchfit.StepReport]:
+def train(steps: int, limit_bytes: int = 24 << 20) -> list[batchfit.StepReport]:
     """Train the encoder and the temperature: the reports of all steps."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     encoder, criterion = (model.to(device) for model in make_models())
@@ -55,7 +55,7 @@ def train(steps: int, limit: str = "24MiB") -> list[batchfit.StepReport]:
 
     reports = []
     mb = batchfit.Microbatcher(encoder, criterion)  # the loss has a parameter of its own
-    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit):
+    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit_bytes):
         for _ in range(steps):
             optimizer.zero_grad()
             report = mb.backward_cached(encode, criterion, make_batch())

@@ -31,7 +31,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     return {"points": points, "noise": torch.randn(BATCH, NOISE)}
 
 
-def train(steps: int, limit: str = "12MiB") -> dict[str, Any]:
+def train(steps: int, limit_bytes: int = 12 << 20) -> dict[str, Any]:
     """Train both: their reports, the generator, and what it makes in the end."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator, critic = (model.to(device) for model in make_models())
@@ -51,7 +51,7 @@ def train(steps: int, limit: str = "12MiB") -> dict[str, Any]:
 
     reports = []
     mb = batchfit.Microbatcher(generator, critic)
-    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit):
+    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit_bytes):
         for _ in range(steps):
             batch = make_batch()
             criticise.zero_grad()

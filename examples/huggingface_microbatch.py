@@ -42,14 +42,14 @@ def targets(micro: Batch) -> torch.Tensor:
     return (micro["labels"][:, 1:] != -100).sum()
 
 
-def train(steps: int, limit: str = "48MiB") -> list[batchfit.StepReport]:
+def train(steps: int, limit_bytes: int = 48 << 20) -> list[batchfit.StepReport]:
     """Train with bf16 autocast on a GPU: the reports of all steps."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     reports = []
     mb = batchfit.Microbatcher(model, weight=targets)
-    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit):
+    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit_bytes):
         for _ in range(steps):
             batch = make_batch()
             optimizer.zero_grad()

@@ -29,7 +29,7 @@ def make_batch() -> dict[str, torch.Tensor]:
     return {"x": x, "y": x[:, :CLASSES].argmax(dim=1)}
 
 
-def train(steps: int) -> dict[str, Any]:
+def train(steps: int, limit_bytes: int = 24 << 20) -> dict[str, Any]:
     """Train and evaluate: the reports of all steps, the accuracy, and a checkpoint."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = make_model().to(device)
@@ -41,7 +41,7 @@ def train(steps: int) -> dict[str, Any]:
 
     reports = []
     mb = batchfit.Microbatcher(model)
-    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory("24MiB"):
+    with contextlib.nullcontext() if device == "cuda" else batchfit.virtual_memory(limit_bytes):
         for _ in range(steps):
             batch = make_batch()  # left on the host: microbatches go to the device one by one
             optimizer.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,31 @@ def test_a_guide_shows_what_its_example_prints(name: str, tmp_path: Path) -> Non
         assert [float(n) for n in number.findall(told)] == [
             pytest.approx(float(n), rel=0.05, abs=0.2) for n in number.findall(real)
         ], f"{name} says {told!r}, and it is {real!r}"
+
+
+@pytest.mark.parametrize("name", ["microbatch", "huggingface_microbatch", "gan", "contrastive"])
+def test_examples_of_microbatches_train_on_a_batch_that_does_not_fit(name: str, living_bytes: int) -> None:
+    if name == "huggingface_microbatch":
+        pytest.importorskip("transformers", reason="needs transformers")
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+    example = runpy.run_path(str(path))
+    torch = pytest.importorskip("torch")
+    state = torch.get_rng_state()
+    try:
+        (default,) = example["train"].__defaults__
+        done = example["train"](steps=4, limit_bytes=default + living_bytes)
+        if name == "contrastive":
+            assert example["error_of_the_gradients"](100) < 1e-10
+    finally:
+        torch.set_rng_state(state)
+    reports = done["reports"] if isinstance(done, dict) else done
+    reports = [report for entry in reports for report in (entry if isinstance(entry, tuple) else (entry,))]
+    assert len(reports) == (8 if name == "gan" else 4)
+    assert all(torch.isfinite(report.loss) for report in reports)
+    if not torch.cuda.is_available():  # the examples have a small memory on a CPU only
+        assert reports[0].retries > 0
+        assert all(len(report.microbatch_sizes) > 1 for report in reports)
 
 
 def _steady(text: str) -> list[str]:
