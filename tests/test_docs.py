@@ -52,10 +52,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page.name}: {done.stdout[-500:]}\n{done.stderr[-3000:]}"
 
 
-def test_the_readme_example_is_short_and_prints_what_it_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_readme_examples_are_short_and_print_what_they_say(number: int, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = BLOCK.search(readme)
-    assert block is not None
+    block = list(BLOCK.finditer(readme))[number]
     code = block.group(1)
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     shown = re.search(r"```text\n(.*?)```", readme[block.end() :], re.DOTALL)
