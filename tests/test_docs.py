@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from batchfit._cli.exits import Code
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDES = ("predict.md", "explain.md")  # pages that show what their first example prints
+GUIDES = ("predict.md", "explain.md", "microbatch.md")  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
@@ -51,10 +52,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{page.name}: {done.stdout[-500:]}\n{done.stderr[-3000:]}"
 
 
-def test_the_readme_example_is_short_and_prints_what_it_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_readme_examples_are_short_and_print_what_they_say(number: int, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = BLOCK.search(readme)
-    assert block is not None
+    block = list(BLOCK.finditer(readme))[number]
     code = block.group(1)
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
     shown = re.search(r"```text\n(.*?)```", readme[block.end() :], re.DOTALL)
@@ -97,6 +98,31 @@ def test_a_guide_shows_what_its_example_prints(name: str, tmp_path: Path) -> Non
         assert [float(n) for n in number.findall(told)] == [
             pytest.approx(float(n), rel=0.05, abs=0.2) for n in number.findall(real)
         ], f"{name} says {told!r}, and it is {real!r}"
+
+
+@pytest.mark.parametrize("name", ["microbatch", "huggingface_microbatch", "gan", "contrastive"])
+def test_examples_of_microbatches_train_on_a_batch_that_does_not_fit(name: str, living_bytes: int) -> None:
+    if name == "huggingface_microbatch":
+        pytest.importorskip("transformers", reason="needs transformers")
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+    example = runpy.run_path(str(path))
+    torch = pytest.importorskip("torch")
+    state = torch.get_rng_state()
+    try:
+        (default,) = example["train"].__defaults__
+        done = example["train"](steps=4, limit_bytes=default + living_bytes)
+        if name == "contrastive":
+            assert example["error_of_the_gradients"](100) < 1e-10
+    finally:
+        torch.set_rng_state(state)
+    reports = done["reports"] if isinstance(done, dict) else done
+    reports = [report for entry in reports for report in (entry if isinstance(entry, tuple) else (entry,))]
+    assert len(reports) == (8 if name == "gan" else 4)
+    assert all(torch.isfinite(report.loss) for report in reports)
+    if not torch.cuda.is_available():  # the examples have a small memory on a CPU only
+        assert reports[0].retries > 0
+        assert all(len(report.microbatch_sizes) > 1 for report in reports)
 
 
 def _steady(text: str) -> list[str]:

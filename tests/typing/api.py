@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import batchfit
-from batchfit import FitResult, Trial, Workload, errors
+from batchfit import FitResult, Microbatcher, StepReport, Trial, Workload, errors
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -130,6 +130,45 @@ assert_type(fit.sustained, bool)
 assert_type(fit.to_json(), str)
 assert_type(FitResult.from_json(Path("fit.json").read_text()), FitResult)
 
+
+# Microbatches.
+def loss_of(micro: dict[str, torch.Tensor]) -> torch.Tensor:
+    return loss_fn(model, micro)
+
+
+temperature = nn.Parameter(torch.ones(()))
+mb = Microbatcher(model)
+assert_type(mb, Microbatcher)
+Microbatcher(model, temperature, weight="attention_mask", budget="20GiB", microbatch_size=8)
+Microbatcher(model, weight=lambda micro: (micro["labels"] != -100).sum(), on_zero_weight="skip")
+Microbatcher(
+    model,
+    split=lambda batch, sizes: batch.split(sizes),
+    reduction="sum",
+    batch_norm="exact",
+    on_event=lambda event: print(event.kind, event.size_before, event.size_after, event.why),
+    device=torch.device("cuda", 0),
+)
+report = mb.backward(loss_of, make_batch(64), scaler=scaler)
+assert_type(report, StepReport)
+assert_type(report.microbatch_sizes, tuple[int, ...])
+assert_type(report.retries, int)
+assert_type(report.peak_bytes, int | None)
+assert_type(report.skipped, bool)
+assert_type(mb.backward_cached(model, lambda rows: rows.square().mean(), torch.randn(8, 4)), StepReport)
+mb.step(optimizer, scaler=scaler, clip_norm=1.0, rollback=True)
+mb.step([optimizer, optimizer])
+logits: torch.Tensor = mb.map(model, torch.randn(8, 4))
+assert_type(mb.state_dict(), dict[str, Any])
+mb.load_state_dict(mb.state_dict())
+
+Microbatcher(model, microbatch_size="auto")  # type: ignore[arg-type]
+Microbatcher(model, reduction="none")  # type: ignore[arg-type]
+Microbatcher("model")  # type: ignore[arg-type]
+mb.backward(loss_of, make_batch(8), scaler)  # type: ignore[call-arg]
+mb.backward(make_batch(8), loss_of)  # type: ignore[arg-type]
+mb.step(optimizer, scaler)  # type: ignore[call-arg]
+
 # A CPU that runs out of memory.
 with batchfit.virtual_memory("2GiB") as memory:
     step(8)
@@ -147,6 +186,9 @@ except errors.NothingFitsError as error:
     assert_type(error.size, int)
     assert_type(error.budget_bytes, int)
     assert_type(error.peak_bytes, int | None)
+except errors.StepInterruptedError as error:
+    assert_type(error.phase, Literal["gradients", "parameters", "scaler"])
+    assert_type(error.moved, tuple[str, ...])
 except errors.BatchfitError as error:
     text: str = str(error)
 
