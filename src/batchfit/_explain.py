@@ -23,7 +23,7 @@ from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
-from batchfit._decide.simulate import simulate
+from batchfit._decide.simulate import largest, simulate
 from batchfit._decide.units import parse_bytes
 from batchfit._predict import MARGINS, Basis, Oracle, allocator_rules
 from batchfit._torch.changes import (
@@ -241,23 +241,24 @@ class Study:
         ]
 
     def _small_step_first(self) -> list[WhatIf]:
-        """The same trace with cuBLAS's workspaces in their own place.
+        """The same trace after a step of one sample.
 
-        Taken in the middle of the first step, they lie in large blocks that cannot be handed back any more.
+        What stays after a first full step (cuBLAS's workspaces, the optimizer's state) may lie in large
+        blocks, which can then not be handed back.
         """
         traced = self.base.traced
-        if traced is None or traced.footprint is None or self.base.largest is None:
+        if traced is None or traced.footprint is None or self.base.largest is None or self.capacity is None:
             return []
-        moved = replace(traced, footprint=traced.footprint.taken_first("cuBLAS"))
+        found = largest(traced.footprint, capacity_bytes=self.capacity, rules=self.settings, first_size=1)
         return [
             WhatIf(
                 change="a step of one sample before the first full one",
-                how="run forward and backward of one sample, and empty the cache (torch.cuda.empty_cache())",
+                how="train on one sample, then torch.cuda.empty_cache()",
                 largest_before=self.base.largest,
-                largest_after=self._largest(moved, self.settings),
+                largest_after=found.size if found is not None else 0,
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
-                cost="one short step; the workspaces of cuBLAS then lie in no large block",
+                cost="one short step; what stays between steps then lies in no large block",
             )
         ]
 

@@ -234,18 +234,26 @@ def test_a_device_is_made_anew_for_each_simulation() -> None:
     assert CachingAllocator(None).peak_allocated_bytes == 0
 
 
-def test_a_workspace_in_a_large_block_keeps_it_from_being_handed_back() -> None:
-    """As seen on an H200: 32 MiB that stay in a block of 2.9 GiB, and the next such block finds no room."""
-    work = Origin("activations", "forward", operation="a")
-    names = (work, Origin("workspaces", "backward", operation="cuBLAS"), work, work)
-    per_sample = (100.0 * MIB, 0.0, 60.0 * MIB, 100.0 * MIB)
-    # A large block is freed, the workspace is carved out of it, then the large one comes again.
-    events = (0, ~0, 1, 3, 2, ~2, ~3)
-    pinned = Footprint((0.0, 32.0 * MIB, 0.0, 0.0), per_sample, names, events, 0, (len(events),))
-    apart = pinned.taken_first("cuBLAS")
-    assert apart.events == (1, 0, ~0, 3, 2, ~2, ~3)
-    assert (apart.begins, apart.step_ends) == (1, (7,))
-    assert pinned.taken_first("nothing") == pinned
-    capacity = 190 * 10 * MIB
-    assert not simulate(pinned, 10, capacity_bytes=capacity).fits
-    assert simulate(apart, 10, capacity_bytes=capacity).fits
+def test_what_stays_of_a_small_first_step_lies_in_no_large_block() -> None:
+    """As seen on an H200: 32 MiB stay in a block of 2.9 GiB, and the next such block finds no room."""
+    work, kept = (
+        Origin("activations", "forward", operation="a"),
+        Origin("workspaces", "backward", operation="b"),
+    )
+    # A large block is freed, the workspace is carved out of it and stays; then the large one comes again.
+    step = Footprint(
+        (0.0, 32.0 * MIB, 0.0),
+        (100.0 * MIB, 0.0, 100.0 * MIB),
+        (work, kept, work),
+        (0, ~0, 1, 2, ~2),
+        0,
+        (3, 5),
+    )
+    capacity = 1900 * MIB
+    assert not simulate(step, 10, capacity_bytes=capacity).fits
+    assert simulate(step, 10, capacity_bytes=capacity, first_size=1).sustained
+    assert not simulate(step, 19, capacity_bytes=capacity, first_size=1).fits
+    assert not simulate(step, 10, capacity_bytes=capacity, first_size=30).fits
+    found = largest(step, capacity_bytes=capacity, first_size=1)
+    assert found is not None
+    assert found.size == 18

@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
 
@@ -162,19 +162,6 @@ class Footprint:
         nothing = (0.0,) * len(only.sizes)
         fixed = tuple(map(float, only.sizes))
         return cls(fixed, nothing, only.origins, only.events, only.begins, only.step_ends)
-
-    def taken_first(self, operation: str) -> Footprint:
-        """The same steps where what `operation` takes is there before the first one."""
-        moved = [n for n in self.events if n >= 0 and self.origins[n].operation == operation]
-        moves = set(moved)
-
-        def later(end: int) -> int:
-            return end + sum(1 for event in self.events[end:] if event in moves)
-
-        begins = later(self.begins)
-        rest = [event for event in self.events[self.begins :] if event not in moves]
-        events = (*self.events[: self.begins], *moved, *rest)
-        return replace(self, events=events, begins=begins, step_ends=tuple(map(later, self.step_ends)))
 
     def sizes_at(self, size: int) -> list[int]:
         """The bytes of each block at `size`."""

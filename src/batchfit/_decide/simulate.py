@@ -44,8 +44,12 @@ def simulate(
     rules: Rules = Rules(),  # noqa: B008  frozen
     steps: int = STEPS,
     extra_bytes: float = 0.0,
+    first_size: int | None = None,
 ) -> Simulation:
-    """Run `steps` steps of `size` samples; `extra_bytes` are taken first and held throughout."""
+    """Run `steps` steps of `size` samples; `extra_bytes` are taken first and held throughout.
+
+    With `first_size` the first step has that many samples, and the cache is emptied after it.
+    """
     device = CachingAllocator(capacity_bytes, rules)
     sizes = footprint.sizes_at(size)
     optional = footprint.optional
@@ -65,7 +69,14 @@ def simulate(
     if extra_bytes > 0 and device.allocate(round(extra_bytes)) is None:
         return ended(fits=False, sustained=False, failed_at=0)
     ends = footprint.step_ends
-    failed = _play(footprint.events, 0, ends[-1], sizes, device, blocks, optional)
+    begin = 0
+    if first_size is not None:
+        begin = ends[0]
+        failed = _play(footprint.events, 0, begin, footprint.sizes_at(first_size), device, blocks, optional)
+        device.empty_cache()
+        if failed is not None:
+            return ended(fits=False, sustained=False, failed_at=failed)
+    failed = _play(footprint.events, begin, ends[-1], sizes, device, blocks, optional)
     if failed is not None:
         return ended(fits=False, sustained=False, failed_at=failed)
     pairs = footprint.carried
@@ -120,6 +131,7 @@ def largest(
     rules: Rules = Rules(),  # noqa: B008  frozen
     extra: tuple[float, float] = (0.0, 0.0),
     most: int | None = None,
+    first_size: int | None = None,
 ) -> Simulation | None:
     """The largest size that is sustained, up to `most`; None where not even one sample is.
 
@@ -134,7 +146,12 @@ def largest(
         if size not in tried:
             held = max(0.0, extra[0] + extra[1] * size)
             tried[size] = simulate(
-                footprint, size, capacity_bytes=capacity_bytes, rules=rules, extra_bytes=held
+                footprint,
+                size,
+                capacity_bytes=capacity_bytes,
+                rules=rules,
+                extra_bytes=held,
+                first_size=first_size,
             )
         return tried[size]
 
