@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from batchfit._decide.strategies import STRATEGIES, Ask, Bracket, State, Told
+from batchfit._decide.state import Ask, Bracket, State, Told
+from batchfit._decide.strategies import STRATEGIES
 from batchfit.errors import ResultFileError
 
 __all__ = ["STRATEGIES", "Ask", "Search", "Told", "run"]

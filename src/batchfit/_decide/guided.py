@@ -1,0 +1,213 @@
+"""The default strategy: measured memory proposes, the bracket disposes.
+
+Rules: a pure function of the state, as every strategy. Bisection can always still end the search within
+`LIMIT` trials; a prediction is tried first, and believed as far as what it took says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
+from batchfit._decide.state import HORIZON, LIMIT, Ask, Bracket, State, descend, enough, ran_short, settle
+
+# The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
+# of a trial on straight lines, and cost failures on curves with knees.
+# Held bytes unknown: part of any peak is fixed, so the first step may go beyond the ray from zero.
+_BOLD = 1.5
+# How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
+_REACH = 0.55
+_REACH_EXACT = 0.7  # a failure is part of an exact search anyway
+# Up to this many times what ran the end is near: steps below half of what is left are not worth a trial.
+_NEAR = 2.0
+# A size is worth a trial if the chord, shortened by this much of the readings' error, reaches it.
+_DOUBT = 0.85
+# The ray of the first reading ends within so many times its size: the next size may well be the last.
+_FEW = 2.5
+# Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
+_LARGEST_LEAP = 512
+# With a known floor no size is tried further beyond the ray than this.
+_BEYOND_RAY = 1.1
+# With tolerance 0: where to begin, and how close to the end every trial is a soak.
+_EXACT_START = 8
+_EXACT_END = 0.1
+
+
+def guided(state: State) -> Ask | str:
+    """Measured memory proposes, the bracket disposes; the default.
+
+    Ends without a failure where the memory that is left is worth no further trial. With `tolerance` 0 it
+    ends when the next larger size has failed. Without readings it doubles, then bisects.
+    """
+    bracket = Bracket.of(state)
+    if bracket.soak_failed:
+        return descend(state, bracket, tolerance=state.tolerance)
+    if bracket.closed:
+        return settle(state, bracket, "bracketed")
+    if state.predicted is not None:
+        step = _as_predicted(state, bracket, state.predicted)
+        if step is not None:
+            return step
+    if bracket.good is None:
+        return _first(state, bracket)
+    if _settled(state) or enough(bracket.good, bracket.largest, state.tolerance):
+        return settle(state, bracket, "within_tolerance")
+    curve = curve_of(state, bracket)
+    step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
+    if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
+        return _bisected(state, bracket)
+    return step
+
+
+def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str | None:
+    """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
+
+    A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
+    exact search, from there on. Where what it took leaves room for more beyond doubt, the room is used: how
+    an allocator's memory falls into pieces is foreseen less well than what is put into them.
+    """
+    size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
+    if bracket.bad is not None and bracket.bad <= size:
+        return None
+    if (bracket.good or 0) < size:
+        return Ask(size, state.soak)
+    if not state.tolerance:
+        return None
+    if bracket.bad is not None:
+        return settle(state, bracket, "predicted")
+    more = bracket.sizes.at(max(0, bracket.sizes.index(_reserved_end(state, bracket.good or 0))))
+    if not enough(bracket.good or 0, more, state.tolerance):
+        return Ask(more, state.soak)
+    return settle(state, bracket, "predicted")
+
+
+def _reserved_end(state: State, good: int) -> float:
+    """The size up to which all that the allocator took for `good` would be within the budget, if it grows."""
+    at_good = [one for one in state.told if one.size == good and one.fits]
+    taken = max((one.reserved_bytes or one.allocated_bytes or 0 for one in at_good), default=0)
+    if state.budget_bytes is None or not taken:
+        return good
+    held = min(one.held_bytes or 0 for one in at_good)
+    return Curve.through([Reading(good, taken)], budget_bytes=state.budget_bytes, floor_bytes=held).safe()
+
+
+def _settled(state: State) -> bool:
+    """The last trial was the soak of what was to be the answer, and it survived: no second thoughts."""
+    last = state.told[-1]
+    if not (state.tolerance and last.soak and last.fits and ran_short(state, last)):
+        return False
+    return guided(replace(state, told=state.told[:-1])) == Ask(last.size, True)
+
+
+def _first(state: State, bracket: Bracket) -> Ask:
+    """Nothing has run yet: the smallest size, which is never too bold, or the caller's estimate."""
+    sizes, bad = bracket.sizes, bracket.bad
+    if bad is None:
+        # An exact answer costs failures anyway: begin where a reading says more.
+        size = bracket.place(state.start or (1 if state.tolerance else _EXACT_START) * sizes.first)
+    elif state.start is not None and bracket.setbacks == 1:
+        size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
+    else:
+        size = bracket.place(math.sqrt(sizes.first * bad))
+    return Ask(size, state.soak and sizes.first == bracket.largest)
+
+
+def curve_of(state: State, bracket: Bracket) -> Curve | None:
+    """The readings of what ran below the bracket's end; None where they say nothing."""
+    ran = [one for one in state.told if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+    if state.budget_bytes is None or not ran:
+        return None
+    releases = any(one.retries > 0 for one in ran)
+    readings = [reading for one in ran if (reading := one.reading(releases=releases)) is not None]
+    # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
+    largest = max(one.size for one in ran)
+    full = (1 - NOISE) * state.budget_bytes
+    if not readings or any(one.need_bytes >= full and 2 * one.size <= largest for one in readings):
+        return None
+    held = [one.held_bytes for one in ran if one.held_bytes]
+    return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=min(held, default=0))
+
+
+def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
+    """The next size from the memory model; or the end, where what is left is not worth a trial."""
+    good, exact, single = bracket.good or 0, state.tolerance == 0, len(curve.readings) == 1
+    look = curve.outlook(failed=bracket.bad, setbacks=bracket.setbacks)
+    # The smallest size may hide all growth: nothing ends there.
+    likely = math.inf if single and good == bracket.sizes.first else look.likely
+    # Where one sample more is worth a trial by itself, or two readings are all there is, no doubt counts.
+    fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
+    end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
+    worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
+    if not exact and enough(good, worth, state.tolerance):
+        return settle(state, bracket, "within_tolerance")
+    size = bracket.place(_target(state, bracket, curve, look, worth=worth))
+    # A soak now saves a trial if the size turns out to be the answer.
+    if exact:
+        final = enough(size, min(likely, bracket.largest), _EXACT_END)
+    else:
+        few = single and look.safe < _FEW * good
+        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
+    return Ask(size, state.soak and (final or size == bracket.sizes.last))
+
+
+def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
+    """Where to try next, as a real number: between the ray, which is safe, and the chord, which is not."""
+    good, bad, exact = float(bracket.good or 0), bracket.bad, state.tolerance == 0
+    base = max(look.safe, good)
+    if len(curve.readings) == 1:
+        target = look.safe * (1 if curve.floor_bytes else _BOLD)
+    elif look.straight or (exact and look.likely < _NEAR * good):
+        low, high = max(look.low, good), min(look.high, bad or math.inf)
+        target = (low + high) / 2 if exact and low < high < math.inf else max(look.aim, good)
+    else:
+        # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
+        by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
+        reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
+        target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
+    if not exact and worth < _NEAR * good:
+        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
+    target = min(target, 8 * base, _LARGEST_LEAP * good)
+    if curve.floor_bytes and not exact:
+        # Readings may lie on one line and still be the flat part, before the curve turns up.
+        target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step))
+    if bad is not None:
+        if target >= bad:
+            target = math.sqrt(base * bad) if base < bad else good
+        if bracket.setbacks and not exact:
+            target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
+        if target <= good:
+            target = bracket.middle()
+    return target
+
+
+def _without_readings(state: State, bracket: Bracket) -> Ask:
+    """Up by doubling, then bisection."""
+    size = bracket.place(2 * (bracket.good or 0)) if bracket.bad is None else bracket.middle()
+    return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
+
+
+def _bisected(state: State, bracket: Bracket) -> Ask:
+    """Bisection alone; where nothing has failed yet, below the horizon, and then at it."""
+    bounded = bracket.bounded()
+    if bracket.bad is None and enough(bracket.good or 0, bounded.largest, state.tolerance):
+        return Ask(bracket.place(bounded.bad or math.inf), False)
+    return _without_readings(state, bounded)
+
+
+def _affordable(state: State, bracket: Bracket, size: int) -> bool:
+    """Whether bisection could still end within LIMIT trials, whatever the trial of `size` brings."""
+    good = bracket.good or bracket.sizes.first
+    bad = bracket.bounded().bad or size
+    rest = max(_cost(state, good, size), _cost(state, size, bad))
+    limit = LIMIT + max(0.0, 2 * math.log2(good / HORIZON))
+    return len(state.told) + 1 + (bracket.bad is None) + rest <= limit
+
+
+def _cost(state: State, good: float, bad: float) -> int:
+    """How many trials `middle` needs at worst between a size that ran and one that failed, soak included."""
+    trials = 1
+    while bad > 4 * good:
+        good, trials = math.sqrt(good * bad), trials + 1
+    step = max(float(state.multiple_of), state.tolerance * good)
+    return trials + math.ceil(math.log2(max(1.0, (bad - good) / step)))
