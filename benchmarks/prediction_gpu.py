@@ -374,7 +374,7 @@ def page(found: dict[str, Any], about: dict[str, str]) -> str:
     ]
     lines += [
         "Not all columns were made by the same code: 'GPU, not run' is older than the others. The last",
-        "column ran on two CPU cores without a GPU, with torch 2.13 and transformers 5.22, whose T5 is another",
+        "column ran on two CPU cores, no GPU, with torch 2.13 and transformers 5.22, whose T5 is another",
         "program than the card's. Calibration was cut short by the end of device time; '-' was not run. All",
         "are older than casts in CUDA's order, and the truth was measured in a process that had run smaller",
         "sizes before: a new one may end lower (Llama-110M under 24 GiB: 45, and 50 after smaller ones).",
