@@ -27,7 +27,7 @@ from batchfit._decide.units import parse_bytes
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
-from batchfit._torch.norms import BatchNorm, batch_norms
+from batchfit._torch.norms import BatchNorm, batch_norms, norms_in
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import Lengths, attention_without_plans
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
@@ -133,6 +133,9 @@ class Microbatcher:
         self._generators = generators_of(models)
         self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
         self._reduction_checked = False
+        self._leaf_count = -1
+        self._modules: list[nn.Module] = []
+        self._norms: list[BatchNorm] = []
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
@@ -274,7 +277,9 @@ class Microbatcher:
             raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
         if kind != "map":
-            if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            # Looked at again where others get gradients than before: it takes as long as all else here.
+            fresh, self._leaf_count = len(leaves) != self._leaf_count, len(leaves)
+            if fresh and any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
                 self._sizing.warn_once(
                     "hooks",
                     "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
@@ -405,7 +410,9 @@ class Microbatcher:
         """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
-        layers = batch_norms(modules)
+        if modules != self._modules:
+            self._modules, self._norms = modules, norms_in(modules)
+        layers = batch_norms(self._norms)
         if not layers or self._batch_norm == "exact":
             return layers
         counts = [piece.size for piece in plan]

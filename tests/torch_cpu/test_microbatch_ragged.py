@@ -246,8 +246,9 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
         return used[-1]
 
     monkeypatch.setattr(packing.Packing, "plan", plan)
+    world = World(kind)
     with count_operations() as seen:
-        World(kind).call()
+        world.call()
     first = used[-1]
     expected: dict[Any, Any] = {}
     for point in range(seen.operations):
@@ -369,7 +370,7 @@ def test_allocation_retries_leave_more_room_and_are_told_once(
         (known,) = job.mb._packing._known.values()
         assert known.headroom.share == 0.9
         before = known.peaks
-        job.device.cached, job.device.settles_after = 0.5, None
+        job.device.cached, job.device.settles_after = 0.9, None
         most = max(before)
         for _ in range(8):
             report = job.run([40] * 32)

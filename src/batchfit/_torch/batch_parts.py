@@ -193,6 +193,8 @@ def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Sh
 def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
     if isinstance(node, torch.Tensor):
         return _tensor_rows(node, samples) if node.dim() > 0 else node
+    if type(node) is dict:  # as below, without the labels
+        return {key: _taken(value, samples, length) for key, value in node.items()}
     if is_array(node) or _is_table(node):
         return node[samples if isinstance(samples, slice) else list(samples)]
     if _is_list(node):
