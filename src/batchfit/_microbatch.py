@@ -169,7 +169,7 @@ class Microbatcher:
             return StepReport(torch.zeros((), device=self._target), (), skipped=True)
         # Not for compiled code: it would be compiled again for sizes that are never needed.
         if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
-            self._check_reduction(fn, call.whole, plan[0], tables)
+            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), tables)
         return _report(call, plan, done)
 
     def backward_cached(
