@@ -13,10 +13,9 @@ Rules
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, cast, final
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -42,13 +41,13 @@ from batchfit._torch.splittable import (
     where,
 )
 from batchfit._torch.stepping import step
-from batchfit._torch.tries import BackwardTry, CachedTry, MapTry, judge_loss
+from batchfit._torch.tries import BackwardTry, CachedTry, Judgement, MapTry, Planned, judge_loss
+from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
 
 log = logging.getLogger("batchfit")
 
-Weight = Callable[[Any], Any] | str
 Tables = list[dict[str, Any]]
 AnyCall = Call | RaggedCall
 
@@ -112,11 +111,10 @@ class Microbatcher:
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
         self._models = models
-        self._weight = weight
         self._split = split
         self._lengths = lengths
         self._reduction = reduction
-        self._skips = on_zero_weight == "skip"
+        self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._batch_norm = batch_norm
         self._target = where(device, models)
         self._sizing = Sizing(
@@ -157,7 +155,7 @@ class Microbatcher:
 
             def make(plan: Sequence[Piece]) -> BackwardTry | None:
                 micros = call.whole.micros(plan)
-                shares = self._shares(micros, plan)
+                shares = self._weighing.shares(micros, plan)
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
@@ -285,7 +283,7 @@ class Microbatcher:
                     "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
                     "optimizer that steps there steps on a part of the batch's gradient",
                 )
-            leaves += _leaves_of_batch(whole)
+            leaves += whole.gradient_leaves()
         compiled = self._compiled or is_compiled(fn)
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
@@ -304,12 +302,12 @@ class Microbatcher:
     @contextmanager
     def _inside(self, call: AnyCall) -> Iterator[None]:
         """What is set while a call's tries run."""
-        with self._sizer(call).limited(call):
-            if isinstance(call, RaggedCall):
-                with attention_without_plans(self._target):
-                    yield
-            else:
-                yield
+        with self._sizer(call).limited(call), self._attention(call.whole):
+            yield
+
+    def _attention(self, whole: Whole) -> AbstractContextManager[None]:
+        """Ragged batches come in many shapes: no back-end that plans for each of them."""
+        return nullcontext() if whole.trimmer is None else attention_without_plans(self._target)
 
     def _until_it_fits(
         self, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
@@ -320,7 +318,7 @@ class Microbatcher:
             while True:
                 plan = sizer.plan(call)
                 versions = call.whole.versions()
-                run = _Planned(make, plan)
+                run = Planned(make, plan)
                 failure = sizer.attempt(call, run)
                 if failure is None and run.made is None:
                     rewind.keep()
@@ -354,57 +352,16 @@ class Microbatcher:
             recover(self._device)
         raise BatchfitError(f"the joined outputs do not fit: {why}. Return them on the host (.cpu()) from fn")
 
-    def _shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
-        """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
-        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
-            return [1.0] * len(plan)
-        if self._weight is None:
-            weights = [float(piece.size) for piece in plan]
-        else:
-            weights = _numbers([self._weigh(micro) for micro in micros])
-        total = math.fsum(weights)
-        if total == 0:
-            if self._skips:
-                return None
-            raise BatchfitError(
-                "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
-                "pass on_zero_weight='skip'"
-            )
-        return [weight / total for weight in weights]
-
-    def _weigh(self, micro: Any) -> Any:
-        if callable(self._weight):
-            return self._weight(micro)
-        name = cast(str, self._weight)
-        try:
-            part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
-        except (KeyError, AttributeError):
-            raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
-        return part.sum() if hasattr(part, "sum") else sum(part)
-
     def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, piece: Piece, tables: Tables) -> None:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
-        found = "unclear"
-        with self._mark(tables):
+        found: Judgement = "unclear"
+        with self._mark(tables), self._attention(whole):
             try:
                 found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
-        if found == "compared":
-            log.warning(
-                "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
-                "compared with each other (in-batch negatives), and microbatches change with which. "
-                "Use backward_cached, which is exact"
-            )
-        elif found in ("mean", "sum") and found != self._reduction:
-            log.warning(
-                "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
-                "gradients are not those of the batch. Pass reduction=%r",
-                found,
-                self._reduction,
-                found,
-            )
+        warn_of_reduction(found, self._reduction)
 
     def _layers(self, call: AnyCall, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
         """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
@@ -451,50 +408,6 @@ class Microbatcher:
         return self._rewinding([], tables, None)
 
 
-class _Planned:
-    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
-
-    __slots__ = ("_make", "_plan", "made")
-
-    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
-        self._make = make
-        self._plan = plan
-        self.made: Any = None
-
-    def __call__(self) -> None:
-        self.made = self._make(self._plan)
-        if self.made is not None:
-            self.made()
-
-    @property
-    def at(self) -> int:
-        return self.made.at if self.made is not None else 0
-
-
 def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
     sizes = tuple(piece.size for piece in plan)
     return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
-
-
-def _leaves_of_batch(whole: Whole) -> list[torch.Tensor]:
-    """Tensors of the batch that get gradients themselves (adversarial examples, saliency)."""
-    found = {id(tensor): (path, tensor) for path, tensor in whole.leaves if tensor.requires_grad}
-    for path, tensor in found.values():
-        if not tensor.is_leaf:
-            raise ValueError(
-                f"batch must not carry a graph, and {path} requires grad and was computed: every microbatch "
-                "would run through that graph again. Detach it, or compute it in fn"
-            )
-    return [tensor for _, tensor in found.values()]
-
-
-def _numbers(weights: Sequence[Any]) -> list[float]:
-    """As plain numbers; those on a device are fetched together."""
-    if all(isinstance(one, torch.Tensor) for one in weights):
-        values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
-    else:
-        values = [float(one) for one in weights]
-    for value in values:
-        if not 0 <= value < math.inf:
-            raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
-    return cast(list[float], values)

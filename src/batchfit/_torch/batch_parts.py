@@ -136,6 +136,17 @@ class Whole:
             return self.trimmer.take(samples, length)
         return _taken(self.batch, samples, self.length)
 
+    def gradient_leaves(self) -> list[torch.Tensor]:
+        """Tensors of the batch that get gradients themselves (adversarial examples, saliency)."""
+        found = {id(tensor): (path, tensor) for path, tensor in self.leaves if tensor.requires_grad}
+        for path, tensor in found.values():
+            if not tensor.is_leaf:
+                raise ValueError(
+                    f"batch must not carry a graph, and {path} requires grad and was computed: every "
+                    "microbatch would run through that graph again. Detach it, or compute it in fn"
+                )
+        return [tensor for _, tensor in found.values()]
+
     def versions(self) -> list[int]:
         """Counts of in-place writes: a batch that was written into cannot be tried again."""
         return [tensor._version for _, tensor in self.leaves if not tensor.is_inference()]

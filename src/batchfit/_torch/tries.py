@@ -37,6 +37,27 @@ class Watch(Protocol):
 
 
 @final
+class Planned:
+    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
+
+    __slots__ = ("_make", "_plan", "made")
+
+    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
+        self._make = make
+        self._plan = plan
+        self.made: Any = None
+
+    def __call__(self) -> None:
+        self.made = self._make(self._plan)
+        if self.made is not None:
+            self.made()
+
+    @property
+    def at(self) -> int:
+        return self.made.at if self.made is not None else 0
+
+
+@final
 class BackwardTry:
     """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight."""
 
