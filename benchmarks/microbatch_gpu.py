@@ -67,17 +67,23 @@ def overhead(compiled: bool, smoke: bool) -> Results:
     def fn(micro: dict[str, Any]) -> Any:
         return loss(run, micro)
 
-    def by_hand() -> None:
-        optimizer.zero_grad()
+    def accumulate() -> None:
         for start in range(0, SIZE * COUNT, SIZE):
             rows = slice(start, start + SIZE)
             micro = {name: part[rows].to(device, non_blocking=True) for name, part in batch.items()}
             (fn(micro) * (1 / COUNT)).backward()
+
+    def by_hand() -> None:
+        optimizer.zero_grad()
+        accumulate()
         optimizer.step()
+
+    def backward() -> None:
+        microbatcher.backward(fn, batch)
 
     def ours() -> None:
         optimizer.zero_grad()
-        microbatcher.backward(fn, batch)
+        backward()
         microbatcher.step(optimizer)
 
     def seconds(work: Callable[[], None]) -> float:
@@ -99,22 +105,16 @@ def overhead(compiled: bool, smoke: bool) -> Results:
     return {
         "pairs_s": pairs,
         "by_hand_twice_s": again,
-        "host_us": host_us(fn, microbatcher, batch, device, wait, smoke),
+        "host_us": host_us({"by_hand": accumulate, "ours": backward}, optimizer.zero_grad, wait, smoke),
     }
 
 
-def host_us(fn: Any, microbatcher: Any, batch: Any, device: Any, wait: Any, smoke: bool) -> dict[str, float]:
-    """What the host spends until all is queued, by hand and with ours."""
-
-    def by_hand() -> None:
-        for start in range(0, SIZE * COUNT, SIZE):
-            rows = slice(start, start + SIZE)
-            micro = {name: part[rows].to(device, non_blocking=True) for name, part in batch.items()}
-            (fn(micro) * (1 / COUNT)).backward()
-
-    found: dict[str, list[float]] = {"by_hand": [], "ours": []}
+def host_us(works: dict[str, Callable[[], None]], clear: Any, wait: Any, smoke: bool) -> dict[str, float]:
+    """What the host spends until all of a batch is queued."""
+    found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(2 if smoke else 7):
-        for name, work in (("by_hand", by_hand), ("ours", lambda: microbatcher.backward(fn, batch))):
+        for name, work in works.items():
+            clear()
             wait()
             begun = time.perf_counter()
             work()
@@ -161,6 +161,7 @@ class Curve:
         self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.smoke, self.ooms, self.samples = smoke, 0, 0
+        self.step: Callable[[], Any] = self.optimizer.step
         self._draw = random.Random(0)
 
     def batch(self, step: int) -> Any:
@@ -237,6 +238,7 @@ def stepper(way: str, curve: Curve) -> Callable[[Any], tuple[float, int]]:
         import batchfit
 
         microbatcher = batchfit.Microbatcher(curve.model)
+        curve.step = lambda: microbatcher.step(curve.optimizer)
 
         def run(ids: Any) -> tuple[float, int]:
             before = curve.ooms
@@ -301,7 +303,7 @@ def curve(way: str, steps: int, cap_bytes: int | None, smoke: bool) -> Results:
             except (RuntimeError, MemoryError) as error:
                 failed = f"step {number}: {type(error).__name__}: {str(error)[:200]}"
                 break
-            run.optimizer.step()
+            run.step()
             losses.append(loss)
             splits += count > 1
             retried += run.ooms > before

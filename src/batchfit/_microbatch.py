@@ -73,7 +73,8 @@ class Microbatcher:
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows.
         lengths: for padded batches: the name of a part (a mask such as "attention_mask", or the lengths), or
             a callable that takes the batch. Samples of about one length then share a microbatch and are
-            trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host.
+            trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
+            padded to multiples of 64.
         pad_keys, pad_dim, padding_side: the names of the padded parts, their padded dimension, and "left" or
             "right", where shapes and masks do not tell.
         microbatch_size: the most samples a microbatch may have; default: the whole batch.

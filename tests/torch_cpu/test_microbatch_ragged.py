@@ -531,3 +531,15 @@ def test_attention_that_plans_is_off_inside_only(monkeypatch: pytest.MonkeyPatch
     seen.clear()
     Microbatcher(world.model).backward(fn, world.batch)
     assert seen == [0]
+
+
+def test_widths_that_make_a_new_shape_each_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(10**6)
+    with caplog.at_level(logging.INFO, logger="batchfit"):
+        for width in (12, 16, 13, 13, 16):
+            job.run([10, 3], width=width)
+        assert not caplog.text
+        for width in (13, 14, 15):
+            job.run([10, 3], width=width)
+    assert caplog.text.count("Pad to multiples of 4") == 1
+    assert "padded to 13, 14" in caplog.text

@@ -49,6 +49,7 @@ class _Known:
     shapes: Shapes = field(default_factory=Shapes)
     headroom: Headroom = field(default_factory=Headroom)
     layout: Layout | None = None
+    width: int = 0  # what the last batch was padded to
     on_top_bytes: float = 0.0  # what the last microbatch read found held beside what the batch began with
     peaks: dict[Extent, int] = field(default_factory=dict)
     unclear: set[Extent] = field(default_factory=set)  # read once, while gradients appeared
@@ -149,6 +150,7 @@ class Packing:
         note = "batchfit: raised while the lengths of a batch were read"
         whole.trimmer = trying.twice(find_padding, device=self._sizing.device, note=note)
         known.layout = whole.trimmer.layout if known.layout is None else known.layout
+        self._look_at_width(known, whole.trimmer.padded_length)
         held = self._sizing.read().held_bytes
         if held is not None:
             self._sizing.limit(fresh=not known.shapes.batches)
@@ -258,6 +260,16 @@ class Packing:
             )
         if known.headroom.share < before.share:
             log.info("live tensors of ragged batches may take %.0f %% of memory", 100 * known.headroom.share)
+
+    def _look_at_width(self, known: _Known, width: int) -> None:
+        """What is longest cannot be longer than its batch, so that odd widths make a new shape a batch."""
+        before, known.width = known.width, width
+        if width % MULTIPLE and before % MULTIPLE and before != width:
+            self._sizing.inform_once(
+                "width",
+                f"batches are padded to {before}, {width}, ...: each is a new shape. Pad to multiples of "
+                f"{MULTIPLE} (pad_to_multiple_of in Hugging Face's collators), and shapes recur",
+            )
 
     def _known_of(self, kind: str) -> _Known:
         known = self._known.pop(kind, None) or _Known()
