@@ -8,9 +8,10 @@
 Ways: `fixed_8`, `fixed_12` (rows in the loader's order, trimmed to the longest of each microbatch), `by_hand`
 (sorted, 12,000 padded tokens, multiples of 64), `halving` (as Composer does it: halves for ever after an
 out-of-memory, nothing is trimmed), `one_shape` (24 x 512, nothing to pad), `ours` (the Microbatcher) and
-`parts` (its plan and memory model in a plain loop). bf16 autocast, AdamW, random weights. `cold`: the first
-ten steps of a process, after one step of 2 x 48 tokens that loads libraries; `warm`: ten more of other
-sequences. Tokens a second count useful tokens of steps that were made, over all seconds.
+`parts` (its plan and memory model in a plain loop; not run unless named). bf16 autocast, AdamW, random
+weights. `cold`: the first ten steps of a process, after one step of 2 x 48 tokens that loads libraries;
+`warm`: five more of other sequences. While one way runs, the process of the next imports, and does no more.
+Tokens a second count useful tokens of steps that were made, over all seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 GIB = 2**30
 WAYS = ("fixed_8", "fixed_12", "by_hand", "halving", "one_shape", "parts", "ours")
 FLAGS = ("default", "no_cudnn_attention")
-STEPS, SEQUENCES, MULTIPLE = 10, 128, 64
+STEPS, WARM_STEPS, SEQUENCES, MULTIPLE = 10, 5, 128, 64
 Shape = tuple[int, int]
 
 # The model of an H200 that --simulate uses, fitted to three measured rows (48.1k, 97.8k and 94.6k tokens a
@@ -262,7 +263,7 @@ def ours(run: Run) -> Callable[[dict[str, Any], list[int]], bool]:
     return step
 
 
-def run_one(way: str, flags: str, *, tiny: bool, steps: int, cap_gib: float) -> dict[str, Any]:
+def run_one(way: str, flags: str, *, tiny: bool, cap_gib: float) -> dict[str, Any]:
     import torch
 
     if flags == "no_cudnn_attention":
@@ -282,7 +283,7 @@ def run_one(way: str, flags: str, *, tiny: bool, steps: int, cap_gib: float) -> 
     run.step()
     wait()
     step, answer, done = stepper(run, way), {}, 0
-    for phase in ("cold", "warm"):
+    for phase, steps in (("cold", 2), ("warm", 2)) if tiny else (("cold", STEPS), ("warm", WARM_STEPS)):
         before = set(run.shapes) if phase == "warm" else set()
         run.shapes.clear()
         run.padded = run.ooms = run.lost = run.microbatches = 0
@@ -391,8 +392,8 @@ def page(results: dict[str, Any]) -> str:
         "",
         f"Made by `{about['command']}`; torch {about['torch']}, transformers {about['transformers']}, python",
         f"{about['python']}. GPT-2 small, bf16 autocast, AdamW, {SEQUENCES} sequences a step with lognormal",
-        "lengths (32 to 1024, median 200), each row in a fresh process. Cold: the first ten steps; warm: ten",
-        "more, of other sequences. Useful tokens of steps that were made, over all seconds.",
+        "lengths (32 to 1024, median 200), each row in a fresh process. Cold: the first ten steps; warm:",
+        "five more, of other sequences. Useful tokens of steps that were made, over all seconds.",
         "",
         "| way | flags | cold tokens/s | warm tokens/s | useful tokens | shapes (new when warm) | OOMs "
         "| lost steps | reserved | retries |",
@@ -413,15 +414,19 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def child(way: str, flags: str, given: argparse.Namespace) -> dict[str, Any]:
-    """One row in a fresh process."""
+def begun(way: str, flags: str, given: argparse.Namespace) -> subprocess.Popen[str]:
+    """One row in a fresh process, which imports and then waits for its turn."""
     command = [sys.executable, __file__, "--one", way, flags, "--cap-gib", str(given.cap_gib)]
     command += ["--smoke"] if given.smoke else []
     quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet)
-    if done.returncode != 0:
-        return {"error": done.stderr[-1500:]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=quiet)
+
+
+def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Let it run."""
+    out, err = process.communicate("go\n")
+    return dict(json.loads(out.splitlines()[-1])) if process.returncode == 0 else {"error": err[-1500:]}
 
 
 def about(given: argparse.Namespace) -> dict[str, Any]:
@@ -439,12 +444,32 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_all(results: dict[str, Any], given: argparse.Namespace) -> None:
+    """Every row that is missing."""
+    rows = [(way, flags) for way in given.ways for flags in given.flags]
+    left = [row for row in rows if "cold" not in results.get("/".join(row), {})]
+    start, following = time.perf_counter(), None
+    for at, row in enumerate(left):
+        if time.perf_counter() - start > given.deadline_s:
+            break
+        current = following or begun(*row, given)
+        following = begun(*left[at + 1], given) if at + 1 < len(left) else None
+        results["/".join(row)] = answer_of(current)
+        given.out.write_text(json.dumps(results, indent=1))
+        print("/".join(row), json.dumps(results["/".join(row)]), flush=True)
+    if following is not None:
+        following.kill()
+        following.communicate()
+    print(f"{sum('cold' not in results.get('/'.join(row), {}) for row in rows)} rows left")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("ragged_gpu.json"))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way != "parts"], choices=WAYS)
+    parser.add_argument("--deadline-s", type=float, default=1e9, help="no row starts later than this")
     parser.add_argument("--flags", nargs="+", default=list(FLAGS), choices=FLAGS)
     parser.add_argument("--cap-gib", type=float, default=23.8)
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, two steps a phase")
@@ -458,24 +483,21 @@ def main() -> None:
     elif given.simulate:
         simulate()
     elif given.one:
-        if not given.smoke:
-            import torch
+        import torch
+        import transformers  # noqa: F401
 
+        import batchfit._microbatch  # noqa: F401
+
+        sys.stdin.readline()  # its turn: nothing has touched the GPU so far
+        if not given.smoke:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(given.cap_gib * GIB / total)
-        steps = 2 if given.smoke else STEPS
-        answer = run_one(*given.one, tiny=given.smoke, steps=steps, cap_gib=given.cap_gib)
+        answer = run_one(*given.one, tiny=given.smoke, cap_gib=given.cap_gib)
         print(json.dumps(answer))
     else:
         results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
         results["about"] = about(given)
-        for way in given.ways:
-            for flags in given.flags:
-                name = f"{way}/{flags}"
-                if "cold" not in results.get(name, {}):
-                    results[name] = child(way, flags, given)
-                    given.out.write_text(json.dumps(results, indent=1))
-                print(name, json.dumps(results[name]), flush=True)
+        run_all(results, given)
 
 
 if __name__ == "__main__":

@@ -12,39 +12,44 @@ Rules
 
 from __future__ import annotations
 
-import importlib
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from batchfit._decide.split import Event, Piece, pieces
+from batchfit._decide.split import Event, Piece
 from batchfit._decide.units import parse_bytes
-from batchfit._torch.attempt import attempt, recover
-from batchfit._torch.batch_parts import Split, Whole, joined
+from batchfit._torch.attempt import attempt, recover, twice
+from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
-from batchfit._torch.norms import BatchNorm, batch_norms
+from batchfit._torch.norms import BatchNorm, batch_norms, norms_in
+from batchfit._torch.packing import Packing, RaggedCall
+from batchfit._torch.ragged import Lengths, attention_without_plans
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import (
     check_callable,
     check_models,
     check_options,
+    check_ragged,
     generators_of,
     is_compiled,
     where,
 )
-from batchfit._torch.tries import BackwardTry, CachedTry, MapTry, judge_loss
+from batchfit._torch.stepping import step
+from batchfit._torch.tries import BackwardTry, CachedTry, Judgement, MapTry, Planned, judge_loss
+from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
 
 log = logging.getLogger("batchfit")
 
-Weight = Callable[[Any], Any] | str
 Tables = list[dict[str, Any]]
+AnyCall = Call | RaggedCall
 
 
 @final
@@ -66,6 +71,12 @@ class Microbatcher:
             of the batch whose sum it is ("attention_mask"). Evaluated where the batch is, before anything
             moves: keep batches on the host, or each batch waits for the device once. Default: its samples.
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows.
+        lengths: for padded batches: the name of a part (a mask such as "attention_mask", or the lengths), or
+            a callable that takes the batch. Samples of about one length then share a microbatch and are
+            trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
+            padded to multiples of 64.
+        pad_keys, pad_dim, padding_side: the names of the padded parts, their padded dimension, and "left" or
+            "right", where shapes and masks do not tell.
         microbatch_size: the most samples a microbatch may have; default: the whole batch.
         budget: bytes that the program may use ("20GiB"). Enforced while a size is new, trusted afterwards.
         reduction: what `fn` returns for a microbatch, the "mean" or the "sum" of its losses.
@@ -81,6 +92,10 @@ class Microbatcher:
         *models: nn.Module | torch.Tensor,
         weight: Weight | None = None,
         split: Split | None = None,
+        lengths: str | Callable[[Any], Any] | None = None,
+        pad_keys: Sequence[str | int] | None = None,
+        pad_dim: int | None = None,
+        padding_side: Literal["left", "right"] | None = None,
         microbatch_size: int | None = None,
         budget: int | str | None = None,
         reduction: Literal["mean", "sum"] = "mean",
@@ -91,26 +106,39 @@ class Microbatcher:
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
+        check_ragged(lengths, split, pad_keys, pad_dim, padding_side)
         budget_bytes = None if budget is None else parse_bytes(budget)
         self._device = resolve_device(device, near=models)
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
         self._models = models
-        self._weight = weight
         self._split = split
+        self._lengths = lengths
         self._reduction = reduction
-        self._skips = on_zero_weight == "skip"
+        self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._batch_norm = batch_norm
         self._target = where(device, models)
         self._sizing = Sizing(
             self._device, budget_bytes=budget_bytes, most=microbatch_size, on_event=on_event
         )
+        self._packing = Packing(
+            self._sizing,
+            most=microbatch_size,
+            pad_keys=pad_keys,
+            pad_dim=pad_dim,
+            padding_side=padding_side,
+        )
         self._buffers = Buffers()
         self._generators = generators_of(models)
         self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
         self._reduction_checked = False
+        self._leaf_count = -1
+        self._modules: list[nn.Module] = []
+        self._norms: list[BatchNorm] = []
 
-    def backward(self, fn: Callable[[Any], Any], batch: Any, *, scaler: Any = None) -> StepReport:
+    def backward(
+        self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
+    ) -> StepReport:
         """Forward and backward of the whole batch, in microbatches; adds to `.grad` what the batch would.
 
             report = mb.backward(lambda micro: criterion(model(micro["x"]), micro["y"]), batch)
@@ -120,28 +148,28 @@ class Microbatcher:
         buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
         for two samples and for the same two again twice and four times, to see that `reduction` is right.
         Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
-        the call found it.
+        the call found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
         """
         check_callable(fn, "fn")
-        call, leaves, tables, modules = self._open(batch, "backward", fn)
+        call, leaves, tables, modules = self._open(batch, "backward", fn, lengths)
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> BackwardTry | None:
                 micros = call.whole.micros(plan)
-                shares = self._shares(micros, plan)
+                shares = self._weighing.shares(micros, plan)
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
-                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers)
+                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch)
 
-            sizes, done = self._until_it_fits(call, rewind, make)
+            plan, done = self._until_it_fits(call, rewind, make)
         if done is None:
-            self._sizing.tell("skipped", call.size, call.size, "the batch has no weight")
+            self._sizing.tell("skipped", plan[0].size, plan[0].size, "the batch has no weight")
             return StepReport(torch.zeros((), device=self._target), (), skipped=True)
         # Not for compiled code: it would be compiled again for sizes that are never needed.
-        if len(sizes) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
-            self._check_reduction(fn, call.whole, sizes[0], tables)
-        return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+        if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
+            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), tables)
+        return _report(call, plan, done)
 
     def backward_cached(
         self,
@@ -149,6 +177,7 @@ class Microbatcher:
         loss_fn: Callable[[Any], Any],
         batch: Any,
         *,
+        lengths: Lengths | None = None,
         scaler: Any = None,
     ) -> StepReport:
         """A loss over the whole batch's representations (in-batch negatives), the encoder in chunks: exact.
@@ -156,23 +185,24 @@ class Microbatcher:
             report = mb.backward_cached(lambda micro: encoder(micro), contrastive_loss, batch)
 
         `encode(micro)` returns tensors with one row a sample, alone or in tuples and dicts; `loss_fn` gets
-        those of the whole batch. More than one chunk costs one forward more, without a graph; dropout is the
+        those of the whole batch, in its order; with `lengths`, one value a token is padded to the batch's
+        width. More than one chunk costs one forward more, without a graph; dropout is the
         same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
         """
         check_callable(encode, "encode")
         check_callable(loss_fn, "loss_fn")
-        call, leaves, tables, modules = self._open(batch, "cached", encode)
+        call, leaves, tables, modules = self._open(batch, "cached", encode, lengths)
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> CachedTry:
-                micros, counts = call.whole.micros(plan), [piece.size for piece in plan]
                 layers = self._layers(call, modules, plan)
-                return CachedTry(encode, loss_fn, micros, counts, self._target, rewind, scaler, layers)
+                whole, where_to = call.whole, self._target
+                return CachedTry(encode, loss_fn, whole, plan, where_to, rewind, scaler, layers, call.watch)
 
-            sizes, done = self._until_it_fits(call, rewind, make)
-        return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+            plan, done = self._until_it_fits(call, rewind, make)
+        return _report(call, plan, done)
 
-    def map(self, fn: Callable[[Any], Any], batch: Any) -> Any:
+    def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
 
             model.eval()
@@ -181,44 +211,61 @@ class Microbatcher:
         The mode of the model is yours to set. Tensors are joined along their first dimension, in any
         structure; lists have one item a sample; outputs stay where `fn` left them. After an out-of-memory
         only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
-        those of training, so they may be larger.
+        those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
+        with zeros up to the batch's width.
         """
         check_callable(fn, "fn")
-        call, _, tables, _ = self._open(batch, "map", fn)
+        call, _, tables, _ = self._open(batch, "map", fn, lengths)
+        sizer = self._sizer(call)
         outputs: list[Any] = []
-        counts: list[int] = []
-        with torch.inference_mode(), self._sizing.limited(call):
-            while sum(counts) < call.whole.length:
-                sizes = self._sizing.plan(call, call.whole.length - sum(counts))
-                run = MapTry(fn, call.whole, sizes, self._target, lambda: self._mark(tables), outputs, counts)
-                failure = self._sizing.attempt(call, run)
-                mark = run.mark
+        done: list[Piece] = []
+        with torch.inference_mode(), self._inside(call):
+            while sum(piece.size for piece in done) < call.whole.length:
+                plan = sizer.plan(call, done)
+                begin = lambda: self._mark(tables)  # noqa: E731
+                run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch)
+                failure = sizer.attempt(call, run)
+                mark, at = run.mark, run.at
                 del run
                 if failure is not None:
                     if mark is not None:
                         mark.back()
-                    self._sizing.shrink(call, failure)
-            self._sizing.finish(call)
-            return self._joined(outputs, counts)
+                    sizer.shrink(call, failure, at)
+            sizer.finish(call, done)
+            return self._joined(call.whole, outputs, done)
 
     def step(
-        self, optimizer: Any, *, scaler: Any = None, clip_norm: float | None = None, rollback: bool = False
-    ) -> Any:
-        """An optimizer step that running out of memory cannot leave half done; returns the gradient norm."""
-        stepping: Any = importlib.import_module("batchfit._torch.stepping")
-        return stepping.step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback)
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
+        rollback: bool = False,
+    ) -> torch.Tensor | None:
+        """An optimizer step that running out of memory cannot leave half done; returns the gradient norm.
+
+            norm = mb.step(optimizer, scaler=scaler, clip_norm=1.0)
+
+        Unscales, clips, steps and updates the scaler; several optimizers step together. Running out before
+        anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
+        `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
+        """
+        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
-        return self._sizing.state_dict()
+        return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
-        self._sizing.load_state_dict(state)
+        if self._sizing.load_state_dict(state):
+            self._packing.load(state.get("ragged", {}))
+        else:
+            self._packing.forget()
 
     def _open(
-        self, batch: Any, kind: str, fn: Any
-    ) -> tuple[Call, list[torch.Tensor], Tables, list[nn.Module]]:
+        self, batch: Any, kind: str, fn: Any, lengths: Lengths | None
+    ) -> tuple[AnyCall, list[torch.Tensor], Tables, list[nn.Module]]:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self._device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
@@ -229,32 +276,59 @@ class Microbatcher:
             raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
         if kind != "map":
-            if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            # Looked at again where others get gradients than before: it takes as long as all else here.
+            fresh, self._leaf_count = len(leaves) != self._leaf_count, len(leaves)
+            if fresh and any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
                 self._sizing.warn_once(
                     "hooks",
                     "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
                     "optimizer that steps there steps on a part of the batch's gradient",
                 )
-            leaves += _leaves_of_batch(whole)
+            leaves += whole.gradient_leaves()
         compiled = self._compiled or is_compiled(fn)
-        return self._sizing.begin(whole, compiled=compiled), leaves, tables, modules
+        lengths = self._lengths if lengths is None else lengths
+        call: AnyCall
+        if lengths is None:
+            call = self._sizing.begin(whole, compiled=compiled)
+        elif self._split is not None:
+            raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
+        else:
+            trains, joins = kind != "map", kind != "backward"
+            call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
+        return call, leaves, tables, modules
+
+    def _sizer(self, call: AnyCall) -> Any:
+        """Who decides on the microbatches of this call."""
+        return self._packing if isinstance(call, RaggedCall) else self._sizing
+
+    @contextmanager
+    def _inside(self, call: AnyCall) -> Iterator[None]:
+        """What is set while a call's tries run."""
+        with self._sizer(call).limited(call), self._attention(call.whole):
+            yield
+
+    def _attention(self, whole: Whole) -> AbstractContextManager[None]:
+        """Ragged batches come in many shapes: no back-end that plans for each of them."""
+        return nullcontext() if whole.trimmer is None else attention_without_plans(self._target)
 
     def _until_it_fits(
-        self, call: Call, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
-    ) -> tuple[tuple[int, ...], Any]:
-        """Try smaller and smaller until the batch ran: (its sizes, the try), or (..., None) for no work."""
-        with self._sizing.limited(call):
+        self, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
+    ) -> tuple[tuple[Piece, ...], Any]:
+        """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
+        sizer = self._sizer(call)
+        with self._inside(call):
             while True:
-                sizes = self._sizing.plan(call, call.whole.length)
+                plan = sizer.plan(call)
                 versions = call.whole.versions()
-                run = _Planned(make, pieces(sizes))
-                failure = self._sizing.attempt(call, run)
+                run = Planned(make, plan)
+                failure = sizer.attempt(call, run)
                 if failure is None and run.made is None:
                     rewind.keep()
-                    return sizes, None
+                    return plan, None
                 if failure is None:
-                    self._sizing.finish(call)
-                    return sizes, run.made
+                    sizer.finish(call, plan)
+                    return plan, run.made
+                at = run.at
                 del run
                 if versions != call.whole.versions():
                     raise BatchfitError(
@@ -262,14 +336,14 @@ class Microbatcher:
                         "the changed batch. Clone what fn writes into"
                     )
                 rewind.back()
-                self._sizing.shrink(call, failure)
+                sizer.shrink(call, failure, at)
 
-    def _joined(self, outputs: list[Any], counts: list[int]) -> Any:
+    def _joined(self, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
         answer: list[Any] = []
         why = ""
         for _ in range(2):
             failure = attempt(
-                lambda: answer.append(joined(outputs, counts)),
+                lambda: answer.append(whole.joined(outputs, plan)),
                 device=self._device,
                 last=True,
                 note=lambda: "batchfit: raised while the outputs of all microbatches were joined",
@@ -280,63 +354,24 @@ class Microbatcher:
             recover(self._device)
         raise BatchfitError(f"the joined outputs do not fit: {why}. Return them on the host (.cpu()) from fn")
 
-    def _shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
-        """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
-        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
-            return [1.0] * len(plan)
-        if self._weight is None:
-            weights = [float(piece.size) for piece in plan]
-        else:
-            weights = _numbers([self._weigh(micro) for micro in micros])
-        total = math.fsum(weights)
-        if total == 0:
-            if self._skips:
-                return None
-            raise BatchfitError(
-                "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
-                "pass on_zero_weight='skip'"
-            )
-        return [weight / total for weight in weights]
-
-    def _weigh(self, micro: Any) -> Any:
-        if callable(self._weight):
-            return self._weight(micro)
-        name = cast(str, self._weight)
-        try:
-            part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
-        except (KeyError, AttributeError):
-            raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
-        return part.sum() if hasattr(part, "sum") else sum(part)
-
-    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, size: int, tables: Tables) -> None:
+    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, piece: Piece, tables: Tables) -> None:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
-        found = "unclear"
-        with self._mark(tables):
+        found: Judgement = "unclear"
+        with self._mark(tables), self._attention(whole):
             try:
-                found = judge_loss(fn, whole, size, self._target)
+                found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
-        if found == "compared":
-            log.warning(
-                "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
-                "compared with each other (in-batch negatives), and microbatches change with which. "
-                "Use backward_cached, which is exact"
-            )
-        elif found in ("mean", "sum") and found != self._reduction:
-            log.warning(
-                "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
-                "gradients are not those of the batch. Pass reduction=%r",
-                found,
-                self._reduction,
-                found,
-            )
+        warn_of_reduction(found, self._reduction)
 
-    def _layers(self, call: Call, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
+    def _layers(self, call: AnyCall, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
         """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
-        layers = batch_norms(modules)
+        if modules != self._modules:
+            self._modules, self._norms = modules, norms_in(modules)
+        layers = batch_norms(self._norms)
         if not layers or self._batch_norm == "exact":
             return layers
         counts = [piece.size for piece in plan]
@@ -366,15 +401,8 @@ class Microbatcher:
 
     def _rewinding(self, leaves: list[torch.Tensor], tables: Tables, scaler: Any) -> Rewind:
         buffers = Buffers() if self._buffers.busy else self._buffers  # busy: `map` inside a `backward`, say
-        failure = attempt(
-            lambda: buffers.take(tables),
-            device=self._device,
-            last=False,
-            note=lambda: "batchfit: raised while the models' buffers were copied",
-        )
-        if failure is not None:
-            recover(self._device)
-            buffers.take(tables)
+        note = "batchfit: raised while the models' buffers were copied"
+        twice(lambda: buffers.take(tables), device=self._device, note=note)
         return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
 
     def _mark(self, tables: Tables) -> Rewind:
@@ -382,45 +410,6 @@ class Microbatcher:
         return self._rewinding([], tables, None)
 
 
-class _Planned:
-    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
-
-    __slots__ = ("_make", "_plan", "made")
-
-    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
-        self._make = make
-        self._plan = plan
-        self.made: Any = None
-
-    def __call__(self) -> None:
-        self.made = self._make(self._plan)
-        if self.made is not None:
-            self.made()
-
-    @property
-    def at(self) -> int:
-        return self.made.at if self.made is not None else 0
-
-
-def _leaves_of_batch(whole: Whole) -> list[torch.Tensor]:
-    """Tensors of the batch that get gradients themselves (adversarial examples, saliency)."""
-    found = {id(tensor): (path, tensor) for path, tensor in whole.leaves if tensor.requires_grad}
-    for path, tensor in found.values():
-        if not tensor.is_leaf:
-            raise ValueError(
-                f"batch must not carry a graph, and {path} requires grad and was computed: every microbatch "
-                "would run through that graph again. Detach it, or compute it in fn"
-            )
-    return [tensor for _, tensor in found.values()]
-
-
-def _numbers(weights: Sequence[Any]) -> list[float]:
-    """As plain numbers; those on a device are fetched together."""
-    if all(isinstance(one, torch.Tensor) for one in weights):
-        values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
-    else:
-        values = [float(one) for one in weights]
-    for value in values:
-        if not 0 <= value < math.inf:
-            raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
-    return cast(list[float], values)
+def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
+    sizes = tuple(piece.size for piece in plan)
+    return StepReport(done.loss, sizes, call.retries, call.peak_bytes)

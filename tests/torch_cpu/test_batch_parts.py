@@ -167,7 +167,7 @@ def test_a_users_split_cuts_what_we_cannot() -> None:
 
     whole = Whole.of(Strange([1, 2, 3]), split=split)
     assert [part.items for part in whole.cut([2, 1])] == [[1, 2], [3]]
-    assert [part.items for part in whole.rest([1], [1, 1])] == [[2], [3]]
+    assert [part.items for part in whole.micros(pieces((1, 1), 1), pieces((1,)))] == [[2], [3]]
     with pytest.raises(ValueError, match="one microbatch for each of 2 sizes, not 1"):
         Whole.of(Strange([1, 2]), split=lambda batch, sizes: [batch]).cut([1, 1])
     with pytest.raises(TypeError, match="give it __len__"):

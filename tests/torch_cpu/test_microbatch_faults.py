@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_judge import fingerprint
 from torch import nn
 from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit.errors import BatchfitError
+from batchfit._decide.split import Learned
+from batchfit.errors import BatchfitError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty
 
 KINDS = ["plain", "old", "scaler", "old,exact", "cached", "cached,old,exact"]
@@ -284,3 +288,106 @@ def test_sparse_gradients_are_added_to_old_ones() -> None:
     fn(batch[:2]).backward()
     Microbatcher(model, microbatch_size=3).backward(fn, batch)
     assert torch.allclose(model.weight.grad.to_dense(), full)
+
+
+# --- backward and step together
+
+
+class Training:
+    """Two whole training steps: backward in microbatches, clipping, the optimizer, an LR schedule."""
+
+    def __init__(self, kind: str, size: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, 3))
+        make: Any = torch.optim.SGD if "sgd" in kind else torch.optim.AdamW
+        options: dict[str, Any] = {"momentum": 0.9} if "sgd" in kind else {"fused": "fused" in kind}
+        self.optimizer = make(self.model.parameters(), lr=0.1, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if "scaler" in kind else None
+        self.clip_norm = 0.5 if "clip" in kind else None
+        self.mb = Microbatcher(self.model, microbatch_size=size, batch_norm="ignore")
+        self.mb._reduction_checked = True
+        self.batches = [{"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))} for _ in range(2)]
+        self.sizes: list[tuple[int, ...]] = []
+
+    def loss(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(self.model(micro["x"]), micro["y"])
+
+    def backward(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        report = self.mb.backward(self.loss, self.batches[number], scaler=self.scaler)
+        self.sizes.append(report.microbatch_sizes)
+
+    def step(self, *, rollback: bool) -> None:
+        self.mb.step(self.optimizer, scaler=self.scaler, clip_norm=self.clip_norm, rollback=rollback)
+        self.schedule.step()
+
+    def run(self, *, rollback: bool) -> None:
+        for number in range(2):
+            self.backward(number)
+            self.step(rollback=rollback)
+
+    def by_hand(self, sizes: list[tuple[int, ...]]) -> Training:
+        for number, some in enumerate(sizes):
+            self.mb._sizing._most = some[0]
+            self.mb._sizing.learned = Learned()
+            self.backward(number)
+            assert self.sizes[-1] == some
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            self.schedule.step()
+        return self
+
+    def state(self) -> object:
+        parts = [self.model, self.optimizer, self.scaler, self.schedule.state_dict()]
+        return fingerprint(*parts, identities=False), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("rollback", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "adamw,clip,scaler",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adamw", "fused", "sgd,clip")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a step that the scaler may skip
+def test_a_fault_at_every_operation_of_two_training_steps(
+    kind: str, rollback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As training by hand in the final sizes; without a copy to go back to, perhaps told to be half done."""
+    caplog.set_level(logging.ERROR, logger="batchfit")
+    world = Training(kind)
+    with count_operations() as seen:
+        world.run(rollback=rollback)
+    expected: dict[Any, object] = {}
+    ended: Counter[str] = Counter()
+    for point in range(seen.operations):
+        tried = Training(kind)
+        error: BaseException | None = None
+        with fail_at(point) as faults:
+            try:
+                tried.run(rollback=rollback)
+            except (StepInterruptedError, torch.OutOfMemoryError) as caught:
+                error = caught.with_traceback(None)
+        assert faults.fired
+        if error is not None:
+            assert isinstance(error, StepInterruptedError)
+            assert not rollback
+            ended["interrupted"] += 1
+            continue
+        key = tuple(tried.sizes)
+        if key not in expected:
+            expected[key] = Training(kind).by_hand(tried.sizes).state()
+        assert tried.state() == expected[key], (point, faults.last)
+        ended["retried" if len(key[0]) + len(key[1]) > 2 else "same sizes"] += 1
+    assert ended["retried"] > 50
+    assert ended["same sizes"] > 3  # in the step: it is tried again, or was prepared again
+    assert (ended["interrupted"] == 0) == rollback

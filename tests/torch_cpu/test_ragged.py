@@ -167,8 +167,8 @@ def test_a_square_mask_is_trimmed_both_ways_and_other_squares_are_asked_about() 
         ValueError, match=r"batch\['features'\] is not clear: \(2, 6, 6\) has 6 more than once"
     ):
         Trimmer.of(batch, [3, 4])
-    assert Trimmer.of(batch, [3, 4], dim=1).take((0,), 3)["features"].shape == (1, 3, 6)
-    assert Trimmer.of(batch, [3, 4], keys=["input_ids"]).take((0,), 3)["features"].shape == (1, 6, 6)
+    assert Trimmer.of(batch, [3, 4], pad_dim=1).take((0,), 3)["features"].shape == (1, 3, 6)
+    assert Trimmer.of(batch, [3, 4], pad_keys=["input_ids"]).take((0,), 3)["features"].shape == (1, 6, 6)
 
 
 def test_the_layout_of_an_earlier_batch_settles_what_chance_blurs() -> None:
@@ -197,15 +197,15 @@ def test_the_layout_of_an_earlier_batch_settles_what_chance_blurs() -> None:
         ({"x": torch.zeros(2, 5)}, "n", {}, "lengths must name a part of the batch"),
         ({"x": torch.zeros(2, 5)}, [1.5, 2.0], {}, "lengths must be one integer for each sample"),
         ({"x": torch.zeros(2, 5)}, [1, -2], {}, "lengths must not be negative, not -2"),
-        ({"x": torch.zeros(2, 5)}, [1, 2], {"keys": ["z"]}, "keys must name parts of the batch"),
+        ({"x": torch.zeros(2, 5)}, [1, 2], {"pad_keys": ["z"]}, "pad_keys must name parts of the batch"),
         (
             {"x": torch.zeros(2)},
             [1, 2],
-            {"keys": ["x"]},
+            {"pad_keys": ["x"]},
             "keys must name parts with the dimension 1, not 'x'",
         ),
         ({"x": torch.zeros(2, 5)}, [1, 2], {"padding_side": "top"}, "padding_side must be 'left', 'right'"),
-        ({"x": torch.zeros(2, 5)}, [1, 2], {"dim": 0}, "dim must be at least 1"),
+        ({"x": torch.zeros(2, 5)}, [1, 2], {"pad_dim": 0}, "pad_dim must be at least 1"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask", {}, "without holes"),
         ({"attention_mask": torch.tensor([[1, 1, 1]])}, [2], {}, "agree with the lengths"),
         (
@@ -262,7 +262,7 @@ def test_outputs_of_any_kind_are_put_back_in_order() -> None:
         restored([torch.zeros(2, 3), torch.zeros(1, 2)], packs)
     with pytest.raises(ValueError, match="outputs must be one for each of 2 microbatches, not 1"):
         restored(outputs[:1], packs)
-    with pytest.raises(TypeError, match="output must be tensors or lists with one row a sample, not float"):
+    with pytest.raises(TypeError, match="or the same in all microbatches, not float"):
         restored([1.0, 2.0], packs)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.envelope import MemoryModel
+from batchfit._decide.envelope import Headroom, MemoryModel
 from batchfit._decide.pack import Costs, Pack, Shapes, ladder, pack, useful_share
 
 MIB = 2**20
@@ -394,3 +394,29 @@ def test_wrong_readings_are_named() -> None:
         MemoryModel().seen(1, 1, float("nan"))
     with pytest.raises(ValueError, match="held_bytes must be a finite number that is not negative, not -1"):
         MemoryModel().seen(1, 1, 1, held_bytes=-1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 40))
+def test_no_more_samples_than_asked_for_however_many_fit(lengths: list[int], at_most: int, fits: int) -> None:
+    for most in (None, fits, lambda length: None):
+        packs = pack(lengths, most_samples=most, at_most=at_most, shapes=Shapes(((12, 64), (3, 256))))
+        assert max(len(one.indices) for one in packs) <= at_most
+        assert sorted(index for one in packs for index in one.indices) == list(range(len(lengths)))
+    with pytest.raises(ValueError, match="at_most must be positive, not 0"):
+        pack(lengths, most_samples=None, at_most=0)
+
+
+def test_retries_in_a_row_leave_more_room_and_calm_batches_bring_it_back() -> None:
+    room = Headroom()
+    assert room.after(3).after(0).after(2).share == room.share  # not in a row
+    for _ in range(100):
+        room = room.after(1)
+    assert 0.55 < room.share < 0.65
+    for _ in range(63):
+        room = room.after(0)
+    lowest = room.share
+    assert room.after(0).share > lowest
+    for _ in range(5000):
+        room = room.after(0)
+    assert room.share == Headroom().share

@@ -229,3 +229,10 @@ def test_what_was_learned_survives_json() -> None:
 def test_an_event_reads_as_a_line() -> None:
     assert str(Event("shrunk", 64, 32, "out of memory")) == "microbatch 64 -> 32: out of memory"
     assert str(Event("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
+
+
+def test_pieces_go_on_where_others_have_ended() -> None:
+    first, second = pieces((3, 2)), pieces((2, 1), start=5)
+    assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
+    assert [one.size for one in second] == [2, 1]
+    assert pieces(()) == ()

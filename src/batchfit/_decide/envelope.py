@@ -44,6 +44,12 @@ _FADE: Final = 0.25
 # at one that is shorter by no more than `_NEAR`.
 _BELOW_FAILURE: Final = 0.95
 _NEAR: Final = 1.5
+# Of the memory: what live tensors may take, and how that changes where the allocator has to retry.
+_SHARE: Final = 0.9
+_LEAST_SHARE: Final = 0.6
+_SHARE_STEP: Final = 0.03
+_THRASHING: Final = 2
+_CALM: Final = 64
 
 
 class Reading(NamedTuple):
@@ -196,6 +202,29 @@ class MemoryModel:
             peace=int(stored["peace"]),
             patience=int(stored["patience"]),
         )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """The share of the memory that live tensors may take; the rest is for what lies between them.
+
+    Batches in a row in which allocations were retried lower it, calm ones bring it back.
+    """
+
+    share: float = _SHARE
+    retried: int = 0  # batches in a row with retries
+    calm: int = 0
+
+    def after(self, retries: int) -> Headroom:
+        """A batch ended, in which the allocator retried so often."""
+        if retries:
+            lower = self.retried + 1 >= _THRASHING
+            share = max(_LEAST_SHARE, self.share - _SHARE_STEP) if lower else self.share
+            return Headroom(share, 0 if lower else self.retried + 1)
+        if self.calm + 1 < _CALM:
+            return Headroom(self.share, 0, self.calm + 1)
+        return Headroom(min(_SHARE, self.share + _SHARE_STEP / 2))
 
 
 @lru_cache(maxsize=256)

@@ -120,6 +120,7 @@ def pack(
     lengths: Sequence[int],
     *,
     most_samples: int | Callable[[int], int | None] | None,
+    at_most: int | None = None,
     multiple: int = MULTIPLE,
     padded_length: int | None = None,
     shapes: Shapes | None = None,
@@ -130,14 +131,15 @@ def pack(
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
     so; where it returns None, nothing is known yet, and no more is tried than two launches are worth. Less
-    than one counts as one. `padded_length` is what the batch is padded to (its longest sample, where not
-    given), `shapes` what has run before, and `max_shapes` how many shapes there should ever be.
+    than one counts as one. No more than `at_most` samples are taken, however many fit. `padded_length` is
+    what the batch is padded to (its longest sample, where not given), `shapes` what has run before, and
+    `max_shapes` how many shapes there should ever be.
 
     >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
     [((0, 3), 500), ((1, 2), 64)]
     """
     lengths = tuple(lengths)
-    limit = _checked(lengths, multiple, padded_length, max_shapes)
+    limit = _checked(lengths, multiple, padded_length, max_shapes, at_most)
     if not lengths:
         return ()
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -146,6 +148,8 @@ def pack(
     # Known shapes that are too long for this batch, or do not fit any more, are no use.
     useful = [shape for shape in shapes.seen if shape[1] <= limit]
     most, capacity = _limits(most_samples, {*grid, *(length for _, length in useful)}, max(lengths))
+    if at_most is not None:
+        most = {length: min(found, at_most) for length, found in most.items()}
     known = {shape for shape in useful if shape[0] <= most[shape[1]]}
     costs = Costs.usual(max(lengths), capacity) if costs is None else costs
     fee = costs.new_shape / (1 + shapes.batches / _PATIENCE)
@@ -258,11 +262,22 @@ def _limits(
     return most, capacity
 
 
-def _checked(lengths: tuple[int, ...], multiple: int, padded: int | None, max_shapes: int | None) -> int:
+def _checked(
+    lengths: tuple[int, ...],
+    multiple: int,
+    padded: int | None,
+    max_shapes: int | None,
+    at_most: int | None,
+) -> int:
     """The arguments make sense; the length that nothing may exceed."""
     if lengths and min(lengths) < 0:
         raise ValueError(f"lengths must not be negative, not {min(lengths)!r}")
-    for name, value in (("multiple", multiple), ("padded_length", padded), ("max_shapes", max_shapes)):
+    for name, value in (
+        ("multiple", multiple),
+        ("padded_length", padded),
+        ("max_shapes", max_shapes),
+        ("at_most", at_most),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, not {value!r}")
     longest = max(lengths, default=1)

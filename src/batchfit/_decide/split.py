@@ -87,11 +87,11 @@ def rung(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def pieces(sizes: tuple[int, ...]) -> tuple[Piece, ...]:
-    """A plan that cuts a batch in its own order."""
-    return tuple(
-        Piece(slice(end - size, end), size) for size, end in zip(sizes, accumulate(sizes), strict=True)
-    )
+def pieces(sizes: tuple[int, ...], start: int = 0) -> tuple[Piece, ...]:
+    """A plan that cuts a batch in its own order, from the sample `start` on."""
+    ends = accumulate(sizes, initial=start)
+    next(ends)
+    return tuple(Piece(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
 
 
 @final

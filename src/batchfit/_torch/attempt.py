@@ -14,13 +14,15 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 
 from batchfit._torch import oom
 from batchfit._torch.device import CpuDevice, CudaDevice, Device
 from batchfit._torch.virtual import active
+
+T = TypeVar("T")
 
 # Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
 _FRAGMENTED = 0.15
@@ -62,6 +64,16 @@ def attempt(
             raise
         return Failure(verdict, message, _is_fragmented(device))
     return None
+
+
+def twice(run: Callable[[], T], *, device: Device, note: str) -> T:
+    """What `run` returns; where it runs out of memory, that is freed, and it is called once more."""
+    answer: list[T] = []
+    failure = attempt(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
+    if failure is None:
+        return answer[0]
+    recover(device)
+    return run()
 
 
 def _is_host(message: str, device: Device) -> bool:

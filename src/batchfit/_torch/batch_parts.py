@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, final
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from batchfit._decide.split import Piece, Shape
+from batchfit._decide.pack import Pack
+from batchfit._decide.split import Piece, Shape, pieces
+from batchfit._torch.ragged import Trimmer, restored
 from batchfit._torch.structure import children, is_array, rebuilt
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -76,7 +77,7 @@ class Whole:
     [3, 2]
     """
 
-    __slots__ = ("_split", "batch", "leaves", "length", "shape")
+    __slots__ = ("_split", "batch", "leaves", "length", "shape", "trimmer")
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Whole:
         self.leaves = leaves
         self._split = split
         self.shape = _shape(leaves, length, mode)
+        self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
     @classmethod
     def of(cls, batch: Any, *, split: Split | None = None, mode: str = "") -> Whole:
@@ -128,37 +130,52 @@ class Whole:
         """Samples can be picked one by one: a user's `split` cuts in order only."""
         return self._split is None
 
-    def cut(self, sizes: Sequence[int]) -> list[Any]:
-        """Microbatches of those sizes, in order."""
-        if self._split is not None:
-            parts = list(self._split(self.batch, list(sizes)))
-            if len(parts) != len(sizes):
-                raise ValueError(
-                    f"split must return one microbatch for each of {len(sizes)} sizes, not {len(parts)}"
-                )
-            return parts
-        return self.rest((), sizes)
-
-    def take(self, samples: slice | Sequence[int]) -> Any:
-        """The microbatch of those samples."""
+    def take(self, samples: Sequence[int], length: int | None = None) -> Any:
+        """The microbatch of those samples, trimmed to `length` where samples differ."""
+        if length is not None and self.trimmer is not None:
+            return self.trimmer.take(samples, length)
         return _taken(self.batch, samples, self.length)
 
-    def rest(self, done: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-        """Microbatches of `sizes` after those of `done`."""
-        if self._split is not None:
-            return self.cut([*done, *sizes])[len(done) :]
-        ends = list(accumulate(sizes, initial=sum(done)))
-        return [self.take(slice(start, end)) for start, end in pairwise(ends)]
+    def gradient_leaves(self) -> list[torch.Tensor]:
+        """Tensors of the batch that get gradients themselves (adversarial examples, saliency)."""
+        found = {id(tensor): (path, tensor) for path, tensor in self.leaves if tensor.requires_grad}
+        for path, tensor in found.values():
+            if not tensor.is_leaf:
+                raise ValueError(
+                    f"batch must not carry a graph, and {path} requires grad and was computed: every "
+                    "microbatch would run through that graph again. Detach it, or compute it in fn"
+                )
+        return [tensor for _, tensor in found.values()]
 
     def versions(self) -> list[int]:
         """Counts of in-place writes: a batch that was written into cannot be tried again."""
         return [tensor._version for _, tensor in self.leaves if not tensor.is_inference()]
 
-    def micros(self, plan: Sequence[Piece]) -> list[Any]:
-        """The microbatches of a plan."""
+    def micros(self, plan: Sequence[Piece], done: Sequence[Piece] = ()) -> list[Any]:
+        """The microbatches of a plan for what `done` has left."""
         if self._split is not None:
-            return self.cut([piece.size for piece in plan])
+            sizes = [piece.size for piece in (*done, *plan)]
+            parts = list(self._split(self.batch, sizes))
+            if len(parts) != len(sizes):
+                raise ValueError(
+                    f"split must return one microbatch for each of {len(sizes)} sizes, not {len(parts)}"
+                )
+            return parts[len(done) :]
+        if self.trimmer is not None:
+            return [self.trimmer.take(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
         return [_taken(self.batch, piece.samples, self.length) for piece in plan]
+
+    def cut(self, sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of those sizes, in the batch's order."""
+        return self.micros(pieces(tuple(sizes)))
+
+    def joined(self, outputs: Sequence[Any], plan: Sequence[Piece], path: str = "output") -> Any:
+        """What the microbatches of a plan returned, as the whole batch would have returned it."""
+        if self.trimmer is None:
+            return joined(outputs, [piece.size for piece in plan], path)
+        packs = [Pack(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
+        width, side = self.trimmer.padded_length, self.trimmer.padding_side
+        return restored(outputs, packs, padded_length=width, padding_side=side, path=path)
 
 
 def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Shape:
@@ -187,6 +204,8 @@ def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Sh
 def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
     if isinstance(node, torch.Tensor):
         return _tensor_rows(node, samples) if node.dim() > 0 else node
+    if type(node) is dict:  # as below, without the labels
+        return {key: _taken(value, samples, length) for key, value in node.items()}
     if is_array(node) or _is_table(node):
         return node[samples if isinstance(samples, slice) else list(samples)]
     if _is_list(node):

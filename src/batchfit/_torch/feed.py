@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Copy:
             return target
 
         try:
-            self._micro = mapped(micro, move)
+            self._micro = _mapped(micro, move)
         except BaseException:
             if stream is not None:  # parts may be under way to memory that is free again in a moment
                 torch.cuda.current_stream(device).wait_stream(stream)
@@ -105,7 +105,16 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _moved(micro: Any, device: torch.device | None) -> Any:
-    return micro if device is None else mapped(micro, lambda leaf: _leaf_to(leaf, device))
+    return micro if device is None else _mapped(micro, lambda leaf: _leaf_to(leaf, device))
+
+
+def _mapped(micro: Any, change: Callable[[Any], Any]) -> Any:
+    """As `mapped`, which takes several times as long for what most microbatches are."""
+    if isinstance(micro, torch.Tensor):
+        return change(micro)
+    if type(micro) is dict:
+        return {key: _mapped(value, change) for key, value in micro.items()}
+    return mapped(micro, change)
 
 
 def _leaf_to(leaf: Any, device: torch.device) -> Any:

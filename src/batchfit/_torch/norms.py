@@ -21,13 +21,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 BatchNorm = _BatchNorm
 
 
-def batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
-    """The layers that normalise with statistics of the batch they are given, as they stand now."""
-    return [
-        module
-        for module in modules
-        if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
-    ]
+def norms_in(modules: Iterable[nn.Module]) -> list[BatchNorm]:
+    """The BatchNorm layers among some modules."""
+    return [module for module in modules if isinstance(module, BatchNorm)]
+
+
+def batch_norms(layers: Iterable[BatchNorm]) -> list[BatchNorm]:
+    """Those that normalise with statistics of the batch they are given, as they stand now."""
+    return [layer for layer in layers if layer.training or layer.running_mean is None]
 
 
 class _Run:

@@ -23,7 +23,7 @@ from typing import Any, Literal, final
 import torch
 
 from batchfit._decide.pack import Pack
-from batchfit._torch.structure import children, has_rows, is_samples, rebuilt
+from batchfit._torch.structure import children, has_rows, is_array, is_samples, rebuilt
 
 log = logging.getLogger("batchfit")
 
@@ -60,22 +60,19 @@ class Trimmer:
         batch: Any,
         lengths: Lengths,
         *,
-        keys: Sequence[str | int] | None = None,
-        dim: int | None = None,
+        pad_keys: Sequence[str | int] | None = None,
+        pad_dim: int | None = None,
         padding_side: Side | None = None,
         layout: Layout | None = None,
     ) -> Trimmer:
         """Where the padding of `batch` is.
 
         `lengths`: the length of each sample, a callable that takes the batch, or the name of a part (of two
-        dimensions: a mask; of one: the lengths). `keys` names the padded parts and `dim` their padded
+        dimensions: a mask; of one: the lengths). `pad_keys` names the padded parts and `pad_dim` their padded
         dimension, where shapes do not tell. `layout` is that of an earlier batch of the same kind: a
         dimension that has the padded length by chance is not taken for the padded one.
         """
-        if padding_side not in (None, "left", "right"):
-            raise ValueError(f"padding_side must be 'left', 'right' or None, not {padding_side!r}")
-        if dim is not None and dim < 1:
-            raise ValueError(f"dim must be at least 1, for samples are rows, not {dim!r}")
+        check_padding(pad_keys, pad_dim, padding_side)
         leaves = dict(_leaves(batch))
         found, mask = _read_lengths(batch, lengths, leaves)
         rows = {path: len(leaf) for path, leaf in leaves.items()} or {"batch": _sample_count(batch)}
@@ -85,9 +82,9 @@ class Trimmer:
                     f"lengths must be one for each sample: there are {len(found)}, and {path} has {count} "
                     "rows. Where a part has no row a sample, pass `split`, not `lengths`"
                 )
-        padded = _padded_length(leaves, found, mask, keys, dim)
+        padded = _padded_length(leaves, found, mask, pad_keys, pad_dim)
         side = _side(mask, found, padded, padding_side)
-        return cls(batch, found, padded, side, _layout(leaves, padded, keys, dim, layout))
+        return cls(batch, found, padded, side, _layout(leaves, padded, pad_keys, pad_dim, layout))
 
     def take(self, indices: Sequence[int], length: int) -> Any:
         """The samples `indices`, trimmed to `length`."""
@@ -106,10 +103,29 @@ class Trimmer:
             return _rows(node, indices)
         if is_samples(node):
             return [node[index] for index in indices] if len(node) == len(self.lengths) else node
+        if _is_text(node):
+            return tuple(node[index] for index in indices) if len(node) == len(self.lengths) else node
         items = children(node)
         if items is None:
             return node
         return rebuilt(node, [self._taken(value, path + label, indices, length) for label, value in items])
+
+
+def _is_text(node: Any) -> bool:
+    """A text a sample, as `default_collate` leaves them."""
+    return type(node) is tuple and len(node) > 0 and all(isinstance(one, str) for one in node)
+
+
+def check_padding(pad_keys: Any, pad_dim: Any, padding_side: Any) -> None:
+    """Refuse what says nothing about where padding is."""
+    if padding_side not in (None, "left", "right"):
+        raise ValueError(f"padding_side must be 'left', 'right' or None, not {padding_side!r}")
+    if pad_keys is not None and (isinstance(pad_keys, str) or not isinstance(pad_keys, Sequence)):
+        raise TypeError(f"pad_keys must be a list of names of parts or None, not {pad_keys!r}")
+    if pad_dim is not None and (isinstance(pad_dim, bool) or not isinstance(pad_dim, int)):
+        raise TypeError(f"pad_dim must be an integer or None, not {pad_dim!r}")
+    if pad_dim is not None and pad_dim < 1:
+        raise ValueError(f"pad_dim must be at least 1, for samples are rows, not {pad_dim!r}")
 
 
 def restored(
@@ -118,6 +134,7 @@ def restored(
     *,
     padded_length: int | None = None,
     padding_side: Side = "right",
+    path: str = "output",
 ) -> Any:
     """One output for the batch, in its order, from those of its microbatches.
 
@@ -127,7 +144,7 @@ def restored(
     """
     if len(outputs) != len(packs) or not packs:
         raise ValueError(f"outputs must be one for each of {len(packs)} microbatches, not {len(outputs)}")
-    return _joined(outputs, packs, padded_length or max(one.length for one in packs), padding_side, "output")
+    return _joined(outputs, packs, padded_length or max(one.length for one in packs), padding_side, path)
 
 
 _told = False
@@ -250,9 +267,9 @@ def _padded_length(
         for key in keys:
             leaf = _named(key, leaves)
             if leaf is None:
-                raise ValueError(f"keys must name parts of the batch ({', '.join(leaves)}), not {key!r}")
+                raise ValueError(f"pad_keys must name parts of the batch ({', '.join(leaves)}), not {key!r}")
             if len(leaf.shape) <= (dim or 1):
-                raise ValueError(f"keys must name parts with the dimension {dim or 1}, not {key!r}")
+                raise ValueError(f"pad_keys must name parts with the dimension {dim or 1}, not {key!r}")
             sizes[key] = int(leaf.shape[dim or 1])
     elif mask is not None:
         sizes = {"the mask": int(mask.shape[1])}
@@ -267,12 +284,12 @@ def _padded_length(
         seen = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in leaves.items())
         raise ValueError(
             f"lengths must not exceed what the batch is padded to: {longest} is the longest, and the parts "
-            f"are {seen}. Pass `keys` and `dim` if the padded dimension is another one"
+            f"are {seen}. Pass `pad_keys` and `pad_dim` if the padded dimension is another one"
         )
     if len(set(sizes.values())) > 1:
         named = ", ".join(f"{path} has {size}" for path, size in sizes.items())
         raise ValueError(
-            f"the padded dimension is not clear: {named}. Pass `keys`, the names of the padded parts"
+            f"the padded dimension is not clear: {named}. Pass `pad_keys`, the names of the padded parts"
         )
     return next(iter(sizes.values()))
 
@@ -296,7 +313,7 @@ def _layout(
         elif len(dims) > 1 and not _is_mask(path, leaf):
             raise ValueError(
                 f"the padded dimension of {path} is not clear: {tuple(leaf.shape)} has {padded} more than "
-                "once. Pass `dim`, the padded one, or `keys`, the names of the padded parts"
+                "once. Pass `pad_dim`, the padded one, or `pad_keys`, the names of the padded parts"
             )
         if dims:
             found[path] = tuple(dims)
@@ -356,6 +373,9 @@ def _joined(pieces: Sequence[Any], packs: Sequence[Pack], padded: int, side: Sid
                     f"{path} must have one row for each of {count} samples, not shape {tuple(piece.shape)}"
                 )
         return _joined_tensors(pieces, packs, padded, side, path)
+    if is_array(first):
+        tensors = [torch.from_numpy(piece) for piece in pieces]
+        return _joined(tensors, packs, padded, side, path).numpy()
     if isinstance(first, list) and all(
         len(piece) == count for piece, count in zip(pieces, counts, strict=True)
     ):
@@ -367,9 +387,12 @@ def _joined(pieces: Sequence[Any], packs: Sequence[Pack], padded: int, side: Sid
         return [placed[index] for index in range(len(placed))]
     items = children(first)
     if items is None:
-        if first is None:
-            return None
-        raise TypeError(f"{path} must be tensors or lists with one row a sample, not {type(first).__name__}")
+        if all(one is first or (type(one) is type(first) and one == first) for one in pieces):
+            return first
+        raise TypeError(
+            f"{path} must be tensors or lists with one row a sample, or the same in all microbatches, not "
+            f"{type(first).__name__}"
+        )
     columns = [[value for _, value in children(piece) or ()] for piece in pieces]
     return rebuilt(
         first,

@@ -13,11 +13,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 
-from batchfit._decide.split import Bounds, Event, EventKind, Learned, Shape, balanced, equal
+from batchfit._decide.split import Bounds, Event, EventKind, Learned, Piece, Shape, balanced, equal, pieces
 from batchfit._torch import attempt as trying
 from batchfit._torch.attempt import Failure, Reading
 from batchfit._torch.batch_parts import Whole
@@ -43,6 +44,7 @@ class Call:
     retries: int = 0
     peak_bytes: int | None = None
     again: bool = False  # whether this size was already tried a second time
+    watch: None = None  # peaks are read once for the whole batch
 
     @property
     def is_new(self) -> bool:
@@ -64,12 +66,12 @@ class Sizing:
     ) -> None:
         self.device = device
         self.learned = Learned()
-        self._budget = budget_bytes
+        self.budget_bytes = budget_bytes
         self._most = most
         self._on_event = on_event
         self._limit_bytes: int | None = None
-        self._last: tuple[Shape, int, int, bool] | None = None
-        self._retries_seen: int | None = None
+        self.last: Callable[[int], None] | None = None  # told how often the last batch's allocations failed
+        self.retries_seen: int | None = None
         self._peaks: dict[tuple[Shape, int], int] = {}
         self._compiled: dict[str, set[int]] = {}
         self._said: set[str] = set()
@@ -78,10 +80,10 @@ class Sizing:
 
     def begin(self, whole: Whole, *, compiled: bool) -> Call:
         """A batch comes: the size to begin with."""
-        reading = self._read()
+        reading = self.read()
         known = self.learned.of(whole.shape)
         size = self.learned.begin(
-            whole.shape, whole.length, self._room(reading, fresh=known is None), compiled=compiled
+            whole.shape, whole.length, self.room(reading, fresh=known is None), compiled=compiled
         )
         bounds = known or Bounds()
         size = min(size, self._most or size)
@@ -90,8 +92,10 @@ class Sizing:
             self.tell("grown", bounds.size or bounds.good, size, why, shape=whole.shape)
         return Call(whole, size, bounds, reading.held_bytes, compiled)
 
-    def plan(self, call: Call, left: int) -> tuple[int, ...]:
-        """Sizes for the `left` samples that are still to run."""
+    def plan(self, call: Call, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
+        """Microbatches for the samples that are still to run."""
+        start = sum(piece.size for piece in done)
+        left = call.whole.length - start
         if call.compiled:
             sizes = equal(left, min(call.size, left))
             self._count_compiled(call.whole.shape, sizes)
@@ -99,7 +103,7 @@ class Sizing:
             sizes = balanced(left, call.size)
         if left == call.whole.length:
             call.size = sizes[0]
-        return sizes
+        return pieces(sizes, start)
 
     def attempt(self, call: Call, run: Any) -> Failure | None:
         """Call `run`, measuring it where its size is new."""
@@ -116,12 +120,12 @@ class Sizing:
             call.peak_bytes = trying.peak(self.device)
         return failure
 
-    def shrink(self, call: Call, failure: Failure) -> None:
+    def shrink(self, call: Call, failure: Failure, at: int) -> None:
         """After what the failed try changed was put back: free what it left, and choose what to try next."""
         trying.recover(self.device)
         call.retries += 1
         reading = trying.read(self.device)
-        self._retries_seen = reading.retries  # running out is a retry too: it must not count as thrashing
+        self.retries_seen = reading.retries  # running out is a retry too: it must not count as thrashing
         call.held_bytes = reading.held_bytes
         if failure.fragmented and not call.again:
             call.again = True
@@ -131,25 +135,25 @@ class Sizing:
             raise NothingFitsError(
                 1,
                 device=self.device.name,
-                budget_bytes=self._limit(fresh=True),
+                budget_bytes=self.limit(fresh=True),
                 detail=f"a batch of {call.whole.length}, {call.whole.shape.key}; {failure.message}",
             )
         before = call.size
         call.bounds = call.bounds.ran_out(before, call.whole.length, compiled=call.compiled)
         call.size = call.bounds.size
-        most = call.bounds.most(self._room(reading, fresh=True))
+        most = call.bounds.most(self.room(reading, fresh=True))
         if most is not None:
             call.size = max(1, min(call.size, most))
         call.again = False
         self.tell("shrunk", before, call.size, failure.message, shape=call.whole.shape)
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: Call, plan: Sequence[Piece]) -> None:
         """Learn from a batch that ran."""
         shape, used = call.whole.shape, None
         if call.peak_bytes is not None and call.held_bytes is not None:
             used = max(0, call.peak_bytes - call.held_bytes)
         self.learned.put(shape, call.bounds.ran(call.size, call.whole.length, used_bytes=used))
-        self._last = (shape, call.size, call.whole.length, call.compiled)
+        self.last = partial(self._after, shape, call.size, call.whole.length, call.compiled)
         if call.peak_bytes is None:
             call.peak_bytes = self._peaks.get((shape, call.size))
             return
@@ -159,39 +163,46 @@ class Sizing:
 
     def limited(self, call: Call) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where the size is new."""
-        if self._budget is None or not call.is_new:
+        return self.within_budget() if call.is_new else nullcontext()
+
+    def within_budget(self) -> AbstractContextManager[None]:
+        """Inside, no more than the budget can be used."""
+        if self.budget_bytes is None:
             return nullcontext()
-        return self.device.limit(min(self._budget, self.device.total_bytes()))
+        return self.device.limit(min(self.budget_bytes, self.device.total_bytes()))
 
     # --- the device
 
-    def _read(self) -> Reading:
-        """The reading of this batch; allocation retries since the last one lower the size of its shape."""
+    def read(self) -> Reading:
+        """The reading of this batch; who ran the last one is told of allocation retries since then."""
         reading = trying.read(self.device)
-        seen, self._retries_seen = self._retries_seen, reading.retries
-        if self._last is None or seen is None or reading.retries is None:
-            return reading
-        shape, size, total, compiled = self._last
+        seen, self.retries_seen = self.retries_seen, reading.retries
+        if self.last is not None and seen is not None and reading.retries is not None:
+            self.last(reading.retries - seen)
+        return reading
+
+    def _after(self, shape: Shape, size: int, total: int, compiled: bool, retries: int) -> None:
+        """Allocation retries lower the size of the shape that ran."""
         bounds = self.learned.of(shape)
-        if bounds is not None and reading.retries > seen:
+        if bounds is not None and retries > 0:
             lower = bounds.thrashed(size, total, compiled=compiled)
             if lower.thrash == 0:
-                why = f"allocations were retried {reading.retries - seen} times in a batch"
+                why = f"allocations were retried {retries} times in a batch"
                 self.tell("shrunk", size, lower.size, why, shape=shape)
             self.learned.put(shape, lower)
         elif bounds is not None and bounds.thrash:
             self.learned.put(shape, bounds.settled())
-        return reading
 
-    def _limit(self, *, fresh: bool) -> int:
+    def limit(self, *, fresh: bool) -> int:
         """Bytes that may be used. Asking a GPU takes a while, so its answer is kept."""
         if fresh or self._limit_bytes is None or not isinstance(self.device, CudaDevice):
             free = self.device.budget_bytes()
-            self._limit_bytes = free if self._budget is None else min(free, self._budget)
+            self._limit_bytes = free if self.budget_bytes is None else min(free, self.budget_bytes)
         return self._limit_bytes
 
-    def _room(self, reading: Reading, *, fresh: bool) -> int | None:
-        return None if reading.held_bytes is None else self._limit(fresh=fresh) - reading.held_bytes
+    def room(self, reading: Reading, *, fresh: bool) -> int | None:
+        """Bytes that are left for a batch."""
+        return None if reading.held_bytes is None else self.limit(fresh=fresh) - reading.held_bytes
 
     # --- telling
 
@@ -208,6 +219,12 @@ class Sizing:
         if topic not in self._said:
             self._said.add(topic)
             log.warning("%s", text)
+
+    def inform_once(self, topic: str, text: str) -> None:
+        """Advice that is true for all batches."""
+        if topic not in self._said:
+            self._said.add(topic)
+            log.info("%s", text)
 
     def _count_compiled(self, shape: Shape, sizes: Sequence[int]) -> None:
         seen = self._compiled.setdefault(shape.key, set())
@@ -226,8 +243,8 @@ class Sizing:
         """What was learned, and where."""
         return {"version": _STATE_VERSION, **self._circumstances(), "learned": self.learned.to_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned, unless it was on another device or under another budget."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over what was learned, unless it was on another device or under another budget: then False."""
         if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         now = self._circumstances()
@@ -236,10 +253,11 @@ class Sizing:
             why = ", ".join(f"{name} was {state.get(name)!r} and is {now[name]!r}" for name in changed)
             self.learned = Learned()
             self.tell("relearned", 0, 0, why)
-            return
+            return False
         if state.get("torch") != now["torch"]:
             log.info("sizes were learned with torch %s, and this is %s", state.get("torch"), now["torch"])
         self.learned = Learned.from_dict(state["learned"])
+        return True
 
     def _circumstances(self) -> dict[str, Any]:
         name = self.device.name
@@ -248,6 +266,6 @@ class Sizing:
         return {
             "device": name,
             "total_bytes": None if name == "cpu" else self.device.total_bytes(),
-            "budget_bytes": self._budget,
+            "budget_bytes": self.budget_bytes,
             "torch": str(torch.__version__),
         }

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from batchfit._torch.parallel import is_parallel
+from batchfit._torch.ragged import check_padding
 from batchfit._torch.rewind import leaves_of
 from batchfit.errors import BatchfitError
 
@@ -101,6 +102,20 @@ def check_options(
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
     if reduction == "sum" and weight is not None:
         raise ValueError(f"weight must be None where reduction is 'sum', not {weight!r}")
+
+
+def check_ragged(lengths: Any, split: Any, pad_keys: Any, pad_dim: Any, padding_side: Any) -> None:
+    """Refuse options for ragged batches that mean nothing."""
+    if lengths is not None and not isinstance(lengths, str) and not callable(lengths):
+        raise TypeError(
+            "lengths must be the name of a part of the batch or a callable (numbers go to each call), not "
+            f"{lengths!r:.80}"
+        )
+    if isinstance(lengths, torch.Tensor):
+        raise TypeError("lengths must be a name or a callable here, not a tensor: give it to each call")
+    if lengths is not None and split is not None:
+        raise ValueError(f"split must be None where lengths is given, not {split!r}")
+    check_padding(pad_keys, pad_dim, padding_side)
 
 
 def check_callable(fn: Any, name: str) -> None:

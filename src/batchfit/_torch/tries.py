@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 
+from batchfit._decide.split import Piece
 from batchfit._torch import rng
-from batchfit._torch.batch_parts import Whole, joined
+from batchfit._torch.batch_parts import Whole
 from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
@@ -25,6 +26,35 @@ from batchfit._torch.structure import children, mapped
 Judgement = Literal["mean", "sum", "compared", "unclear"]
 
 _LOW = (torch.float16, torch.bfloat16)
+
+
+class Watch(Protocol):
+    """Who wants to know what each microbatch takes."""
+
+    def begin(self, index: int) -> None: ...
+
+    def end(self, index: int) -> None: ...
+
+
+@final
+class Planned:
+    """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
+
+    __slots__ = ("_make", "_plan", "made")
+
+    def __init__(self, make: Callable[[Sequence[Piece]], Any], plan: Sequence[Piece]) -> None:
+        self._make = make
+        self._plan = plan
+        self.made: Any = None
+
+    def __call__(self) -> None:
+        self.made = self._make(self._plan)
+        if self.made is not None:
+            self.made()
+
+    @property
+    def at(self) -> int:
+        return self.made.at if self.made is not None else 0
 
 
 @final
@@ -40,6 +70,7 @@ class BackwardTry:
         rewind: Rewind,
         scaler: Any,
         layers: Sequence[BatchNorm],
+        watch: Watch | None = None,
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
@@ -50,16 +81,22 @@ class BackwardTry:
         self._rewind = rewind
         self._scaler = scaler
         self._layers = layers
+        self._watch = watch
         self.at = 0
         self.loss: Any = None
 
     def __call__(self) -> None:
+        watch = self._watch
         total: torch.Tensor | None = None
         with ExactStatistics(self._layers) as exact:
             for index, micro in zip(self._indices, feed(self._micros, self._device), strict=True):
                 self.at = index
                 exact.next_microbatch()
+                if watch is not None:
+                    watch.begin(index)
                 loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
+                if watch is not None:
+                    watch.end(index)
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
             exact.apply()
@@ -103,32 +140,38 @@ class CachedTry:
         self,
         encode: Callable[[Any], Any],
         loss_fn: Callable[[Any], Any],
-        micros: Sequence[Any],
-        counts: Sequence[int],
+        whole: Whole,
+        plan: Sequence[Piece],
         device: torch.device | None,
         rewind: Rewind,
         scaler: Any,
         layers: Sequence[BatchNorm],
+        watch: Watch | None = None,
     ) -> None:
         self._encode = encode
         self._loss_fn = loss_fn
-        self._micros = micros
-        self._counts = counts
+        self._whole = whole
+        self._plan = plan
+        self._micros = whole.micros(plan)
         self._device = device
         self._rewind = rewind
         self._scaler = scaler
         self._layers = layers
+        self._watch = watch
         self.at = 0
         self.loss: Any = None
 
     def __call__(self) -> None:
-        if len(self._micros) == 1:
-            (micro,) = feed(self._micros, self._device)
-            loss = self._backward(self._encode(micro))
-        else:
-            loss = self._chunked()
+        loss = self._in_one() if len(self._micros) == 1 else self._chunked()
         self._rewind.keep()
         self.loss = loss
+
+    def _in_one(self) -> torch.Tensor:
+        (micro,) = feed(self._micros, self._device)
+        representations = self._encode(micro)
+        if self._whole.trimmer is not None:  # sorted by length: `loss_fn` gets the batch's own order
+            representations = self._whole.joined([representations], self._plan, "encode's output")
+        return self._backward(representations)
 
     def _backward(self, representations: Any) -> torch.Tensor:
         loss = self._loss_fn(representations)
@@ -144,15 +187,19 @@ class CachedTry:
         del representations
         after = rng.global_states()
         self._rewind.buffers_back()
-        starts = [0] * len(gradients)
+        begin = [0] * len(gradients)
         with ExactStatistics(self._layers) as exact:
             for index, micro in enumerate(feed(self._micros, self._device)):
                 self.at = index
                 exact.next_microbatch()
                 _put(states[index])
-                self._again(micro, gradients, starts, rows[index])
+                if self._watch is not None:
+                    self._watch.begin(index)
+                self._again(micro, gradients, begin, rows[index])
+                if self._watch is not None:
+                    self._watch.end(index)
                 del micro
-                starts = [start + count for start, count in zip(starts, rows[index], strict=True)]
+                begin = [start + count for start, count in zip(begin, rows[index], strict=True)]
             exact.apply()
         _put(after)
         return loss
@@ -167,26 +214,39 @@ class CachedTry:
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
-            whole = joined(outputs, self._counts, "encode's output")
+            whole = self._whole.joined(outputs, self._plan, "encode's output")
         # Older torch keeps cast copies of the weights that were made without a graph: they must not serve
         # the second pass, in which no gradient would reach the weights.
         torch.clear_autocast_cache()
         return mapped(whole, _as_leaf), rows, states
 
     def _again(
-        self, micro: Any, gradients: list[torch.Tensor | None], starts: list[int], rows: list[int]
+        self, micro: Any, gradients: list[torch.Tensor | None], begin: list[int], rows: list[int]
     ) -> None:
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
             raise ValueError("encode must return the same rows when it is called again with the same samples")
         pairs = [
-            (tensor, gradient[start : start + count])
-            for tensor, gradient, start, count in zip(tensors, gradients, starts, rows, strict=True)
+            (tensor, self._part(gradient, tensor, start))
+            for tensor, gradient, start in zip(tensors, gradients, begin, strict=True)
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _part(self, gradient: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        """What belongs to this microbatch of the gradient of all representations."""
+        if self._whole.trimmer is None:
+            return gradient[start : start + tensor.size(0)]
+        samples: Any = self._plan[self.at].samples
+        part = gradient.index_select(0, torch.tensor(samples, device=gradient.device))
+        for dim in range(1, tensor.dim()):  # one value a token: it was padded to the batch's width
+            extra = part.size(dim) - tensor.size(dim)
+            if extra:
+                begin = extra if self._whole.trimmer.padding_side == "left" else 0
+                part = part.narrow(dim, begin, tensor.size(dim))
+        return part
 
 
 def _as_leaf(leaf: Any) -> Any:
@@ -216,46 +276,56 @@ class MapTry:
         self,
         fn: Callable[[Any], Any],
         whole: Whole,
-        sizes: Sequence[int],
+        plan: Sequence[Piece],
         device: torch.device | None,
         begin: Callable[[], Rewind],
         outputs: list[Any],
-        counts: list[int],
+        done: list[Piece],
+        watch: Watch | None = None,
     ) -> None:
         self._fn = fn
         self._whole = whole
-        self._sizes = sizes
+        self._plan = plan
         self._device = device
         self._begin = begin
         self._outputs = outputs
-        self._counts = counts
+        self._done = done
+        self._watch = watch
         self.at = 0
         self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
 
     def __call__(self) -> None:
-        micros = self._whole.rest(self._counts, self._sizes)
+        micros = self._whole.micros(self._plan, self._done)
         for index, micro in enumerate(feed(micros, self._device)):
             self.at = index
             self.mark = self._begin()
+            if self._watch is not None:
+                self._watch.begin(index)
             self._outputs.append(self._fn(micro))
-            self._counts.append(self._sizes[index])
+            self._done.append(self._plan[index])
+            if self._watch is not None:
+                self._watch.end(index)
             del micro
 
 
-def judge_loss(fn: Callable[[Any], Any], whole: Whole, size: int, device: torch.device | None) -> Judgement:
+def judge_loss(
+    fn: Callable[[Any], Any], whole: Whole, piece: Piece, device: torch.device | None
+) -> Judgement:
     """What kind of loss `fn` returns, from how it grows when the same samples come twice and four times.
 
     A mean stays, a sum doubles; a loss in which samples are compared with each other (in-batch negatives)
-    does neither. The same samples, so that nothing else makes a difference; at most `size` of them.
+    does neither. The same samples, so that nothing else makes a difference; at most as many as `piece` has.
     """
-    few = list(range(2 if size >= 8 and whole.length >= 2 else 1))
+    size = piece.size
+    samples = range(whole.length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
+    few = list(samples[: 2 if size >= 8 else 1])
     times = [count for count in (1, 2, 4) if count * len(few) <= size]
     if len(times) < 2:
         return "unclear"
     losses = []
     with torch.no_grad():
         for count in times:
-            (micro,) = feed([whole.take(few * count)], device)
+            (micro,) = feed([whole.take(few * count, piece.length)], device)
             losses.append(float(fn(micro)))
     torch.clear_autocast_cache()
     if not all(math.isfinite(loss) and loss for loss in losses):

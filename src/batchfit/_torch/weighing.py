@@ -1,0 +1,92 @@
+"""What each microbatch counts in the batch's mean.
+
+Rules
+- All shares are known before the first backward, and add up to one: what the microbatches add to the
+  gradients is then what the batch would have added.
+- Weights that are on a device are fetched together: at most one wait a batch, and none for host batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast, final
+
+import torch
+
+from batchfit._decide.split import Piece
+from batchfit.errors import BatchfitError
+
+log = logging.getLogger("batchfit")
+
+Weight = Callable[[Any], Any] | str
+Reduction = Literal["mean", "sum"]
+
+
+@final
+class Weighing:
+    """How the microbatches of one Microbatcher are weighed."""
+
+    def __init__(self, weight: Weight | None, *, reduction: Reduction, skips: bool) -> None:
+        self._weight = weight
+        self._reduction = reduction
+        self._skips = skips
+
+    def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
+        """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
+        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
+            return [1.0] * len(plan)
+        if self._weight is None:
+            weights = [float(piece.size) for piece in plan]
+        else:
+            weights = _numbers([self._weigh(micro) for micro in micros])
+        total = math.fsum(weights)
+        if total == 0:
+            if self._skips:
+                return None
+            raise BatchfitError(
+                "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
+                "pass on_zero_weight='skip'"
+            )
+        return [weight / total for weight in weights]
+
+    def _weigh(self, micro: Any) -> Any:
+        if callable(self._weight):
+            return self._weight(micro)
+        name = cast(str, self._weight)
+        try:
+            part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
+        except (KeyError, AttributeError):
+            raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
+        return part.sum() if hasattr(part, "sum") else sum(part)
+
+
+def _numbers(weights: Sequence[Any]) -> list[float]:
+    """As plain numbers; those on a device are fetched together."""
+    if all(isinstance(one, torch.Tensor) for one in weights):
+        values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
+    else:
+        values = [float(one) for one in weights]
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
+    return cast(list[float], values)
+
+
+def warn_of_reduction(found: str, reduction: Reduction) -> None:
+    """Say it where a loss is clearly not what `reduction` says it is (`tries.judge_loss` found out)."""
+    if found == "compared":
+        log.warning(
+            "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
+            "compared with each other (in-batch negatives), and microbatches change with which. "
+            "Use backward_cached, which is exact"
+        )
+    elif found in ("mean", "sum") and found != reduction:
+        log.warning(
+            "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
+            "gradients are not those of the batch. Pass reduction=%r",
+            found,
+            reduction,
+            found,
+        )
