@@ -250,12 +250,14 @@ class Study:
         if traced is None or traced.footprint is None or self.base.largest is None or self.capacity is None:
             return []
         found = largest(traced.footprint, capacity_bytes=self.capacity, rules=self.settings, first_size=1)
+        if found is None or found.size < LEAST_GAIN * self.base.largest:
+            return []
         return [
             WhatIf(
                 change="a step of one sample before the first full one",
                 how="train on one sample, then torch.cuda.empty_cache()",
                 largest_before=self.base.largest,
-                largest_after=found.size if found is not None else 0,
+                largest_after=found.size,
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
                 cost="one short step; what stays between steps then lies in no large block",

@@ -165,7 +165,7 @@ mb.load_state_dict(mb.state_dict())
 Microbatcher(model, microbatch_size="auto")  # type: ignore[arg-type]
 Microbatcher(model, reduction="none")  # type: ignore[arg-type]
 Microbatcher("model")  # type: ignore[arg-type]
-mb.backward(loss_of, make_batch(8), scaler)  # type: ignore[call-arg]
+mb.backward(loss_of, make_batch(8), scaler)  # type: ignore[call-arg,arg-type]
 mb.backward(make_batch(8), loss_of)  # type: ignore[arg-type]
 mb.step(optimizer, scaler)  # type: ignore[call-arg]
 
