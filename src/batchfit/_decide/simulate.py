@@ -72,11 +72,11 @@ def simulate(
     begin = 0
     if first_size is not None:
         begin = ends[0]
-        failed = _play(footprint.events, 0, begin, footprint.sizes_at(first_size), device, blocks, optional)
+        failed = play(footprint.events, 0, begin, footprint.sizes_at(first_size), device, blocks, optional)
         device.empty_cache()
         if failed is not None:
             return ended(fits=False, sustained=False, failed_at=failed)
-    failed = _play(footprint.events, begin, ends[-1], sizes, device, blocks, optional)
+    failed = play(footprint.events, begin, ends[-1], sizes, device, blocks, optional)
     if failed is not None:
         return ended(fits=False, sustained=False, failed_at=failed)
     pairs = footprint.carried
@@ -86,7 +86,7 @@ def simulate(
     for _ in range(len(ends), steps):
         for old, new in pairs:
             blocks[old] = blocks.pop(new)
-        failed = _play(footprint.events, ends[-2], ends[-1], sizes, device, blocks, optional)
+        failed = play(footprint.events, ends[-2], ends[-1], sizes, device, blocks, optional)
         if failed is not None:
             return ended(fits=False, sustained=False, failed_at=failed)
         quiet = quiet + 1 if device.retries == before else 0
@@ -96,7 +96,7 @@ def simulate(
     return ended(fits=True, sustained=quiet > 0 or device.retries == 0)
 
 
-def _play(
+def play(
     events: tuple[int, ...],
     begin: int,
     end: int,
@@ -105,6 +105,7 @@ def _play(
     blocks: dict[int, Block],
     optional: Mapping[int, tuple[int, ...]],
 ) -> int | None:
+    """Run events on a device; the position of the one that found no room, None where all did."""
     allocate, free = device.allocate, device.free
     for position in range(begin, end):
         event = events[position]
