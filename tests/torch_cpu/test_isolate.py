@@ -203,6 +203,50 @@ class TestFaults:
             )
 
 
+class TestSharedCard:
+    """Other programs use the card as well, and every child looks before its trial and after it."""
+
+    SETTINGS: dict[str, Any] = {"isolate": True, "start": 8, "steps": 2, "soak_steps": 4}
+
+    @pytest.fixture
+    def others(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """How many MiB other programs have, as a file."""
+        path = tmp_path / "others"
+        path.write_text("0")
+        monkeypatch.setenv("OTHERS", str(path))
+        return path
+
+    def test_memory_that_goes_lowers_the_budget(self, others: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def take(*_: object) -> None:
+            others.write_text("600")
+
+        fit = batchfit.find_batch_size(faulty_targets.on_a_shared_card, on_trial=take, **self.SETTINGS)
+        assert 180 <= fit.batch_size <= 195
+        assert not [trial for trial in fit.trials if not trial.fits], (
+            "the next size was chosen for what is left"
+        )
+        assert fit.budget_bytes == 400 * 2**20
+        assert fit.shrunk_from_bytes == 1000 * 2**20
+        said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert len(said) == 1
+        assert said[0].startswith("600.0 MiB of cuda:0 went to other programs")
+
+    def test_a_trial_that_others_made_run_out_is_run_again(
+        self, others: Path, monkeypatch: pytest.MonkeyPatch, diary: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spike = others.with_name("spike")
+        spike.touch()
+        monkeypatch.setenv("SPIKE", str(spike))
+        halving = {**self.SETTINGS, "strategy": "halve", "start": 300}
+        fit = batchfit.find_batch_size(faulty_targets.on_a_shared_card, max_size=300, **halving)
+        assert not spike.exists()
+        assert outcomes(fit) == [(300, "fits")]
+        assert fit.budget_bytes == 1000 * 2**20
+        assert fit.shrunk_from_bytes is None
+        assert len(set(pids(diary, "step"))) == 2, "two children have tried it"
+        assert "is tried once more" in caplog.text
+
+
 class TestErrors:
     def test_of_a_known_type_it_comes_out_as_itself(self, fault: Callable[..., None]) -> None:
         fault("value")

@@ -61,7 +61,7 @@ class Trials:
         self.search = under(search, budget_bytes)
         self.room = Room(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
-        self._told, self._start = search.told, search.start
+        self._told, self._start, self._attempts = search.told, search.start, search.attempts
         self._steps, self._soak_steps, self._time_limit_s = steps, soak_steps, time_limit_s
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
@@ -87,7 +87,7 @@ class Trials:
 
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
-        reachable = self.runs.place.budget_bytes()
+        reachable = self.runs.reachable_after_bytes()
         elsewhere = self.runs.place.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
         if self.ranks.is_main and elsewhere and self.room.has_grown(reachable):
             log.info(
@@ -99,7 +99,7 @@ class Trials:
         """Whether there is time for another trial; what is reachable is looked at on the way."""
         elapsed_s = time.perf_counter() - self.begun
         late = self._time_limit_s is not None and elapsed_s >= self._time_limit_s
-        mine = self.runs.place.budget_bytes()
+        mine = 0 if late else self.runs.reachable_bytes(self.room.least_bytes)
         seen = self.ranks.gather([late, mine], doing="the time and the memory that are left")
         if any(is_late for is_late, _ in seen):
             return False
@@ -114,7 +114,8 @@ class Trials:
         if trial.fits or not self.room.lacks(reachable):
             return trial
         deadline = time.monotonic() + _PATIENCE_S
-        while self.room.lacks(mine := self.runs.place.budget_bytes()) and time.monotonic() < deadline:
+        least = self.room.least_bytes
+        while (mine := self.runs.reachable_bytes(least)) < least and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         reachable = min(self.ranks.gather(mine, doing="the memory that came back"))
         if not self.room.lacks(reachable):
@@ -138,7 +139,8 @@ class Trials:
             smallest=ask.size == self.search.sizes.first,
         )
         answers = self.ranks.gather(
-            [mine.model_dump(), self.runs.place.budget_bytes()], doing=f"the trial of batch size {ask.size}"
+            [mine.model_dump(), self.runs.reachable_after_bytes()],
+            doing=f"the trial of batch size {ask.size}",
         )
         trial = worst([Trial.model_validate(answer) for answer, _ in answers])
         return trial, min(reachable for _, reachable in answers)
@@ -178,5 +180,5 @@ class Trials:
     def _save(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:
             # As it was asked for, with all that it was told: this is what a later run compares.
-            whole = replace(self.search, told=self._told, start=self._start)
+            whole = replace(self.search, told=self._told, start=self._start, attempts=self._attempts)
             self._keep(whole, self.trials, elapsed_s)
