@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from batchfit._decide.room import Room
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
@@ -168,7 +169,8 @@ def find_batch_size(
             # The file is rank 0's: the other ranks' devices have other names.
             text, made = ranks.gather([text, made], doing="the search to resume")[0]
             search, trials = file.begin(text, search, {**asked, **made})
-            if budget_bytes < (search.budget_bytes or 0):
+            begun_bytes = search.budget_bytes or 0
+            if Room(begun_bytes, begun_bytes).lacks(budget_bytes):
                 log.warning("the search was begun when more memory was free on %s", place.name)
         if work is not None and not work.declared and ranks.is_main:
             warnings.warn(

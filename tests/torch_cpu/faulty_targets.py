@@ -83,6 +83,20 @@ def faulty() -> batchfit.Workload:
     return work.with_step(step)
 
 
+def talks() -> batchfit.Workload:
+    """Prints more than a pipe holds and ends none of its last lines; may be killed."""
+    work = faulty()
+    print("x" * 2**17)
+
+    def step(batch_size: int) -> None:
+        print(f"out {batch_size}")
+        print("no end of a line: é", end="", file=sys.stderr, flush=True)
+        work.step(batch_size)
+
+    atexit.register(print, "goodbye", end="")
+    return work.with_step(step)
+
+
 def plain_step(batch_size: int) -> None:
     make().step(batch_size)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import faulty_targets
 import pytest
@@ -206,7 +206,7 @@ class TestFaults:
 class TestSharedCard:
     """Other programs use the card as well, and every child looks before its trial and after it."""
 
-    SETTINGS: dict[str, Any] = {"isolate": True, "start": 8, "steps": 2, "soak_steps": 4}
+    SETTINGS: ClassVar[dict[str, Any]] = {"isolate": True, "start": 8, "steps": 2, "soak_steps": 4}
 
     @pytest.fixture
     def others(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
@@ -245,6 +245,34 @@ class TestSharedCard:
         assert fit.shrunk_from_bytes is None
         assert len(set(pids(diary, "step"))) == 2, "two children have tried it"
         assert "is tried once more" in caplog.text
+
+
+class TestOutput:
+    def test_all_that_children_print_is_handed_over(
+        self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Of one that is killed (8) as of one that ends by itself (4), with its last line ended."""
+        fault("SIGKILL")
+        printed: dict[bool, str] = {False: "", True: ""}
+
+        def listen(text: str, is_error: bool) -> None:
+            printed[is_error] += text
+
+        factory = Factory(f"{faulty_targets.FILE}:talks", on_output=listen)
+        fit = batchfit.find_batch_size(cast(Any, factory), **QUICK)
+        assert outcomes(fit) == [(8, "killed"), (4, "fits")]
+        line = "x" * 2**17 + "\n"
+        assert printed[False] == f"{line}out 8\n{line}out 4\nout 4\ngoodbye\n"
+        unended = "no end of a line: é"
+        assert printed[True] == f"{unended}\n{unended}{unended}\n"
+        assert capfd.readouterr() == ("", "")
+
+    def test_without_a_listener_it_goes_where_ours_goes(
+        self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        fault("none")
+        batchfit.find_batch_size(faulty_targets.talks, **{**QUICK, "start": 4})
+        assert capfd.readouterr().out.endswith("out 4\nout 4\ngoodbye")
 
 
 class TestErrors:

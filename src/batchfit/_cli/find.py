@@ -20,7 +20,14 @@ from batchfit import errors
 from batchfit._cli.answer import count_of, memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
-from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.progress import (
+    Progress,
+    is_terminal,
+    own_warnings_as_notes,
+    pass_on,
+    progress_here,
+    speaks,
+)
 from batchfit._cli.watch import Watch
 from batchfit._decide.units import parse_bytes
 from batchfit._target import home_of, load_target, make_workload, parse_target, source_line
@@ -156,11 +163,11 @@ def checked_flags(settings: FindSettings) -> Search:
 def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
     search = checked_flags(job.settings)
-    progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
-    watch = Watch(progress)
     code = Code.FOUND
     fit: FitResult | None
     with stdout_for_results(alone=as_json) as stdout:
+        progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
+        watch = Watch(progress)
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 fit = _search(job, watch, progress)
@@ -201,14 +208,15 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
         _take_up(settings["resume"], watch, progress)
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
-            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step)
+            passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
+            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step, on_output=passed_on)
         else:
             if settings["device"] is not None:
                 resolve_device(settings["device"])
             progress.doing(f"loading {job.what}")
             workload = job.make()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
-            device = resolve_device(settings["device"], near=workload.state)
+            device = resolve_device(settings["device"], near=(*workload.state, workload.model))
             loaded(device.name, device.budget_bytes())
             watched = watch.over(workload)
     except (ValueError, TypeError) as error:

@@ -66,6 +66,8 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         while whole:
             whole = whole[os.write(answers_fd, whole) :]
 
+    with contextlib.suppress(Exception):  # a process that is killed shall have said all that it had printed
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if spare:
         with contextlib.suppress(Exception):
             importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
@@ -202,7 +204,7 @@ def _pickled(error: BaseException) -> str | None:
 
 
 def _once_reachable(place: Device, least_bytes: int) -> int:
-    """What is reachable, as soon as that is enough or patience is at its end: a driver frees after the exit."""
+    """What is reachable, once that is enough or patience ends: a driver frees after the exit."""
     deadline = time.monotonic() + _PATIENCE_S
     while (available := place.budget_bytes()) < least_bytes and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -30,7 +30,7 @@ class Here:
         self.work = work
 
     def reachable_bytes(self, least_bytes: int) -> int:
-        """What a trial may use now. Nothing of ours is on its way back, so `least_bytes` is not waited for."""
+        """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
         return self.place.budget_bytes()
 
     def reachable_after_bytes(self) -> int:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from batchfit._failure import ChildTraceback
 from batchfit._target import parse_target
 from batchfit._torch import child as child_side
-from batchfit._torch.process import Child, Message, Silent
+from batchfit._torch.process import Child, Message, OnOutput, Silent
 from batchfit._torch.virtual import active
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
@@ -53,7 +53,8 @@ _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer i
 class Factory:
     """A function that a child can find again: by module and name, or as the text of a target.
 
-    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do.
+    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do, and
+    `on_output(text, is_error)` what they print: without it that goes where this process' output goes.
     """
 
     text: str
@@ -61,6 +62,7 @@ class Factory:
     function: str = ""
     on_loaded: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
+    on_output: OnOutput | None = None
 
     @classmethod
     def of(cls, workload: object) -> Factory:
@@ -254,7 +256,7 @@ class Children:
                 smallest=smallest,
             )
             if not soak:  # after a soak there is most likely nothing more to try
-                self._spare = self._spare or Child(spare=True)
+                self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
             child.end(after_s=_FAREWELL_S)
         finally:
@@ -287,7 +289,7 @@ class Children:
         if spare is not None:
             with contextlib.suppress(ChildDiedError):
                 return self._when_started(spare)
-        return self._when_started(Child())
+        return self._when_started(Child(on_output=self._factory.on_output))
 
     def _when_started(self, child: Child) -> Child:
         try:
