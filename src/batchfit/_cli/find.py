@@ -19,6 +19,7 @@ from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.answer import count_of, memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.given import Given
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import (
     Progress,
@@ -30,7 +31,6 @@ from batchfit._cli.progress import (
 )
 from batchfit._cli.watch import Watch
 from batchfit._decide.units import parse_bytes
-from batchfit._target import home_of, load_target, make_workload, parse_target, source_line
 
 if TYPE_CHECKING:
     from batchfit._decide.search import Search
@@ -104,36 +104,8 @@ def find_target(
         check_writable(output)
     if settings["resume"] is not None:
         check_writable(Path(settings["resume"]), name="resume")
-    try:
-        target = parse_target(text)
-    except errors.TargetError as error:
-        raise CommandFailed(Code.USAGE, str(error)) from None
-    made_at = ""
-
-    def make() -> Workload:
-        nonlocal made_at
-        try:
-            factory = load_target(target)
-            made_at = source_line(factory)
-            return make_workload(target, factory)
-        except errors.TargetError as error:
-            raise CommandFailed(Code.USAGE, str(error)) from None
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything
-            raise explain(error, what=text) from None
-
-    def explain(error: BaseException, what: str = f"a step of {text}") -> CommandFailed:
-        home = home_of(target)
-        in_child = failure.ChildTraceback.of(error)
-        if in_child is not None and in_child.stage == "load":
-            what = text
-        return CommandFailed(
-            Code.RAISED,
-            failure.headline(error, what=what, home=home, made_at=made_at),
-            details=failure.details(error, home=home, full=full_traceback),
-            every_rank=True,
-        )
-
-    job = Job(what=text, make=make, explain=explain, settings=settings, store_asked=store_asked)
+    given = Given.parse(text, full_traceback=full_traceback)
+    job = Job(what=text, make=given.load, explain=given.raised, settings=settings, store_asked=store_asked)
     return run_job(job, as_json=as_json, output=output)
 
 

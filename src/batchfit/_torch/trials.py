@@ -4,6 +4,7 @@ Rules:
 - Each trial is told to the search, kept and shown once it has ended, in this order.
 - Before each trial, and after one that ran out, all ranks look at what is reachable. They decide on the least
   that any of them sees, so that all decide the same.
+- A file that cannot be kept any more (a full disk) is a warning: the search, and its answer, go on.
 - Less than the budget is the budget from then on. A trial that ran out while memory was gone for a moment
   does not count and is run once more; one that ran out because memory is gone counts under what is left.
 """
@@ -65,7 +66,7 @@ class Trials:
         self._steps, self._soak_steps, self._time_limit_s = steps, soak_steps, time_limit_s
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
-        self._save(0.0)  # a file that cannot be written is told of before any trial
+        self._keep_as_it_is(0.0)  # a file that cannot be written is an error before any trial
 
     def __enter__(self) -> Self:
         self._limit()
@@ -150,7 +151,10 @@ class Trials:
         self.trials.append(trial)
         self._told = (*self._told, learned)
         self.search = self.search.tell(learned)
-        self._save(time.perf_counter() - self.begun)
+        try:
+            self._keep_as_it_is(time.perf_counter() - self.begun)
+        except OSError as error:
+            log.warning("the search could not be kept after batch size %d: %s", trial.size, error)
         if self.ranks.is_main:
             log.info("batch size %d: %s", trial.size, trial.verdict)
             if self._on_trial is not None:
@@ -177,7 +181,7 @@ class Trials:
         self._stack.close()
         self._run_one: RunOne = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
 
-    def _save(self, elapsed_s: float) -> None:
+    def _keep_as_it_is(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:
             # As it was asked for, with all that it was told: this is what a later run compares.
             whole = replace(self.search, told=self._told, start=self._start, attempts=self._attempts)
