@@ -175,6 +175,8 @@ class Foresight:
         """None where the step cannot be traced: then the search measures only.
 
         Traced as if there were no GPU: whatever a program does with a fake tensor, its real device is safe.
+        A search needs no prediction, so nothing that goes wrong here ends it: what is wrong with the step
+        itself comes out of the first trial.
         """
         here = rules_for(work)
         if here.device.type != "cuda":
@@ -182,14 +184,18 @@ class Foresight:
         rules = rules_for(work, here.card)
         try:
             traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
+            settings = allocator_rules()
         except UntraceableError as error:
-            log.info("no prediction: %s", error)
+            log.info("no prediction: %s", str(error))
+            return None
+        except Exception as error:  # noqa: BLE001
+            log.warning("no prediction, measuring only: %s: %s", type(error).__name__, str(error))
             return None
         if traced.footprint is None:
             log.info("no prediction: memory is no straight line in the batch size")
             return None
         beside = float(held_beside(work, rules.card))
-        return cls(Oracle(traced, allocator_rules(), (beside, 0.0)), budget_bytes)
+        return cls(Oracle(traced, settings, (beside, 0.0)), budget_bytes)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""

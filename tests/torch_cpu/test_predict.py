@@ -253,6 +253,23 @@ def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch
     assert found[1].based_on == "GPU, not run"
 
 
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
+    assert Foresight.of(wide(), budget_bytes=GIB) is None
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr(_predict, "glance", broken)
+    assert Foresight.of(wide(), budget_bytes=GIB) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in said] == ["no prediction, measuring only"] * 2
+    assert said[1].endswith("KeyError: 'a bug of ours'")
+
+
 def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> None:
     work = wide()
     traced = trace_workload(work, rules=rules_for(work), budget_bytes=1000 * GIB)
