@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from batchfit._decide.room import Room
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
@@ -168,8 +169,7 @@ def find_batch_size(
             # The file is rank 0's: the other ranks' devices have other names.
             text, made = ranks.gather([text, made], doing="the search to resume")[0]
             search, trials = file.begin(text, search, {**asked, **made})
-            if budget_bytes < (search.budget_bytes or 0):
-                log.warning("the search was begun when more memory was free on %s", place.name)
+            search = _with_less(search, budget_bytes, place.name)
         if work is not None and not work.declared and ranks.is_main:
             warnings.warn(
                 "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
@@ -311,6 +311,21 @@ def check_isolation(isolate: bool, timeout_s: float | None, resume: object = Non
         raise ValueError(f"timeout_s must be None without isolate=True, not {timeout_s!r}: see time_limit_s")
     if resume is not None and not isinstance(resume, str | os.PathLike):
         raise TypeError(f"resume must be the path of a file, not {resume!r}")
+
+
+def _with_less(search: Search, budget_bytes: int, device: str) -> Search:
+    """The search of an earlier run; where that had much more memory, it goes on within what is there.
+
+    One that has ended has its answer, and runs nothing.
+    """
+    begun_bytes = search.budget_bytes or 0
+    if search.ask() is None or not Room(begun_bytes, begun_bytes).lacks(budget_bytes):
+        return search
+    log.warning(
+        "%s are free on %s now, and %s were when the search was begun; searching on within what is free",
+        *(format_bytes(budget_bytes), device, format_bytes(begun_bytes)),
+    )
+    return replace(search, budget_bytes=budget_bytes, predicted=None)
 
 
 def _budget(place: Place, asked: int | str | None, asked_bytes: int | None) -> int:

@@ -95,8 +95,9 @@ def predict_batch_size(
     residual = (float(held_beside(work, rules.card)) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and calibrate is not False:
-        residual, trials = calibration(traced, settings, budget_bytes=max(budgets))
-        basis = "calibrated" if trials else basis
+        measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
+        if trials:  # else what is held beside the workload still counts
+            residual, basis = measured, "calibrated"
     share = _margin(traced, basis) if margin is None else margin
     oracle = Oracle(traced, settings, residual)
     found = [oracle.largest(round(one * (1 - share)), max_size) for one in budgets]
@@ -174,6 +175,8 @@ class Foresight:
         """None where the step cannot be traced: then the search measures only.
 
         Traced as if there were no GPU: whatever a program does with a fake tensor, its real device is safe.
+        A search needs no prediction, so nothing that goes wrong here ends it: what is wrong with the step
+        itself comes out of the first trial.
         """
         here = rules_for(work)
         if here.device.type != "cuda":
@@ -181,14 +184,18 @@ class Foresight:
         rules = rules_for(work, here.card)
         try:
             traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
+            settings = allocator_rules()
         except UntraceableError as error:
-            log.info("no prediction: %s", error)
+            log.info("no prediction: %s", str(error))
+            return None
+        except Exception as error:  # noqa: BLE001
+            log.warning("no prediction, measuring only: %s: %s", type(error).__name__, str(error))
             return None
         if traced.footprint is None:
             log.info("no prediction: memory is no straight line in the batch size")
             return None
         beside = float(held_beside(work, rules.card))
-        return cls(Oracle(traced, allocator_rules(), (beside, 0.0)), budget_bytes)
+        return cls(Oracle(traced, settings, (beside, 0.0)), budget_bytes)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -271,17 +278,17 @@ def calibration(
 
     Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
     """
-    footprint = traced.footprint
+    footprint, work = traced.footprint, traced.workload
     if footprint is None:
         return (0.0, 0.0), ()
+    place = resolve_device(None, near=(*work.state, work.model))
+    budget_bytes = min(budget_bytes, place.budget_bytes())  # what is asked about may be a larger card
     end = largest(footprint, capacity_bytes=round(budget_bytes * 0.9), rules=rules)
     if end is None or end.size < 4:
         return (0.0, 0.0), ()
     knee = max(piece.size for piece in footprint.pieces(end.size))
     first = min(max(int(knee) + 1, end.size // 8, 1), max(1, end.size // 4))
     second = max(first + 1, end.size // 3)
-    work = traced.workload
-    place = resolve_device(None, near=(*work.state, work.model))
     snapshot = Snapshot.take(work.state)
     parameters = [one for one in tensors_in(work.state) if one.requires_grad]
     trials = []
@@ -399,7 +406,7 @@ def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[in
         if on_gpu is None:
             raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
         return [resolve_device(None, near=(*on_gpu.state, on_gpu.model)).budget_bytes()]
-    if isinstance(budget, str | int):
+    if isinstance(budget, str | int) or not isinstance(budget, Sequence):
         return [parse_bytes(budget)]
     found = [parse_bytes(one) for one in budget]
     if not found:

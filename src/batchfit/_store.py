@@ -104,7 +104,7 @@ class Store:
     @property
     def path(self) -> Path:
         """The file, whether or not it is there yet. A user without a home folder raises RuntimeError."""
-        return (self._folder or cache_folder()) / FILE_NAME
+        return (self._folder or cache_folder()).absolute() / FILE_NAME
 
     def get(self, key: str) -> list[Answer]:
         """The answers for `key`, one a budget, the newest first. Makes no file and no folder."""

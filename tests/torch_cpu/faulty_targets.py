@@ -5,6 +5,7 @@ What goes wrong, and above which size, is read from the environment, which a chi
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -12,10 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from fake_cuda import FakeCuda, MiB
 
 import batchfit
+from batchfit._torch import child
+from batchfit._torch.device import CudaDevice
 
 
 class OwnError(Exception):
@@ -41,6 +46,32 @@ def make() -> batchfit.Workload:
     return batchfit.Workload(step, state=[weight, optimizer])
 
 
+def on_a_shared_card() -> batchfit.Workload:
+    """10 MiB held and 2 MiB a sample, on a fake card of 1000 MiB; others have as many MiB as a file says."""
+
+    class Shared(FakeCuda):
+        others: Any = property(
+            lambda self: int(Path(os.environ["OTHERS"]).read_text()) * MiB, lambda *_: None
+        )
+
+    cuda = Shared()
+    device = CudaDevice(0, backend=cuda)
+    cuda.allocate(10 * MiB)
+    child._PATIENCE_S = 0.1
+    child.resolve_device = lambda *_, **__: device
+
+    def step(batch_size: int) -> None:
+        leave_word(f"step {batch_size}")
+        if "SPIKE" in os.environ and os.path.exists(os.environ["SPIKE"]):  # others have much, for one trial
+            os.unlink(os.environ["SPIKE"])
+            Path(os.environ["OTHERS"]).write_text("800")
+            atexit.register(Path(os.environ["OTHERS"]).write_text, "0")
+        cuda.allocate(2 * batch_size * MiB)
+        cuda.free(2 * batch_size * MiB)
+
+    return batchfit.Workload(step, state=[])
+
+
 def faulty() -> batchfit.Workload:
     work = make()
 
@@ -49,6 +80,20 @@ def faulty() -> batchfit.Workload:
         if batch_size > int(os.environ["ABOVE"]):
             FAULTS[os.environ["FAULT"]]()
 
+    return work.with_step(step)
+
+
+def talks() -> batchfit.Workload:
+    """Prints more than a pipe holds and ends none of its last lines; may be killed."""
+    work = faulty()
+    print("x" * 2**17)
+
+    def step(batch_size: int) -> None:
+        print(f"out {batch_size}")
+        print("no end of a line: é", end="", file=sys.stderr, flush=True)
+        work.step(batch_size)
+
+    atexit.register(print, "goodbye", end="")
     return work.with_step(step)
 
 

@@ -19,8 +19,9 @@ import batchfit
 from batchfit._cli import explain, plot, predict
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.explain import ExplainSettings, explain_target
+from batchfit._cli.given import NO_GPU, TOO_LARGE
 from batchfit._cli.predict import PredictSettings, Row, default_settings, predict_target
-from batchfit._cli.tracing import NO_GPU, TOO_LARGE, Delivery
+from batchfit._cli.tracing import Delivery
 from batchfit._decide.cards import CARDS
 from batchfit._draw import as_text
 from batchfit.results import MemoryExplanation, Prediction

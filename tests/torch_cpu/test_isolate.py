@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import faulty_targets
 import pytest
@@ -201,6 +201,78 @@ class TestFaults:
             batchfit.find_batch_size(
                 f"{faulty_targets.FILE}:kills_itself_while_it_loads", timeout_s=4, **QUICK
             )
+
+
+class TestSharedCard:
+    """Other programs use the card as well, and every child looks before its trial and after it."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"isolate": True, "start": 8, "steps": 2, "soak_steps": 4}
+
+    @pytest.fixture
+    def others(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """How many MiB other programs have, as a file."""
+        path = tmp_path / "others"
+        path.write_text("0")
+        monkeypatch.setenv("OTHERS", str(path))
+        return path
+
+    def test_memory_that_goes_lowers_the_budget(self, others: Path, caplog: pytest.LogCaptureFixture) -> None:
+        def take(*_: object) -> None:
+            others.write_text("600")
+
+        fit = batchfit.find_batch_size(faulty_targets.on_a_shared_card, on_trial=take, **self.SETTINGS)
+        assert 180 <= fit.batch_size <= 195
+        assert not [trial for trial in fit.trials if not trial.fits], (
+            "the next size was chosen for what is left"
+        )
+        assert fit.budget_bytes == 400 * 2**20
+        assert fit.shrunk_from_bytes == 1000 * 2**20
+        said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert len(said) == 1
+        assert said[0].startswith("600.0 MiB of cuda:0 went to other programs")
+
+    def test_a_trial_that_others_made_run_out_is_run_again(
+        self, others: Path, monkeypatch: pytest.MonkeyPatch, diary: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spike = others.with_name("spike")
+        spike.touch()
+        monkeypatch.setenv("SPIKE", str(spike))
+        halving = {**self.SETTINGS, "strategy": "halve", "start": 300}
+        fit = batchfit.find_batch_size(faulty_targets.on_a_shared_card, max_size=300, **halving)
+        assert not spike.exists()
+        assert outcomes(fit) == [(300, "fits")]
+        assert fit.budget_bytes == 1000 * 2**20
+        assert fit.shrunk_from_bytes is None
+        assert len(set(pids(diary, "step"))) == 2, "two children have tried it"
+        assert "is tried once more" in caplog.text
+
+
+class TestOutput:
+    def test_all_that_children_print_is_handed_over(
+        self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Of one that is killed (8) as of one that ends by itself (4), with its last line ended."""
+        fault("SIGKILL")
+        printed: dict[bool, str] = {False: "", True: ""}
+
+        def listen(text: str, is_error: bool) -> None:
+            printed[is_error] += text
+
+        factory = Factory(f"{faulty_targets.FILE}:talks", on_output=listen)
+        fit = batchfit.find_batch_size(cast(Any, factory), **QUICK)
+        assert outcomes(fit) == [(8, "killed"), (4, "fits")]
+        line = "x" * 2**17 + "\n"
+        assert printed[False] == f"{line}out 8\n{line}out 4\nout 4\ngoodbye\n"
+        unended = "no end of a line: é"
+        assert printed[True] == f"{unended}\n{unended}{unended}\n"
+        assert capfd.readouterr() == ("", "")
+
+    def test_without_a_listener_it_goes_where_ours_goes(
+        self, fault: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        fault("none")
+        batchfit.find_batch_size(faulty_targets.talks, **{**QUICK, "start": 4})
+        assert capfd.readouterr().out.endswith("out 4\nout 4\ngoodbye")
 
 
 class TestErrors:

@@ -11,10 +11,10 @@ from torch import nn
 import batchfit
 from batchfit import _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
-from batchfit._predict import MARGINS, Foresight, allocator_rules
+from batchfit._predict import MARGINS, Foresight, allocator_rules, calibration
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._torch.tracing import rules_for, trace_workload
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Prediction
 
@@ -131,6 +131,7 @@ def never(n: int) -> None:
         ({}, ValueError, "budget must be given"),
         ({"budget": []}, ValueError, "budget must name at least one"),
         ({"budget": "lots"}, ValueError, "lots"),
+        ({"budget": 1e9}, TypeError, "budget must be bytes or text such as '24GiB', not 1000000000.0"),
         ({"budget": 0}, ValueError, "0"),
         ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
         ({"budget": "1GiB", "max_size": 0}, ValueError, "max_size must be a positive integer"),
@@ -233,6 +234,48 @@ def test_a_search_is_told_what_predict_would_answer() -> None:
 
 def predict_off_gpu(work: batchfit.Workload, *, margin: float) -> int:
     return predict(work, gpu="h200", budget=GIB, margin=margin).batch_size
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was not asked for or could not be done."""
+
+    def traced(work: batchfit.Workload, *, rules: CudaRules, budget_bytes: int) -> Any:
+        assert rules.device.type == "cuda"
+        return trace_workload(work, rules=rules_for(work), budget_bytes=budget_bytes)
+
+    alone = predict_off_gpu(wide(), margin=0.0)
+    monkeypatch.setattr(_predict, "trace_workload", traced)
+    monkeypatch.setattr(_predict, "held_beside", lambda *_: GIB // 2)
+    monkeypatch.setattr(_predict, "calibration", lambda *_, **__: ((0.0, 0.0), ()))
+    found = [predict(wide(), budget=GIB, margin=0.0, calibrate=asked) for asked in (False, None)]
+    assert found[0].batch_size == found[1].batch_size < 0.6 * alone
+    assert found[1].based_on == "GPU, not run"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")  # a torch of later may take it
+    assert Foresight.of(wide(), budget_bytes=GIB) is None
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr(_predict, "glance", broken)
+    assert Foresight.of(wide(), budget_bytes=GIB) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in said] == ["no prediction, measuring only"] * 2
+    assert said[1].endswith("KeyError: 'a bug of ours'")
+
+
+def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> None:
+    work = wide()
+    traced = trace_workload(work, rules=rules_for(work), budget_bytes=1000 * GIB)
+    with batchfit.virtual_memory("256MiB"):
+        _, trials = calibration(traced, allocator_rules(), budget_bytes=1000 * GIB)
+    assert [trial.outcome for trial in trials] == ["fits", "fits"]
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -13,10 +13,13 @@ from typing import Any
 
 import faulty_targets
 import pytest
+import torch
 from stopping import Stop, stop_after
 
 import batchfit
 from batchfit._cli.exits import Code
+from batchfit._torch import device_memory
+from batchfit._torch.ram import Ram
 from batchfit.errors import NothingFitsError, ResultFileError, SettingsDifferError
 from batchfit.results import FitResult, Trial
 
@@ -50,6 +53,35 @@ def test_a_search_in_two_runs_is_the_search_in_one(tmp_path: Path) -> None:
     assert second.elapsed_s >= sum(trial.elapsed_s for trial in second.trials)
 
 
+@pytest.mark.parametrize(("now_mib", "answer"), [(985, 2000), (800, 1600)])
+def test_with_much_less_memory_than_then_the_search_goes_on_within_it(
+    now_mib: int,
+    answer: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Memory comes and goes: 15 of 1000 MiB are nothing, 200 are not. What ran with more counts no more."""
+    path = tmp_path / "search.json"
+    settings: dict[str, Any] = {"strategy": "bisect", "max_size": 4000, "soak_steps": 4, "resume": path}
+
+    def free(mib: int) -> None:
+        ram = Ram(total_bytes=2**40, available_bytes=mib * 2**20 * 10 // 9 + 1)
+        monkeypatch.setattr(device_memory, "read_ram", lambda: ram)
+
+    def step(size: int) -> None:
+        torch.empty(size, 2**19, dtype=torch.uint8)
+
+    work = batchfit.Workload(step, state=[])
+    free(1000)
+    with pytest.raises(Stop):
+        batchfit.find_batch_size(work, on_trial=stop_after(4), **settings)
+    free(now_mib)
+    fit = batchfit.find_batch_size(work, **settings)
+    assert fit.batch_size == answer
+    assert ("searching on within what is free" in caplog.text) is (now_mib == 800)
+
+
 def test_a_finished_search_answers_at_once_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -63,6 +95,24 @@ def test_a_finished_search_answers_at_once_and_says_so(
     assert "(all of them in an earlier run)" in str(again)
     assert "had ended before: nothing was run" in caplog.text
     assert FitResult.from_json(again.to_json()) == again
+
+
+def test_a_file_that_can_be_kept_no_more_does_not_end_the_search(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first trial is kept, then there is a folder in the file's place; the answer is the same."""
+    path = tmp_path / "search.json"
+
+    def in_the_way(trial: Trial, _: int) -> None:
+        if path.is_file():
+            path.unlink()
+            path.mkdir()
+
+    fit = batchfit.find_batch_size(faulty_targets.make(), resume=path, on_trial=in_the_way, **SETTINGS)
+    assert fit.batch_size == 15
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0].startswith("the search could not be kept after batch size 8: ")
+    assert len(said) == len(fit.trials) - 1
 
 
 def test_a_search_in_which_nothing_fitted_says_so_again(tmp_path: Path) -> None:

@@ -552,6 +552,14 @@ class TestAnswer:
         assert headline(fit(stopped_because="interrupted")).startswith("interrupted: 24 is the largest")
         assert "memory" not in dict(facts(fit(trials=(trial(peak_bytes=None),)), saved=None))
 
+    def test_what_failed_just_above_is_the_reason(self) -> None:
+        """Not the memory that is left, of which there is a lot where a size has timed out."""
+        near = (trial(), trial(99, "oom"), trial(25, "timeout", steps_run=0, peak_bytes=None))
+        told = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
+        assert told["stopped"] == "because 25, little larger, was tried and does not run"
+        alone = fit(stopped_because="within_tolerance", trials=(trial(),))
+        assert dict(facts(alone, saved=None))["stopped"] == f"because {alone.reason}"
+
     def test_virtual_memory_is_named_on_a_cpu_only(self) -> None:
         assert memory_label("cpu", 512 * MIB) == "cpu, virtual memory of 512.0 MiB"
         assert memory_label("cuda:0", 512 * MIB) == "cuda:0, 512.0 MiB"

@@ -110,3 +110,21 @@ def test_max_trials_counts_trials_that_are_forgotten() -> None:
     assert [one.size for one in search.told] == [1]
     ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 20, soak=ask.soak))
     assert len(ended.told) - 1 == 1, "three were run before"
+
+
+def test_attempts_count_sizes_that_are_forgotten() -> None:
+    """grow: three sizes were tried, two of which no longer count; soaks are no attempts."""
+    search = Search(strategy="grow", start=10, attempts=5, budget_bytes=10_000)
+    for size, soak in ((10, False), (30, True), (30, False), (60, False)):
+        search = search.tell(Told(size=size, fits=True, soak=soak, allocated_bytes=100 * size))
+    search = under(search, 2000)
+    assert [one.size for one in search.told] == [10]
+    ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 20, soak=ask.soak))
+    assert sum(not one.soak for one in ended.told) - 1 == 2, "three were tried before"
+    assert ended.stopped_because == "attempts"
+
+
+def test_a_search_that_has_used_its_limits_up_gets_one_more_size() -> None:
+    search = Search(strategy="grow", start=30, attempts=1, max_trials=1, budget_bytes=10_000, soak=False)
+    search = under(search.tell(Told(size=30, fits=True, allocated_bytes=3000)), 2000)
+    assert (search.told, search.attempts, search.max_trials) == ((), 1, 1)

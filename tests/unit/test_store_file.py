@@ -78,6 +78,12 @@ class TestAnswers:
         assert 0 <= answer.age_s < 60
         assert store.get("b") == []
 
+    def test_a_folder_may_be_relative(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As it is where HOME is; SQLite's addresses are not."""
+        monkeypatch.chdir(tmp_path)
+        assert Store(Path("cache")).put("key", fit(8))
+        assert sizes(Store(tmp_path / "cache"), "key") == [8]
+
     def test_one_answer_a_budget_the_newest_first(self, folder: Path) -> None:
         store = Store(folder)
         for size, budget in ((8, 1000), (9, 1100), (7, 1000)):

@@ -47,7 +47,7 @@ def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list
         lines.append(("gone", f"{gone} went to other programs meanwhile; the size is for what is left"))
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
-        ("stopped", f"because {fit.reason}"),
+        ("stopped", f"because {_reason(fit)}"),
         ("use it", f"DataLoader(dataset, batch_size={fit.batch_size})"),
     ]
     if fit.from_store:
@@ -58,6 +58,14 @@ def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list
     if next_command:
         lines.append(("next", next_command))
     return lines
+
+
+def _reason(fit: FitResult) -> str:
+    """Why the search stopped; what failed just above the answer says more than what memory is left."""
+    above = [trial.size for trial in fit.trials if not trial.fits and trial.size > fit.batch_size]
+    if fit.stopped_because == "within_tolerance" and above:
+        return f"{min(above)}, little larger, was tried and does not run"
+    return fit.reason
 
 
 def _failures(fit: FitResult) -> str:

@@ -19,11 +19,18 @@ from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.answer import count_of, memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.given import Given
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
-from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.progress import (
+    Progress,
+    is_terminal,
+    own_warnings_as_notes,
+    pass_on,
+    progress_here,
+    speaks,
+)
 from batchfit._cli.watch import Watch
 from batchfit._decide.units import parse_bytes
-from batchfit._target import home_of, load_target, make_workload, parse_target, source_line
 
 if TYPE_CHECKING:
     from batchfit._decide.search import Search
@@ -97,36 +104,8 @@ def find_target(
         check_writable(output)
     if settings["resume"] is not None:
         check_writable(Path(settings["resume"]), name="resume")
-    try:
-        target = parse_target(text)
-    except errors.TargetError as error:
-        raise CommandFailed(Code.USAGE, str(error)) from None
-    made_at = ""
-
-    def make() -> Workload:
-        nonlocal made_at
-        try:
-            factory = load_target(target)
-            made_at = source_line(factory)
-            return make_workload(target, factory)
-        except errors.TargetError as error:
-            raise CommandFailed(Code.USAGE, str(error)) from None
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything
-            raise explain(error, what=text) from None
-
-    def explain(error: BaseException, what: str = f"a step of {text}") -> CommandFailed:
-        home = home_of(target)
-        in_child = failure.ChildTraceback.of(error)
-        if in_child is not None and in_child.stage == "load":
-            what = text
-        return CommandFailed(
-            Code.RAISED,
-            failure.headline(error, what=what, home=home, made_at=made_at),
-            details=failure.details(error, home=home, full=full_traceback),
-            every_rank=True,
-        )
-
-    job = Job(what=text, make=make, explain=explain, settings=settings, store_asked=store_asked)
+    given = Given.parse(text, full_traceback=full_traceback)
+    job = Job(what=text, make=given.load, explain=given.raised, settings=settings, store_asked=store_asked)
     return run_job(job, as_json=as_json, output=output)
 
 
@@ -156,11 +135,11 @@ def checked_flags(settings: FindSettings) -> Search:
 def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
     search = checked_flags(job.settings)
-    progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
-    watch = Watch(progress)
     code = Code.FOUND
     fit: FitResult | None
     with stdout_for_results(alone=as_json) as stdout:
+        progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
+        watch = Watch(progress)
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 fit = _search(job, watch, progress)
@@ -201,14 +180,15 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
         _take_up(settings["resume"], watch, progress)
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
-            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step)
+            passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
+            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step, on_output=passed_on)
         else:
             if settings["device"] is not None:
                 resolve_device(settings["device"])
             progress.doing(f"loading {job.what}")
             workload = job.make()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
-            device = resolve_device(settings["device"], near=workload.state)
+            device = resolve_device(settings["device"], near=(*workload.state, workload.model))
             loaded(device.name, device.budget_bytes())
             watched = watch.over(workload)
     except (ValueError, TypeError) as error:

@@ -2,7 +2,8 @@
 
 Rules: on a terminal each trial is a row as it ends, and one line below says what runs now; elsewhere
 each trial is one plain line without control codes; a rank that is not rank 0 says nothing. Text that
-comes from the user is never read as markup. Drawing holds no tensor and no exception.
+comes from the user is never read as markup; what the user's code prints, in a child process too, stands above
+the line. Drawing holds no tensor and no exception.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ def own_warnings_as_notes(progress: Progress) -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+def pass_on(text: str, is_error: bool) -> None:
+    """Print what a child process has printed: above the line that says what runs now."""
+    (sys.stderr if is_error else sys.stdout).write(text)
 
 
 class Silent:

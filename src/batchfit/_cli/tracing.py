@@ -16,31 +16,15 @@ from typing import TYPE_CHECKING, TextIO
 from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.given import Given
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
 from batchfit._draw import Line, as_text
-from batchfit._target import Target, home_of, load_target, make_workload, parse_target
+from batchfit._target import home_of
 
 if TYPE_CHECKING:
     from batchfit.workload import Workload
 
-NO_GPU = (
-    "This machine has no GPU, and none is needed: build the model on the CPU where there is none "
-    '(device = "cuda" if torch.cuda.is_available() else "cpu"; model.to(device)).'
-)
-TOO_LARGE = (
-    'A model that this machine has no memory for can be built without any: with torch.device("meta"): '
-    "model = ... (docs/predict.md shows how)."
-)
-# How torch says that there is no GPU: a build without CUDA, no driver, no device, the wrong device number.
-_NO_GPU_WORDS = (
-    "not compiled with cuda",
-    "no nvidia driver",
-    "no cuda gpus are available",
-    "no cuda-capable device",
-    "torch.cuda.is_available() is false",
-    "invalid device ordinal",
-)
 # Roles of `batchfit._draw` as rich styles; a role that is missing has none.
 STYLES = {
     "strong": "bold",
@@ -98,24 +82,17 @@ def tell(
     full_traceback: bool,
 ) -> Code:
     """Load the target, let `work` answer, and deliver: how it ended."""
-    try:
-        target = parse_target(text)
-    except errors.TargetError as error:
-        raise CommandFailed(Code.USAGE, str(error)) from None
+    given = Given.parse(text, full_traceback=full_traceback)
     with stdout_for_results(alone=delivery.as_json) as stdout:
         progress = progress_here(steps=0, soak_steps=0)
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
-                workload = _loaded(target, progress, full_traceback=full_traceback)
-                told = _answered(
-                    work,
-                    workload,
-                    progress,
-                    target,
-                    command=command,
-                    flags=flags,
-                    full_traceback=full_traceback,
-                )
+                progress.doing("loading torch")
+                import torch  # noqa: F401  so that the line above is true
+
+                progress.doing(f"loading {text}")
+                workload = given.load(advise=True)
+                told = _answered(work, workload, progress, given, command=command, flags=flags)
         except KeyboardInterrupt as stop:
             code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
             raise CommandFailed(code, "interrupted before there was an answer") from None
@@ -135,34 +112,21 @@ def wrong_flag(error: Exception, command: str) -> CommandFailed:
     return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
 
 
-def _loaded(target: Target, progress: Progress, *, full_traceback: bool) -> Workload:
-    progress.doing("loading torch")
-    import torch  # noqa: F401  so that the line above is true
-
-    progress.doing(f"loading {target.text}")
-    try:
-        return make_workload(target, load_target(target))
-    except errors.TargetError as error:
-        raise CommandFailed(Code.USAGE, str(error)) from None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        raise _raised(error, target, what=target.text, full_traceback=full_traceback) from None
-
-
 def _answered(
     work: Callable[[Workload, Progress], Told],
     workload: Workload,
     progress: Progress,
-    target: Target,
+    given: Given,
     *,
     command: str,
     flags: Iterable[str],
-    full_traceback: bool,
 ) -> Told:
     try:
         return work(workload, progress)
     except errors.UntraceableError as error:
         cause = error.__cause__ or error
-        details = failure.details(cause, home=home_of(target), full=True) if full_traceback else ""
+        full = given.full_traceback
+        details = failure.details(cause, home=home_of(given.target), full=True) if full else ""
         raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
     except errors.NothingFitsError as error:
         raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
@@ -170,33 +134,11 @@ def _answered(
         raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) or failure.raised_by_step(error):
-            what = f"a step of {target.text}"
-            raise _raised(error, target, what=what, full_traceback=full_traceback) from None
+            raise given.raised(error, advise=True) from None
         # Every argument that is refused is named first: "budget must be positive, not 0".
         if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in set(flags):
             raise wrong_flag(error, command) from None
         raise
-
-
-def _raised(error: BaseException, target: Target, *, what: str, full_traceback: bool) -> CommandFailed:
-    """The user's code raised: whose line it was, and what to do where we know it."""
-    home = home_of(target)
-    advice = _advice(error)
-    return CommandFailed(
-        Code.RAISED,
-        failure.headline(error, what=what, home=home) + (f". {advice}" if advice else ""),
-        details=failure.details(error, home=home, full=full_traceback),
-        every_rank=True,
-    )
-
-
-def _advice(error: BaseException) -> str:
-    text = str(error).lower()
-    if any(words in text for words in _NO_GPU_WORDS):
-        return NO_GPU
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
-        return TOO_LARGE
-    return ""
 
 
 def _deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:

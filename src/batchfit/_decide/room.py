@@ -6,6 +6,8 @@ Rules:
   search, and for its answer.
 - What ran out under a larger budget runs out under a smaller one. What ran counts only if it took no more
   than the smaller one, and a prediction for the larger one not at all.
+- A trial that no longer counts was run all the same: limits on trials and sizes count it. Where nothing is
+  left of them one more is allowed, since without any there would be no answer.
 """
 
 from __future__ import annotations
@@ -39,9 +41,14 @@ class Room:
         """What others have taken since the search began."""
         return self.begun_bytes - self.budget_bytes
 
+    @property
+    def least_bytes(self) -> int:
+        """With so much reachable nothing is lacking."""
+        return max(0, self.budget_bytes - self._slack())
+
     def lacks(self, reachable_bytes: int) -> bool:
         """So little is reachable that a trial may run out for a reason other than its size."""
-        return self.budget_bytes - reachable_bytes > self._slack()
+        return reachable_bytes < self.least_bytes
 
     def is_exceeded(self, reachable_bytes: int) -> bool:
         """So much is reachable that a trial may use more than the budget."""
@@ -65,12 +72,16 @@ def under(search: Search, budget_bytes: int) -> Search:
     """The search under a budget no larger than its own: what it was told, as far as that is still true."""
     told = tuple(one for one in search.told if not one.fits or _used_bytes(one) <= budget_bytes)
     forgotten = len(search.told) - len(told)
-    left = search.max_trials
-    if left is not None and forgotten:
-        left = max(1, left - forgotten)  # a trial that no longer counts was run all the same
+    short = sum(not one.soak for one in search.told) - sum(not one.soak for one in told)
     smaller = search.budget_bytes is not None and budget_bytes < search.budget_bytes
-    predicted = None if smaller else search.predicted
-    return replace(search, budget_bytes=budget_bytes, told=told, max_trials=left, predicted=predicted)
+    return replace(
+        search,
+        budget_bytes=budget_bytes,
+        told=told,
+        max_trials=search.max_trials and max(1, search.max_trials - forgotten),
+        attempts=max(1, search.attempts - short),  # of which soaks are none
+        predicted=None if smaller else search.predicted,
+    )
 
 
 def _used_bytes(told: Told) -> int:

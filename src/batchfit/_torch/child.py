@@ -3,8 +3,8 @@
 Rules:
 - It ends when its parent does, whatever it is doing: the kernel sees to it on Linux, and everywhere a
   thread that reads the parent's pipe to its end.
-- It says each thing once, as a line of JSON: started, loaded, each step that begins, the trial. What the
-  user's code prints goes where the parent's output goes, never into that pipe.
+- It says each thing once, as a line of JSON: started, loaded, what is reachable, each step that begins, the
+  trial. What the user's code prints goes to its stdout and stderr, never into that pipe.
 - Where memory of the machine runs out, the kernel shall take this process and not the parent.
 - A dead device context is an outcome here: the next trial has a process, and a context, of its own.
 - Nothing is put back: the state dies with the process.
@@ -31,7 +31,6 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
 from batchfit import _failure as failure
-from batchfit._decide.units import format_bytes
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
 from batchfit._torch.device import Device, resolve_device, tensors_in
@@ -47,7 +46,6 @@ active = False
 _PR_SET_PDEATHSIG = 1
 _LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
 _PATIENCE_S = 10.0  # for the memory of the child before this one to come back
-_SLACK_BYTES = 64 * 2**20  # other processes come and go
 
 
 def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
@@ -68,6 +66,8 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         while whole:
             whole = whole[os.write(answers_fd, whole) :]
 
+    with contextlib.suppress(Exception):  # a process that is killed shall have said all that it had printed
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if spare:
         with contextlib.suppress(Exception):
             importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
@@ -93,11 +93,12 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
             state_elements=count_elements(work.state),
         )
         request = asked.get()
-        if not _memory_is_back(place, request["expected_bytes"]):
-            free, due = format_bytes(place.budget_bytes()), format_bytes(request["expected_bytes"])
-            say("note", text=f"{due} were free on {place.name} before the first trial, {free} are now")
+        while "least_bytes" in request:
+            say("reachable", available_bytes=_once_reachable(place, request["least_bytes"]))
+            request = asked.get()
         stage = "step"
-        say("trial", trial=_run(work, place, request, say).model_dump())
+        trial = _run(work, place, request, say)
+        say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(place))
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
         say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
     _leave()
@@ -202,16 +203,19 @@ def _pickled(error: BaseException) -> str | None:
     return base64.b64encode(data).decode()
 
 
-def _memory_is_back(place: Device, expected_bytes: int | None) -> bool:
-    """Wait until as much is free as there was for the first child: a driver frees after the exit."""
-    if expected_bytes is None or place.name.partition(":")[0] == "cpu":
-        return True  # RAM is free when its process has gone
+def _once_reachable(place: Device, least_bytes: int) -> int:
+    """What is reachable, once that is enough or patience ends: a driver frees after the exit."""
     deadline = time.monotonic() + _PATIENCE_S
-    while place.budget_bytes() < expected_bytes - _SLACK_BYTES:
-        if time.monotonic() > deadline:
-            return False
+    while (available := place.budget_bytes()) < least_bytes and time.monotonic() < deadline:
         time.sleep(0.05)
-    return True
+    return available
+
+
+def _reachable_after(place: Device) -> int | None:
+    try:
+        return place.budget_bytes()
+    except RuntimeError:  # the trial has poisoned the device for this process
+        return None
 
 
 def _listen(requests: BinaryIO, asked: queue.SimpleQueue[Message]) -> None:

@@ -29,6 +29,14 @@ class Here:
         self.state_elements = count_elements(work.state)
         self.work = work
 
+    def reachable_bytes(self, least_bytes: int) -> int:
+        """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
+        return self.place.budget_bytes()
+
+    def reachable_after_bytes(self) -> int:
+        """What was reachable when the last trial had ended: nothing has run since."""
+        return self.place.budget_bytes()
+
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""

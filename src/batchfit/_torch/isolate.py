@@ -20,7 +20,6 @@ import base64
 import contextlib
 import inspect
 import io
-import logging
 import operator
 import os
 import pickle
@@ -38,15 +37,14 @@ import torch.distributed as dist
 from batchfit._failure import ChildTraceback
 from batchfit._target import parse_target
 from batchfit._torch import child as child_side
-from batchfit._torch.process import Child, Message, Silent
+from batchfit._torch.process import Child, Message, OnOutput, Silent
 from batchfit._torch.virtual import active
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
 from batchfit.workload import Workload
 
-log = logging.getLogger("batchfit")
-
 _START_S = 300.0  # to import torch, on a machine that is busy with other things
+_LOOK_S = 60.0  # to look at a device, and to wait for what the child before has held there
 _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer is here
 
 
@@ -55,7 +53,8 @@ _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer i
 class Factory:
     """A function that a child can find again: by module and name, or as the text of a target.
 
-    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do.
+    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do, and
+    `on_output(text, is_error)` what they print: without it that goes where this process' output goes.
     """
 
     text: str
@@ -63,6 +62,7 @@ class Factory:
     function: str = ""
     on_loaded: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
+    on_output: OnOutput | None = None
 
     @classmethod
     def of(cls, workload: object) -> Factory:
@@ -158,6 +158,11 @@ class Place:
         """The memory of the device."""
         return self.whole_bytes
 
+    @property
+    def is_ram(self) -> bool:
+        """Whether its memory is that of the machine."""
+        return self.name.partition(":")[0] == "cpu"
+
 
 def _place(loaded: Message) -> Place:
     available, total = loaded["available_bytes"], loaded["total_bytes"]
@@ -189,6 +194,7 @@ class Children:
         self._factory = factory
         self._timeout_s = timeout_s
         self._first: Place | None = None
+        self._seen_bytes = 0
         self._loaded: Child | None = None
         self._spare: Child | None = None
 
@@ -214,6 +220,24 @@ class Children:
         """How many numbers the workload's state holds."""
         return self.place.state_elements
 
+    def reachable_bytes(self, least_bytes: int) -> int:
+        """What the next trial may use, as the child sees it that will run it.
+
+        It waits a while for `least_bytes`: what the child before has held may be on its way back. RAM comes
+        and goes all the time, and a trial there has the budget for itself: the first figure stands.
+        """
+        if not self.place.is_ram:
+            child = self._loaded = self._loaded or self._load()
+            child.send(least_bytes=least_bytes)
+            doing = f"looking at {self.place.name}"
+            seen = self._await(child, "reachable", doing=doing, timeout_s=_LOOK_S)
+            self._seen_bytes = seen["available_bytes"]
+        return self._seen_bytes
+
+    def reachable_after_bytes(self) -> int:
+        """What was reachable when the last trial had ended, if it could still tell; else before it."""
+        return self._seen_bytes
+
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""
@@ -230,10 +254,9 @@ class Children:
                 steps=steps,
                 soak=soak,
                 smallest=smallest,
-                expected_bytes=self.place.available_bytes,
             )
             if not soak:  # after a soak there is most likely nothing more to try
-                self._spare = self._spare or Child(spare=True)
+                self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
             child.end(after_s=_FAREWELL_S)
         finally:
@@ -252,6 +275,7 @@ class Children:
             loaded = self._await(child, "loaded", doing=doing, timeout_s=self._timeout_s)
             if self._first is None:
                 self._first = _place(loaded)
+                self._seen_bytes = self._first.available_bytes
                 if factory.on_loaded is not None:
                     factory.on_loaded(self._first.name, self._first.available_bytes)
         except BaseException:
@@ -265,7 +289,7 @@ class Children:
         if spare is not None:
             with contextlib.suppress(ChildDiedError):
                 return self._when_started(spare)
-        return self._when_started(Child())
+        return self._when_started(Child(on_output=self._factory.on_output))
 
     def _when_started(self, child: Child) -> Child:
         try:
@@ -309,9 +333,9 @@ class Children:
                 number = message["number"]
                 if self._factory.on_step is not None:
                     self._factory.on_step(size, number)
-            elif message["kind"] == "note":
-                log.warning("%s", message["text"])
             elif message["kind"] == "trial":
+                if not self.place.is_ram and message["available_bytes"] is not None:
+                    self._seen_bytes = message["available_bytes"]
                 return Trial.model_validate(message["trial"])
             else:
                 raise _rebuilt(message)

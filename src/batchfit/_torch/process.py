@@ -4,6 +4,8 @@ Rules:
 - The pipe of the requests stays open until the process has ended: the child ends with it.
 - A process is not reaped before its whole group has been killed: until then its number is nobody else's.
 - Neither a process that the child has left behind nor a pipe that it has closed can hold the reader up.
+- What the child prints goes where this process' output goes; with `on_output` it is handed over instead, all
+  of it until the end, so that whoever draws on the terminal can make way for it.
 - After `end` there is no process, no zombie and no open file.
 
 multiprocessing is not used: its spawn runs the user's main module in every child, and leaves a tracker
@@ -12,6 +14,7 @@ process behind.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
@@ -20,11 +23,14 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO, Any, final
 
 from batchfit.errors import BatchfitError
 
 Message = dict[str, Any]
+OnOutput = Callable[[str, bool], object]  # what a child has printed, and whether to stderr
 
 _BOOT = (
     "import json, sys; requests = open({requests}, 'rb', buffering=0); "
@@ -33,17 +39,42 @@ _BOOT = (
 )
 _REAP_S = 60.0  # a driver may take long to tear a context down
 _PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
+_PIPE_BYTES = 2**16  # read at once: as much as a pipe holds
 
 
 class Silent(Exception):
     """The child has said nothing for too long."""
 
 
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+@dataclass(slots=True)
+class _Output:
+    """One of the streams that a child prints to."""
+
+    file: IO[bytes]
+    is_error: bool
+    decoder: codecs.IncrementalDecoder = field(default_factory=_decoder)
+    in_a_line: bool = False
+
+    def text(self, part: bytes) -> str:
+        """What has been printed; at the end of the stream (nothing more) its last line is ended."""
+        text = self.decoder.decode(part, final=not part)
+        if not part and (text or self.in_a_line):
+            text += "\n"
+        self.in_a_line = not text.endswith("\n") if text else self.in_a_line
+        return text
+
+
 @final
 class Child:
     """One process, its group and its two pipes."""
 
-    def __init__(self, *, spare: bool = False) -> None:
+    def __init__(self, *, spare: bool = False, on_output: OnOutput | None = None) -> None:
+        self._on_output = on_output
+        self._outputs: dict[int, _Output] = {}
         self._buffer = b""
         self._closed = False
         requests, self._requests = os.pipe()
@@ -53,6 +84,9 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers)],
                 stdin=subprocess.DEVNULL,
+                stdout=None if on_output is None else subprocess.PIPE,
+                stderr=None if on_output is None else subprocess.PIPE,
+                bufsize=0,
                 pass_fds=(requests, answers),
                 start_new_session=True,
             )
@@ -63,6 +97,9 @@ class Child:
         finally:
             os.close(requests)
             os.close(answers)
+        for file, is_error in ((self._process.stdout, False), (self._process.stderr, True)):
+            if file is not None:
+                self._outputs[file.fileno()] = _Output(file, is_error)
         self.send(path=[str(entry) for entry in sys.path], more={"parent_pid": os.getpid(), "spare": spare})
 
     def send(self, **request: object) -> None:
@@ -88,18 +125,39 @@ class Child:
         return message
 
     def _read(self, pause_s: float) -> bool:
-        """Whether something was read. A pipe that the user's code has closed says nothing, for ever."""
-        if self._closed:
-            time.sleep(pause_s)
-            return False
+        """Whether an answer was read. A pipe that the user's code has closed says nothing, for ever."""
         poll = select.poll()
-        poll.register(self._answers, select.POLLIN)
-        if not poll.poll(pause_s * 1000):
-            return False
-        part = os.read(self._answers, 2**16)
-        self._buffer += part
-        self._closed = not part
-        return bool(part)
+        for fd in (*self._outputs, *(() if self._closed else (self._answers,))):
+            poll.register(fd, select.POLLIN)
+        answered = False
+        for fd, _ in poll.poll(pause_s * 1000):
+            part = os.read(fd, _PIPE_BYTES)
+            if fd == self._answers:
+                self._buffer += part
+                self._closed = not part
+                answered = bool(part)
+            else:
+                self._hand_over(fd, part)
+        return answered
+
+    def _hand_over(self, fd: int, part: bytes) -> None:
+        """What the child has printed; a stream that has ended is closed."""
+        output = self._outputs[fd]
+        if not part:
+            self._outputs.pop(fd).file.close()
+        text = output.text(part)
+        if text and self._on_output is not None:
+            self._on_output(text, output.is_error)
+
+    def _hand_over_the_rest(self) -> None:
+        for fd in list(self._outputs):
+            try:
+                # What a process that it has left behind goes on printing is not waited for.
+                if select.select([fd], [], [], 0)[0] and (part := os.read(fd, _PIPE_BYTES)):
+                    self._hand_over(fd, part)
+            finally:
+                if fd in self._outputs:
+                    self._hand_over(fd, b"")
 
     def has_ended(self) -> bool:
         """Whether the process is over. It is not reaped: its group keeps its number until `end`."""
@@ -123,11 +181,12 @@ class Child:
             return
         deadline = time.monotonic() + after_s
         while time.monotonic() < deadline and not self.has_ended():
-            time.sleep(0.005)
+            self._read(0.005)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
             self._process.wait(_REAP_S)
+            self._hand_over_the_rest()
         except subprocess.TimeoutExpired:
             raise BatchfitError(
                 f"the child process {self._process.pid} was killed and has not ended within {_REAP_S:g} s. "
@@ -137,3 +196,6 @@ class Child:
             os.close(self._requests)
             os.close(self._answers)
             self._requests = self._answers = -1
+            for output in self._outputs.values():
+                output.file.close()
+            self._outputs = {}

@@ -4,6 +4,7 @@ Rules:
 - Each trial is told to the search, kept and shown once it has ended, in this order.
 - Before each trial, and after one that ran out, all ranks look at what is reachable. They decide on the least
   that any of them sees, so that all decide the same.
+- A file that cannot be kept any more (a full disk) is a warning: the search, and its answer, go on.
 - Less than the budget is the budget from then on. A trial that ran out while memory was gone for a moment
   does not count and is run once more; one that ran out because memory is gone counts under what is left.
 """
@@ -61,11 +62,11 @@ class Trials:
         self.search = under(search, budget_bytes)
         self.room = Room(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
-        self._told, self._start = search.told, search.start
+        self._told, self._start, self._attempts = search.told, search.start, search.attempts
         self._steps, self._soak_steps, self._time_limit_s = steps, soak_steps, time_limit_s
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
-        self._save(0.0)  # a file that cannot be written is told of before any trial
+        self._keep_as_it_is(0.0)  # a file that cannot be written is an error before any trial
 
     def __enter__(self) -> Self:
         self._limit()
@@ -87,7 +88,7 @@ class Trials:
 
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
-        reachable = self.runs.place.budget_bytes()
+        reachable = self.runs.reachable_after_bytes()
         elsewhere = self.runs.place.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
         if self.ranks.is_main and elsewhere and self.room.has_grown(reachable):
             log.info(
@@ -99,7 +100,7 @@ class Trials:
         """Whether there is time for another trial; what is reachable is looked at on the way."""
         elapsed_s = time.perf_counter() - self.begun
         late = self._time_limit_s is not None and elapsed_s >= self._time_limit_s
-        mine = self.runs.place.budget_bytes()
+        mine = 0 if late else self.runs.reachable_bytes(self.room.least_bytes)
         seen = self.ranks.gather([late, mine], doing="the time and the memory that are left")
         if any(is_late for is_late, _ in seen):
             return False
@@ -114,7 +115,8 @@ class Trials:
         if trial.fits or not self.room.lacks(reachable):
             return trial
         deadline = time.monotonic() + _PATIENCE_S
-        while self.room.lacks(mine := self.runs.place.budget_bytes()) and time.monotonic() < deadline:
+        least = self.room.least_bytes
+        while (mine := self.runs.reachable_bytes(least)) < least and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         reachable = min(self.ranks.gather(mine, doing="the memory that came back"))
         if not self.room.lacks(reachable):
@@ -138,7 +140,8 @@ class Trials:
             smallest=ask.size == self.search.sizes.first,
         )
         answers = self.ranks.gather(
-            [mine.model_dump(), self.runs.place.budget_bytes()], doing=f"the trial of batch size {ask.size}"
+            [mine.model_dump(), self.runs.reachable_after_bytes()],
+            doing=f"the trial of batch size {ask.size}",
         )
         trial = worst([Trial.model_validate(answer) for answer, _ in answers])
         return trial, min(reachable for _, reachable in answers)
@@ -148,7 +151,10 @@ class Trials:
         self.trials.append(trial)
         self._told = (*self._told, learned)
         self.search = self.search.tell(learned)
-        self._save(time.perf_counter() - self.begun)
+        try:
+            self._keep_as_it_is(time.perf_counter() - self.begun)
+        except OSError as error:
+            log.warning("the search could not be kept after batch size %d: %s", trial.size, error)
         if self.ranks.is_main:
             log.info("batch size %d: %s", trial.size, trial.verdict)
             if self._on_trial is not None:
@@ -175,8 +181,8 @@ class Trials:
         self._stack.close()
         self._run_one: RunOne = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
 
-    def _save(self, elapsed_s: float) -> None:
+    def _keep_as_it_is(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:
             # As it was asked for, with all that it was told: this is what a later run compares.
-            whole = replace(self.search, told=self._told, start=self._start)
+            whole = replace(self.search, told=self._told, start=self._start, attempts=self._attempts)
             self._keep(whole, self.trials, elapsed_s)
