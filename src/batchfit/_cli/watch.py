@@ -46,6 +46,7 @@ class Watch:
 
     def partial(self, search: Search) -> FitResult | None:
         """The result of `search`, interrupted after the trials so far; None where no size had run."""
+        from batchfit._decide.room import under
         from batchfit._find import fit_result, told
         from batchfit.errors import SearchStoppedError
 
@@ -54,6 +55,7 @@ class Watch:
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
             search = search.tell(told(trial))
+        search = under(search, self.budget_bytes)  # what ran while there was more memory does not count
         try:
             return fit_result(
                 search,
