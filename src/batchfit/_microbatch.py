@@ -25,6 +25,7 @@ from batchfit._decide.split import Event, Piece
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
+from batchfit._torch.coverage import Coverage
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in
 from batchfit._torch.packing import Packing, RaggedCall
@@ -62,8 +63,9 @@ class Microbatcher:
             report = mb.backward(lambda micro: loss_fn(model, micro), batch)   # batch of any size
             mb.step(optimizer)
 
-    Pass every model (or parameter) that gets gradients in `backward`: what is not passed is not put back when
-    a try runs out of memory. The device's peak counters are begun anew when a size runs for the first time.
+    Pass every model (or parameter) that gets gradients in `backward`: what is not passed could not be put
+    back when a try runs out of memory, so that is an error. The device's peak counters are begun anew when a
+    size runs for the first time.
 
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).
@@ -128,6 +130,7 @@ class Microbatcher:
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
+        self._coverage = Coverage()
         self._buffers = Buffers()
         self._generators = generators_of(models)
         self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
@@ -152,6 +155,7 @@ class Microbatcher:
         """
         check_callable(fn, "fn")
         call, leaves, tables, modules = self._open(batch, "backward", fn, lengths)
+        look = self._coverage.look([fn], leaves, "backward")
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> BackwardTry | None:
@@ -160,7 +164,7 @@ class Microbatcher:
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
-                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch)
+                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch, look)
 
             plan, done = self._until_it_fits(call, rewind, make)
         if done is None:
@@ -192,12 +196,13 @@ class Microbatcher:
         check_callable(encode, "encode")
         check_callable(loss_fn, "loss_fn")
         call, leaves, tables, modules = self._open(batch, "cached", encode, lengths)
+        look = self._coverage.look([encode, loss_fn], leaves, "cached")
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> CachedTry:
                 layers = self._layers(call, modules, plan)
-                whole, where_to = call.whole, self._target
-                return CachedTry(encode, loss_fn, whole, plan, where_to, rewind, scaler, layers, call.watch)
+                common = (plan, self._target, rewind, scaler, layers, call.watch, look)
+                return CachedTry(encode, loss_fn, call.whole, *common)
 
             plan, done = self._until_it_fits(call, rewind, make)
         return _report(call, plan, done)

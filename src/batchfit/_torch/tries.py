@@ -18,6 +18,7 @@ import torch
 from batchfit._decide.split import Piece
 from batchfit._torch import rng
 from batchfit._torch.batch_parts import Whole
+from batchfit._torch.coverage import Look
 from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
@@ -71,6 +72,7 @@ class BackwardTry:
         scaler: Any,
         layers: Sequence[BatchNorm],
         watch: Watch | None = None,
+        look: Look | None = None,
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
@@ -82,6 +84,7 @@ class BackwardTry:
         self._scaler = scaler
         self._layers = layers
         self._watch = watch
+        self._look = look
         self.at = 0
         self.loss: Any = None
 
@@ -94,7 +97,8 @@ class BackwardTry:
                 exact.next_microbatch()
                 if watch is not None:
                     watch.begin(index)
-                loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
+                loss = _run_one(self._fn, micro, self._shares[index], self._scaler, self._look)
+                self._look = None
                 if watch is not None:
                     watch.end(index)
                 del micro  # or it would live on while the next one is on its way
@@ -104,9 +108,13 @@ class BackwardTry:
         self.loss = total
 
 
-def _run_one(fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any) -> torch.Tensor:
+def _run_one(
+    fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any, look: Look | None
+) -> torch.Tensor:
     loss = fn(micro)
     check_loss(loss, "fn")
+    if look is not None:
+        look([loss])
     if share != 1.0:
         loss = loss * share
     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -147,6 +155,7 @@ class CachedTry:
         scaler: Any,
         layers: Sequence[BatchNorm],
         watch: Watch | None = None,
+        look: Look | None = None,
     ) -> None:
         self._encode = encode
         self._loss_fn = loss_fn
@@ -158,6 +167,7 @@ class CachedTry:
         self._scaler = scaler
         self._layers = layers
         self._watch = watch
+        self._look = look
         self.at = 0
         self.loss: Any = None
 
@@ -176,6 +186,8 @@ class CachedTry:
     def _backward(self, representations: Any) -> torch.Tensor:
         loss = self._loss_fn(representations)
         check_loss(loss, "loss_fn")
+        if self._look is not None:
+            self._look([loss])
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept
@@ -232,6 +244,8 @@ class CachedTry:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
+            if self._look is not None and self.at == 0:
+                self._look([one for one, _ in pairs])
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
 
