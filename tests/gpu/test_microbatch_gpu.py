@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchfit import Microbatcher
-from batchfit._decide.split import Event
+from batchfit._decide.split import MicrobatchEvent
 from batchfit.errors import NothingFitsError
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_a_hundred_random_shapes_under_a_cap_follow_the_uncapped_run() -> None:
     def run(cap_bytes: int | None) -> tuple[list[float], int, int]:
         model = Small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        events: list[Event] = []
+        events: list[MicrobatchEvent] = []
         mb = Microbatcher(model, on_event=events.append)
         draw = random.Random(0)
         losses, retried, samples = [], 0, 0

@@ -124,3 +124,115 @@ def test_the_same_code_with_another_module_is_looked_at_again() -> None:
     mb.backward(first.loss, torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"self\.body"):
         mb.backward(second.loss, torch.ones(2, 3))
+
+
+# --- losses over tokens without a weight
+
+
+def token_batch(dims: int = 2, ignored: bool = True, on: str = "cpu") -> dict[str, torch.Tensor]:
+    labels = torch.randint(0, 5, (6, 4)[:dims])
+    if ignored:
+        labels[0] = -100
+    return {"x": torch.randint(0, 5, (6, 4)[:dims]), "labels": labels.to(on)}
+
+
+def tokens_warned(
+    caplog: pytest.LogCaptureFixture, batches: list[dict[str, Any]], **options: Any
+) -> list[str]:
+    model = nn.Embedding(5, 5)
+
+    def fn(micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional.cross_entropy(model(micro["x"]).flatten(0, -2), micro["labels"].flatten())
+
+    mb = Microbatcher(model, **{"microbatch_size": 3, **options})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        for batch in batches:
+            mb.backward(fn, batch)
+    return [record.getMessage() for record in caplog.records if "mean over tokens" in record.getMessage()]
+
+
+def test_ignored_labels_without_a_weight_are_told_once_with_the_line_to_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (said,) = tokens_warned(caplog, [token_batch(), token_batch()])
+    assert "labels hold -100" in said
+    assert "weight=lambda micro: (micro['labels'][:, 1:] != -100).sum() for a causal model" in said
+    (flat,) = tokens_warned(caplog, [token_batch(1)])
+    assert "[:, 1:]" not in flat
+    (late,) = tokens_warned(caplog, [token_batch(ignored=False)] * 3 + [token_batch()])
+    assert late == said
+
+
+def test_no_weight_is_asked_for_where_samples_count_alike(caplog: pytest.LogCaptureFixture) -> None:
+    assert not tokens_warned(caplog, [token_batch()], microbatch_size=6)
+    assert not tokens_warned(caplog, [token_batch(ignored=False)])
+    assert not tokens_warned(caplog, [token_batch()], weight=lambda micro: (micro["labels"] != -100).sum())
+    assert not tokens_warned(caplog, [token_batch()], reduction="sum")
+
+
+@pytest.mark.parametrize(("dims", "count"), [(1, 0), (2, 1)])
+def test_ragged_batches_need_a_weight_unless_there_is_one_label_a_sample(
+    caplog: pytest.LogCaptureFixture, dims: int, count: int
+) -> None:
+    lengths = [4, 1, 2, 4, 1, 3]
+    batch = {"x": torch.ones(6, 4).cumsum(1), "labels": torch.ones((6, 4)[:dims])}
+    model = nn.Linear(1, 1)
+    mb = Microbatcher(model, lengths=lambda batch: lengths, microbatch_size=2)
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        for _ in range(2):
+            mb.backward(lambda micro: model(micro["x"].unsqueeze(-1)).mean(), batch)
+    assert sum("batches are ragged" in record.getMessage() for record in caplog.records) == count
+
+
+# --- lists of tensors
+
+
+def images(count: int, rows: int = 3) -> list[torch.Tensor]:
+    return [torch.randn(rows, 4, 4) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        images(5),
+        images(9, rows=20),
+        {"images": images(5), "labels": torch.zeros(5)},
+        {"images": images(4, rows=4), "labels": torch.zeros(4)} | {"more": images(9, rows=9)},
+        (images(4), ["a", "b", "c", "d"]),
+        (torch.zeros(3, 2), [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0)]),
+        [torch.zeros(512) for _ in range(64)],
+    ],
+)
+def test_a_list_that_may_hold_one_tensor_a_sample_is_refused(batch: Any) -> None:
+    model = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match=r"Stack samples, or pass split=; pass parts as a tuple"):
+        Microbatcher(model).backward(lambda micro: model(torch.ones(1, 4)).mean(), batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        images(2, rows=6),
+        tuple(images(5)),
+        {"views": images(12, rows=6), "labels": torch.zeros(6)},
+        [torch.zeros(6, 2), torch.zeros(6, dtype=torch.long)],
+        (torch.zeros(6, 2), [torch.tensor(1.0), torch.tensor(2.0)]),
+    ],
+)
+def test_lists_of_parts_are_cut_by_rows(batch: Any) -> None:
+    model = nn.Linear(4, 1)
+    found = Microbatcher(model, microbatch_size=3).backward(
+        lambda micro: model(torch.ones(1, 4)).mean(), batch
+    )
+    assert sum(found.microbatch_sizes) == (3 if isinstance(batch, tuple) and len(batch) == 5 else 6)
+
+
+def test_the_last_batch_of_views_may_have_fewer_rows_than_there_are_views() -> None:
+    model = nn.Linear(4, 1)
+    mb = Microbatcher(model)
+    fn = lambda micro: sum(model(view).mean() for view in micro)  # noqa: E731
+    for rows in (8, 1):
+        assert mb.backward(fn, images(3, rows=rows)).microbatch_sizes == (rows,)
+    with pytest.raises(ValueError, match="a list of 3 tensors of shape"):
+        Microbatcher(model).backward(fn, images(3, rows=1))

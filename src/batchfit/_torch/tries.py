@@ -55,7 +55,12 @@ class Planned:
 
     @property
     def at(self) -> int:
-        return self.made.at if self.made is not None else 0
+        return self.made.at if self.made is not None else -1
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is in a loss over the whole batch, which smaller microbatches leave as it is."""
+        return bool(getattr(self.made, "in_loss", False))
 
 
 @final
@@ -85,7 +90,7 @@ class BackwardTry:
         self._layers = layers
         self._watch = watch
         self._look = look
-        self.at = 0
+        self.at = -1  # the microbatch that runs; none so far
         self.loss: Any = None
 
     def __call__(self) -> None:
@@ -168,7 +173,8 @@ class CachedTry:
         self._layers = layers
         self._watch = watch
         self._look = look
-        self.at = 0
+        self.at = -1  # the microbatch that runs; none so far
+        self.in_loss = False
         self.loss: Any = None
 
     def __call__(self) -> None:
@@ -194,7 +200,9 @@ class CachedTry:
 
     def _chunked(self) -> torch.Tensor:
         representations, rows, states = self._representations()
+        self.in_loss = True
         loss = self._backward(representations)
+        self.in_loss = False
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
         after = rng.global_states()
@@ -305,7 +313,7 @@ class MapTry:
         self._outputs = outputs
         self._done = done
         self._watch = watch
-        self.at = 0
+        self.at = -1
         self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
 
     def __call__(self) -> None:
