@@ -312,6 +312,7 @@ class Microbatcher:
         call: AnyCall
         if lengths is None:
             call = self._sizing.begin(whole, compiled=compiled)
+            call.needs_two = compiled and kind != "map" and bool(self._training_norms(modules))
         elif self._split is not None:
             raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
         else:
@@ -392,13 +393,16 @@ class Microbatcher:
                 log.debug("reduction could not be checked: %s", type(error).__name__)
         warn_of_reduction(found, self._reduction)
 
+    def _training_norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
+        if modules != self._modules:
+            self._modules, self._norms = modules, norms_in(modules)
+        return batch_norms(self._norms)
+
     def _layers(self, call: AnyCall, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
         """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
-        if modules != self._modules:
-            self._modules, self._norms = modules, norms_in(modules)
-        layers = batch_norms(self._norms)
+        layers = self._training_norms(modules)
         if not layers or self._batch_norm == "exact":
             return layers
         text = told([piece.size for piece in plan], call.whole.length, len(layers))

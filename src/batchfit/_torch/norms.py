@@ -36,9 +36,9 @@ def told(sizes: Sequence[int], total: int, layers: int) -> str:
     least, most = min(sizes), max(sizes)
     return (
         f"{layers} BatchNorm {'layer sees' if layers == 1 else 'layers see'} microbatches of "
-        f"{most if least == most else f'{least} to {most}'} instead of the batch of {total}, which changes the "
-        f"result: other statistics normalise, and running ones are updated {len(sizes)} times a batch. Use "
-        "GroupNorm, a smaller batch, or batch_norm='exact' for exact running statistics"
+        f"{most if least == most else f'{least} to {most}'} instead of the batch of {total}, which changes "
+        f"the result: other statistics normalise, and running ones are updated {len(sizes)} times a batch. "
+        "Use GroupNorm, a smaller batch, or batch_norm='exact' for exact running statistics"
     )
 
 

@@ -150,12 +150,9 @@ class Packing:
         whole.trimmer = trying.twice(find_padding, device=self._sizing.device, note=note)
         known.layout = whole.trimmer.layout if known.layout is None else known.layout
         self._look_at_width(known, whole.trimmer.padded_length)
-        reading = self._sizing.read()
-        held = reading.held_bytes
+        held = self._sizing.read().held_bytes
         if held is not None:
             self._sizing.limit(fresh=not known.shapes.batches)
-            if not known.shapes.batches:
-                self._sizing.check_room(whole, reading)
         call = RaggedCall(whole, known, self._sizing, trains, joins, held, compiled)
         self.plan(call)
         return call
@@ -249,7 +246,9 @@ class Packing:
     def limited(self, call: RaggedCall) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where a shape is new."""
         seen = set(call.known.shapes.seen)
-        return nullcontext() if seen.issuperset(map(_extent, call.plan)) else self._sizing.within_budget()
+        if seen.issuperset(map(_extent, call.plan)):
+            return nullcontext()
+        return self._sizing.within_budget(call.whole)
 
     def _after(self, known: _Known, retries: int) -> None:
         """Allocation retries in the last batch leave more room in the next ones."""

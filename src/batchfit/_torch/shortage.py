@@ -42,8 +42,8 @@ def nothing_fits(
     if held_bytes is not None:
         others = max(0, held_bytes - models_bytes)
         parts.append(
-            f"{format_bytes(held_bytes)} was held before it began, {format_bytes(models_bytes)} by the models "
-            f"and {format_bytes(others)} by other tensors"
+            f"{format_bytes(held_bytes)} was held before it began, {format_bytes(models_bytes)} by the "
+            f"models and {format_bytes(others)} by other tensors"
         )
         # Where the larger part is not the models', a smaller model is not what helps.
         if others > max(models_bytes, limit_bytes // 2) or held_bytes >= limit_bytes:

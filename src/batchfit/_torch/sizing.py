@@ -11,8 +11,8 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -62,6 +62,7 @@ class Call:
     retries: int = 0
     peak_bytes: int | None = None
     again: bool = False  # whether this size was already tried a second time
+    needs_two: bool = False  # BatchNorm trains, which a remainder of one sample is too small for
     watch: None = None  # peaks are read once for the whole batch
 
     @property
@@ -116,15 +117,7 @@ class Sizing:
             if known is None or not bounds.is_over(usual, room):
                 why = "batches of other shapes or sizes say that more would not fit"
             self.tell("lowered", usual, size, why, shape=whole.shape)
-        call = Call(whole, size, bounds, reading.held_bytes, compiled)
-        if call.is_new:
-            self.check_room(whole, reading)
-        return call
-
-    def check_room(self, whole: Whole, reading: Reading) -> None:
-        """Where all that may be used is held already, no size is worth a try."""
-        if reading.held_bytes is not None and reading.held_bytes >= self.limit(fresh=False):
-            raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", reading.held_bytes)
+        return Call(whole, size, bounds, reading.held_bytes, compiled)
 
     def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
         """The error for `what` that does not fit."""
@@ -143,8 +136,8 @@ class Sizing:
         left = call.whole.length - start
         if call.compiled:
             sizes = equal(left, min(call.size, left))
-            if sizes[-1] == 1 < sizes[0]:  # compiled for itself, and too small for BatchNorm
-                sizes = balanced(left, call.size)
+            if call.needs_two and len(sizes) > 1 and sizes[-1] == 1 and sizes[-2] > 2:
+                sizes = (*sizes[:-2], sizes[-2] - 1, 2)
             self._count_compiled(call.whole.shape, sizes)
         else:
             sizes = balanced(left, call.size)
@@ -225,13 +218,19 @@ class Sizing:
 
     def limited(self, call: Call) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where the size is new."""
-        return self.within_budget() if call.is_new else nullcontext()
+        return self.within_budget(call.whole) if call.is_new else nullcontext()
 
-    def within_budget(self) -> AbstractContextManager[None]:
-        """Inside, no more than the budget can be used."""
+    @contextmanager
+    def within_budget(self, whole: Whole) -> Iterator[None]:
+        """Inside, no more than the budget can be used; where all of it is held already, nothing is tried."""
         if self.budget_bytes is None:
-            return nullcontext()
-        return self.device.limit(min(self.budget_bytes, self.device.total_bytes()))
+            yield
+            return
+        with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
+            held = trying.read(self.device).held_bytes
+            if held is not None and held >= self.budget_bytes:
+                raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
+            yield
 
     # --- the device
 
