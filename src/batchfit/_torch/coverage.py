@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -31,12 +31,12 @@ class Coverage:
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def look(self, fns: Iterable[Any], leaves: Iterable[torch.Tensor], kind: str) -> Look | None:
+    def look(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> Look | None:
         """What to call with the losses before the first backward; None: these functions are known."""
-        fns, known = tuple(fns), {id(leaf) for leaf in leaves}
-        key = (kind, len(known), *map(_code, fns))
+        key = (kind, len(leaves), *map(_code, fns))
         if key in self._seen:
             return None
+        known = {id(leaf) for leaf in leaves}
 
         def look(losses: Iterable[torch.Tensor]) -> None:
             missing = [leaf for leaf in _leaves(losses) if id(leaf) not in known]
@@ -83,7 +83,7 @@ def _leaves(losses: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _refuse(missing: list[torch.Tensor], fns: tuple[Any, ...]) -> None:
+def _refuse(missing: list[torch.Tensor], fns: Sequence[Any]) -> None:
     names: dict[int, str] = {}
     owners: dict[int, str] = {}
     for name, value in (pair for fn in fns for pair in _held(fn)):
