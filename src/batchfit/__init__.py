@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "FitResult": "batchfit.results",
     "MemoryExplanation": "batchfit.results",
+    "MicrobatchEvent": "batchfit._decide.split",
     "Microbatcher": "batchfit._microbatch",
     "Prediction": "batchfit.results",
     "StepReport": "batchfit.results",
@@ -37,6 +38,7 @@ _EXPORTS = {
 __all__ = [
     "FitResult",
     "MemoryExplanation",
+    "MicrobatchEvent",
     "Microbatcher",
     "Prediction",
     "StepReport",
@@ -56,6 +58,7 @@ __all__ = [
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._decide.split import MicrobatchEvent
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
     from batchfit._microbatch import Microbatcher

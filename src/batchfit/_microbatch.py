@@ -15,21 +15,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from batchfit._decide.split import Event, Piece
+from batchfit._decide.split import MicrobatchEvent, Piece
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
+from batchfit._torch.coverage import Coverage
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
-from batchfit._torch.norms import BatchNorm, batch_norms, norms_in
+from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import Lengths, attention_without_plans
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
+from batchfit._torch.shortage import owned_bytes
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import (
     check_callable,
@@ -62,14 +65,17 @@ class Microbatcher:
             report = mb.backward(lambda micro: loss_fn(model, micro), batch)   # batch of any size
             mb.step(optimizer)
 
-    Pass every model (or parameter) that gets gradients in `backward`: what is not passed is not put back when
-    a try runs out of memory. The device's peak counters are begun anew when a size runs for the first time.
+    Pass every model (or parameter) that gets gradients in `backward`: what is not passed could not be put
+    back when a try runs out of memory, so that is an error. The device's peak counters are begun anew when a
+    size runs for the first time.
 
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).
         weight: what a microbatch counts in the batch's mean: `weight(micro) -> number`, or the name of a part
-            of the batch whose sum it is ("attention_mask"). Evaluated where the batch is, before anything
-            moves: keep batches on the host, or each batch waits for the device once. Default: its samples.
+            of the batch whose sum it is. Count what the loss divides by: for a causal language model
+            `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
+            Evaluated where the batch is, before anything moves: keep batches on the host, or each batch waits
+            for the device once. Default: its samples.
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows.
         lengths: for padded batches: the name of a part (a mask such as "attention_mask", or the lengths), or
             a callable that takes the batch. Samples of about one length then share a microbatch and are
@@ -83,7 +89,7 @@ class Microbatcher:
         on_zero_weight: "raise" or "skip" a batch whose weight is zero.
         batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
             still that of each microbatch), or "ignore".
-        on_event: called with each `Event` (a size changed, and why), for TensorBoard or W&B.
+        on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         device: where microbatches go and whose memory counts; default: where the models are.
     """
 
@@ -101,7 +107,7 @@ class Microbatcher:
         reduction: Literal["mean", "sum"] = "mean",
         on_zero_weight: Literal["raise", "skip"] = "raise",
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
-        on_event: Callable[[Event], object] | None = None,
+        on_event: Callable[[MicrobatchEvent], object] | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
         check_models(models)
@@ -119,7 +125,11 @@ class Microbatcher:
         self._batch_norm = batch_norm
         self._target = where(device, models)
         self._sizing = Sizing(
-            self._device, budget_bytes=budget_bytes, most=microbatch_size, on_event=on_event
+            self._device,
+            budget_bytes=budget_bytes,
+            most=microbatch_size,
+            on_event=on_event,
+            models_bytes=lambda: owned_bytes(models, "cpu" if self._target is None else self._target.type),
         )
         self._packing = Packing(
             self._sizing,
@@ -128,9 +138,12 @@ class Microbatcher:
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
+        self._coverage = Coverage()
         self._buffers = Buffers()
+        self._marks = Buffers()  # those of one microbatch of `map`
         self._generators = generators_of(models)
         self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
+        self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._reduction_checked = False
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
@@ -152,6 +165,7 @@ class Microbatcher:
         """
         check_callable(fn, "fn")
         call, leaves, tables, modules = self._open(batch, "backward", fn, lengths)
+        look = self._coverage.look([fn], leaves, "backward")
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> BackwardTry | None:
@@ -160,12 +174,16 @@ class Microbatcher:
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
-                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch)
+                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch, look)
 
             plan, done = self._until_it_fits(call, rewind, make)
         if done is None:
             self._sizing.tell("skipped", plan[0].size, plan[0].size, "the batch has no weight")
             return StepReport(torch.zeros((), device=self._target), (), skipped=True)
+        if len(plan) > 1:
+            advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
+            if advice:
+                self._sizing.warn_once("tokens", advice)
         # Not for compiled code: it would be compiled again for sizes that are never needed.
         if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
             self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), tables)
@@ -192,12 +210,13 @@ class Microbatcher:
         check_callable(encode, "encode")
         check_callable(loss_fn, "loss_fn")
         call, leaves, tables, modules = self._open(batch, "cached", encode, lengths)
+        look = self._coverage.look([encode, loss_fn], leaves, "cached")
         with self._rewinding(leaves, tables, scaler) as rewind:
 
             def make(plan: Sequence[Piece]) -> CachedTry:
                 layers = self._layers(call, modules, plan)
-                whole, where_to = call.whole, self._target
-                return CachedTry(encode, loss_fn, whole, plan, where_to, rewind, scaler, layers, call.watch)
+                common = (plan, self._target, rewind, scaler, layers, call.watch, look)
+                return CachedTry(encode, loss_fn, call.whole, *common)
 
             plan, done = self._until_it_fits(call, rewind, make)
         return _report(call, plan, done)
@@ -219,20 +238,23 @@ class Microbatcher:
         sizer = self._sizer(call)
         outputs: list[Any] = []
         done: list[Piece] = []
-        with torch.inference_mode(), self._inside(call):
+        marks = Buffers() if self._buffers.busy else self._marks
+        begin = partial(self._rewinding, [], tables, None, marks)
+        with torch.inference_mode(), self._rewinding([], tables, None) as rewind, self._inside(call):
             while sum(piece.size for piece in done) < call.whole.length:
                 plan = sizer.plan(call, done)
-                begin = lambda: self._mark(tables)  # noqa: E731
                 run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch)
                 failure = sizer.attempt(call, run)
-                mark, at = run.mark, run.at
+                mark, at = run.mark, max(run.at, 0)
                 del run
                 if failure is not None:
                     if mark is not None:
                         mark.back()
                     sizer.shrink(call, failure, at)
             sizer.finish(call, done)
-            return self._joined(call.whole, outputs, done)
+            answer = self._joined(call.whole, outputs, done)
+            rewind.keep()
+            return answer
 
     def step(
         self,
@@ -271,7 +293,7 @@ class Microbatcher:
             raise BatchfitError(
                 "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
             )
-        whole = Whole.of(batch, split=self._split, mode=self._mode(kind))
+        whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
         if whole.length == 0:
             raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
@@ -290,6 +312,7 @@ class Microbatcher:
         call: AnyCall
         if lengths is None:
             call = self._sizing.begin(whole, compiled=compiled)
+            call.needs_two = compiled and kind != "map" and bool(self._training_norms(modules))
         elif self._split is not None:
             raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
         else:
@@ -315,7 +338,7 @@ class Microbatcher:
         self, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
     ) -> tuple[tuple[Piece, ...], Any]:
         """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
-        sizer = self._sizer(call)
+        sizer, loss_failed = self._sizer(call), False
         with self._inside(call):
             while True:
                 plan = sizer.plan(call)
@@ -328,7 +351,7 @@ class Microbatcher:
                 if failure is None:
                     sizer.finish(call, plan)
                     return plan, run.made
-                at = run.at
+                at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
                 del run
                 if versions != call.whole.versions():
                     raise BatchfitError(
@@ -336,7 +359,12 @@ class Microbatcher:
                         "the changed batch. Clone what fn writes into"
                     )
                 rewind.back()
-                sizer.shrink(call, failure, at)
+                if in_loss:
+                    size = max(piece.size for piece in plan)
+                    self._sizing.loss_ran_out(call, size, failure, again=loss_failed)
+                    loss_failed = True
+                else:
+                    sizer.shrink(call, failure, at)
 
     def _joined(self, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
         answer: list[Any] = []
@@ -358,37 +386,29 @@ class Microbatcher:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
         found: Judgement = "unclear"
-        with self._mark(tables), self._attention(whole):
+        with self._rewinding([], tables, None), self._attention(whole):
             try:
                 found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
         warn_of_reduction(found, self._reduction)
 
+    def _training_norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
+        if modules != self._modules:
+            self._modules, self._norms = modules, norms_in(modules)
+        return batch_norms(self._norms)
+
     def _layers(self, call: AnyCall, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
         """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
         if len(plan) == 1 or self._batch_norm == "ignore":
             return []
-        if modules != self._modules:
-            self._modules, self._norms = modules, norms_in(modules)
-        layers = batch_norms(self._norms)
+        layers = self._training_norms(modules)
         if not layers or self._batch_norm == "exact":
             return layers
-        counts = [piece.size for piece in plan]
-        what = (
-            f"{len(layers)} BatchNorm layers see microbatches of {min(counts)} to {max(counts)} instead of "
-            f"the batch of {call.whole.length}"
-        )
+        text = told([piece.size for piece in plan], call.whole.length, len(layers))
         if self._batch_norm == "error":
-            raise BatchfitError(
-                f"{what}, which changes the result. Use GroupNorm, a smaller batch, or batch_norm='exact' "
-                "for exact running statistics"
-            )
-        self._sizing.warn_once(
-            "batch_norm",
-            f"{what}: they normalise with other statistics and update theirs {len(plan)} times a batch. "
-            "Use GroupNorm, or batch_norm='exact' for exact running statistics",
-        )
+            raise BatchfitError(text)
+        self._sizing.warn_once("batch_norm", text)
         return []
 
     def _mode(self, kind: str) -> str:
@@ -399,15 +419,17 @@ class Microbatcher:
             mode += f",{torch.get_autocast_dtype(place)}"
         return mode
 
-    def _rewinding(self, leaves: list[torch.Tensor], tables: Tables, scaler: Any) -> Rewind:
-        buffers = Buffers() if self._buffers.busy else self._buffers  # busy: `map` inside a `backward`, say
+    def _rewinding(
+        self, leaves: list[torch.Tensor], tables: Tables, scaler: Any, buffers: Buffers | None = None
+    ) -> Rewind:
+        """A way back; without `leaves`, not for gradients."""
+        if buffers is None:
+            buffers = (
+                Buffers() if self._buffers.busy else self._buffers
+            )  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
         twice(lambda: buffers.take(tables), device=self._device, note=note)
         return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
-
-    def _mark(self, tables: Tables) -> Rewind:
-        """A way back without gradients."""
-        return self._rewinding([], tables, None)
 
 
 def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:

@@ -40,6 +40,7 @@ class NothingFitsError(BatchfitError):
         budget_bytes: int,
         peak_bytes: int | None = None,
         detail: str = "",
+        advice: str = "",
     ) -> None:
         from batchfit._decide.units import format_bytes
 
@@ -49,8 +50,9 @@ class NothingFitsError(BatchfitError):
         self.peak_bytes = peak_bytes
         self.detail = detail
         peak = f"peak {format_bytes(peak_bytes)} of " if peak_bytes is not None else "budget "
-        advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
-        if size > 1:
+        if not advice and size == 1:
+            advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
+        elif not advice:
             advice = f"Allow a smaller size than {size} (min_size, multiple_of), or shrink the model."
         text = f"a batch of {size} does not fit on {device} ({peak}{format_bytes(budget_bytes)}). {advice}"
         super().__init__(f"{text} ({detail})" if detail else text)

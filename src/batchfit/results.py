@@ -10,6 +10,7 @@ import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -201,6 +202,18 @@ class StepReport:
     retries: int = 0
     peak_bytes: int | None = None
     skipped: bool = False
+
+    def __str__(self) -> str:
+        """One line; reads the loss."""
+        if self.skipped:
+            return "skipped: the batch has no weight"
+        runs = [f"{len(list(run))} x {size}" for size, run in groupby(self.microbatch_sizes)]
+        parts = [f"loss {float(self.loss):.4g}", f"microbatches {' + '.join(runs)}"]
+        if self.retries:
+            parts.append(f"ran out {self.retries} time{'s' if self.retries > 1 else ''}")
+        if self.peak_bytes is not None:
+            parts.append(f"peak {format_bytes(self.peak_bytes)}")
+        return ", ".join(parts)
 
 
 class Point(Result):

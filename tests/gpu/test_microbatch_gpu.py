@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchfit import Microbatcher
-from batchfit._decide.split import Event
+from batchfit._decide.split import MicrobatchEvent
 from batchfit.errors import NothingFitsError
 
 pytestmark = pytest.mark.gpu
@@ -93,7 +93,7 @@ def test_twenty_caps(cap: int) -> None:
             assert (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
         model.zero_grad()
         del report
-    assert retries > 0 or cap > 10
+    assert retries > 0 or cap > 8, f"nothing ran out under {140 + 70 * cap} MiB"
     assert torch.cuda.memory_allocated() <= held + MIB
 
 
@@ -111,7 +111,7 @@ def test_a_hundred_random_shapes_under_a_cap_follow_the_uncapped_run() -> None:
     def run(cap_bytes: int | None) -> tuple[list[float], int, int]:
         model = Small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        events: list[Event] = []
+        events: list[MicrobatchEvent] = []
         mb = Microbatcher(model, on_event=events.append)
         draw = random.Random(0)
         losses, retried, samples = [], 0, 0
@@ -210,11 +210,15 @@ def test_dropout_of_a_retried_batch_is_that_of_a_first_try() -> None:
             )
             return report, gradient(model), torch.rand(1, device="cuda")
 
-    report, ours, after = run(None, 220 * MIB)
-    assert report.retries > 0
-    _, first, then = run(max(report.microbatch_sizes), 20 * 1024 * MIB)
-    assert torch.equal(after, then)
-    assert (ours - first).norm() <= 1e-6 * first.norm()
+    # The whole batch needs 208 MiB at least: three tensors of 64 and a mask of 16, beside its own 8.
+    report, ours, after = run(None, 170 * MIB)
+    assert report.retries > 0, f"nothing ran out: {report}"
+    other, first, then = run(max(report.microbatch_sizes), 20 * 1024 * MIB)
+    assert (other.microbatch_sizes, other.retries) == (report.microbatch_sizes, 0), "another split"
+    assert torch.equal(after, then), f"random numbers differ after the call: {after} and {then}"
+    # Other masks would differ by as much as there is; kernels that were given less workspace, by rounding.
+    error = float((ours - first).norm() / first.norm())
+    assert error <= 1e-5, f"gradients differ by {error:.1e} after {report}"
 
 
 def test_evaluation_in_pieces_and_cached_representations() -> None:
@@ -256,6 +260,7 @@ def test_autocast_and_a_scaler() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
 def test_a_compiled_model() -> None:
     model = Small()
     batch = tokens(40, 64)

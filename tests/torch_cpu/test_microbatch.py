@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._decide.split import Event, balanced
+from batchfit._decide.split import MicrobatchEvent, balanced
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -149,7 +149,7 @@ def test_a_batch_without_weight_is_an_error_or_skipped() -> None:
     with pytest.raises(BatchfitError, match="the weight of the batch is zero"):
         Microbatcher(model, weight="mask").backward(lambda micro: model(micro["x"]).sum(), batch)
     model.weight.grad = torch.ones(1, 2)
-    events: list[Event] = []
+    events: list[MicrobatchEvent] = []
     mb = Microbatcher(model, weight="mask", on_zero_weight="skip", on_event=events.append)
     report = mb.backward(lambda micro: model(micro["x"]).sum(), batch)
     assert report.skipped
@@ -460,7 +460,7 @@ def test_map_repeats_only_what_was_not_done(fault: int) -> None:
         done.extend(int(row[0]) // 3 for row in micro)
         return out
 
-    events: list[Event] = []
+    events: list[MicrobatchEvent] = []
     mb = Microbatcher(model, microbatch_size=2, on_event=events.append)
     torch.manual_seed(5)
     out = mb.map(counted, batch)
@@ -571,7 +571,7 @@ def test_batch_norm_is_told_once_refused_or_ignored(caplog: pytest.LogCaptureFix
         mb.backward(fn, batch)
         mb.backward(fn, batch)
     assert len(caplog.records) == 1
-    assert "1 BatchNorm layers see microbatches of 6 to 6 instead of the batch of 12" in caplog.text
+    assert "1 BatchNorm layer sees microbatches of 6 instead of the batch of 12" in caplog.text
     caplog.clear()
     with pytest.raises(BatchfitError, match="which changes the result"):
         Microbatcher(model, microbatch_size=8, batch_norm="error").backward(fn, batch)
@@ -717,7 +717,7 @@ class Job:
     def __init__(self, capacity: int, **options: Any) -> None:
         self.device = FakeDevice(capacity, reserves=options.pop("reserves", False))
         self.model = nn.Linear(1, 1)
-        self.events: list[Event] = []
+        self.events: list[MicrobatchEvent] = []
         self.mb = Microbatcher(self.model, device=self.device, on_event=self.events.append, **options)
         self.mb._reduction_checked = True
 
@@ -742,7 +742,7 @@ def test_sizes_are_learned_and_memory_runs_out_once() -> None:
     assert small.microbatch_sizes == (9,)
     longer = job.run(64, length=4)
     assert (longer.retries, max(longer.microbatch_sizes)) == (0, 16)
-    assert [event.kind for event in job.events] == ["shrunk", "shrunk"]
+    assert [event.kind for event in job.events] == ["shrunk", "shrunk", "lowered"]
     assert job.events[0].size_before == 256
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._decide.split import Event
+from batchfit._decide.split import MicrobatchEvent
 from batchfit._torch import packing
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, count_operations, fail_at, faulty, simulated_oom
@@ -284,7 +284,7 @@ class Job:
     def __init__(self, capacity: int, **options: Any) -> None:
         self.device = FakeDevice(capacity, reserves=options.pop("reserves", False))
         self.model = nn.Linear(1, 1)
-        self.events: list[Event] = []
+        self.events: list[MicrobatchEvent] = []
         self.shapes: set[tuple[int, ...]] = set()
         self.mb = Microbatcher(
             self.model,

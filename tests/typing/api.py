@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import batchfit
-from batchfit import FitResult, Microbatcher, StepReport, Trial, Workload, errors
+from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -149,6 +149,12 @@ Microbatcher(
     on_event=lambda event: print(event.kind, event.size_before, event.size_after, event.why),
     device=torch.device("cuda", 0),
 )
+events: list[MicrobatchEvent] = []
+Microbatcher(model, on_event=events.append)
+assert_type(events[0].kind, Literal["shrunk", "grown", "lowered", "retry", "skipped", "relearned"])
+Microbatcher(model, lengths="attention_mask", pad_keys=["input_ids"], pad_dim=1, padding_side="left")
+Microbatcher(model, lengths=lambda batch: batch["attention_mask"].sum(1))
+mb.backward(loss_of, make_batch(64), lengths=[3, 4])
 report = mb.backward(loss_of, make_batch(64), scaler=scaler)
 assert_type(report, StepReport)
 assert_type(report.microbatch_sizes, tuple[int, ...])
@@ -156,7 +162,7 @@ assert_type(report.retries, int)
 assert_type(report.peak_bytes, int | None)
 assert_type(report.skipped, bool)
 assert_type(mb.backward_cached(model, lambda rows: rows.square().mean(), torch.randn(8, 4)), StepReport)
-mb.step(optimizer, scaler=scaler, clip_norm=1.0, rollback=True)
+assert_type(mb.step(optimizer, scaler=scaler, clip_norm=1.0, rollback=True), torch.Tensor | None)
 mb.step([optimizer, optimizer])
 logits: torch.Tensor = mb.map(model, torch.randn(8, 4))
 assert_type(mb.state_dict(), dict[str, Any])

@@ -14,8 +14,8 @@ from batchfit._decide.split import (
     MOST_SHAPES,
     PATIENCE,
     Bounds,
-    Event,
     Learned,
+    MicrobatchEvent,
     Shape,
     balanced,
     equal,
@@ -227,8 +227,10 @@ def test_what_was_learned_survives_json() -> None:
 
 
 def test_an_event_reads_as_a_line() -> None:
-    assert str(Event("shrunk", 64, 32, "out of memory")) == "microbatch 64 -> 32: out of memory"
-    assert str(Event("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
+    assert str(MicrobatchEvent("shrunk", 64, 32, "out of memory")) == "microbatch 64 -> 32: out of memory"
+    assert str(MicrobatchEvent("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
+    relearned = MicrobatchEvent("relearned", 0, 0, "device was 'a' and is 'b'")
+    assert str(relearned) == "microbatch sizes are learned anew: device was 'a' and is 'b'"
 
 
 def test_pieces_go_on_where_others_have_ended() -> None:

@@ -25,12 +25,12 @@ MOST_READINGS = 4
 MARGIN = 0.92  # of the memory: what a size that never ran may be predicted to need
 THRASHING = 2  # batches in a row with allocation retries that lower the size
 
-EventKind = Literal["shrunk", "grown", "retry", "skipped", "relearned"]
+EventKind = Literal["shrunk", "grown", "lowered", "retry", "skipped", "relearned"]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Event:
+class MicrobatchEvent:
     """Something that happened to the microbatch size, for a log or a dashboard."""
 
     kind: EventKind
@@ -41,6 +41,8 @@ class Event:
     shape: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "relearned":  # of all sizes, so there is none to name
+            return f"microbatch sizes are learned anew: {self.why}"
         change = f"{self.size_before} -> {self.size_after}"
         return f"microbatch {change if self.size_after != self.size_before else self.size_after}: {self.why}"
 
@@ -186,11 +188,15 @@ class Bounds:
         size = min(size, total)
         if self.bad and size >= self.bad and not self._due(total):
             size = max(self.good, 1) if self.good < self.bad else self.bad - 1
-        needed = self.used_bytes(size)
-        if room_bytes is not None and needed is not None and needed > room_bytes:
+        if self.is_over(size, room_bytes):
             # It ran when more was free: before the optimizer had its state, say.
             size = max(1, min(size, self.most(room_bytes) or 1))
         return min(rung(size) if compiled and size < total else size, total)
+
+    def is_over(self, size: int, room_bytes: int | None) -> bool:
+        """Whether a size would use more than that, by its readings."""
+        needed = self.used_bytes(size)
+        return room_bytes is not None and needed is not None and needed > room_bytes
 
     def _due(self, total: int) -> bool:
         """So long without trouble that a size which failed once may be tried again."""

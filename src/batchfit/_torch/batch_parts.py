@@ -5,7 +5,10 @@ Rules
   samples (numbers, text, None, 0-dim tensors) goes to every microbatch. All parts with samples must agree.
 - Containers keep their kind and are always new: a microbatch may be emptied or rebound by who gets it. Its
   tensors are views of the batch's wherever torch can make views.
-- Lists follow `structure`: one that holds tensors directly is a container, any other has one item a sample.
+- Lists follow `structure`: one that holds tensors directly is a container (`default_collate`'s
+  `[inputs, labels]`), any other has one item a sample. A list that looks like one tensor a sample all the
+  same (alike tensors, more than they have rows or more than a batch has parts) is an error, unless an earlier
+  batch or the other parts show that it is none. A tuple is always a container.
 """
 
 from __future__ import annotations
@@ -23,6 +26,19 @@ from batchfit._torch.ragged import Trimmer, restored
 from batchfit._torch.structure import children, is_array, rebuilt
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
+
+
+# A list of more alike tensors than this is hardly made of a batch's parts.
+_MOST_PARTS = 8
+
+
+class _Doubt(NamedTuple):
+    """A list of tensors that may be a container or samples."""
+
+    path: str
+    items: int
+    rows: int  # of each item, taken as a container; 0: they have no dimension
+    shape: tuple[int, ...]
 
 
 class _Rows(NamedTuple):
@@ -44,7 +60,22 @@ def _is_list(node: Any) -> bool:
     return type(node) is tuple and len(node) > 0 and all(isinstance(item, str) for item in node)
 
 
-def _rows(node: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Iterator[_Rows]:
+def _doubt(node: list[Any], path: str) -> _Doubt | None:
+    """Whether each of its items may be one sample."""
+    first = node[0]
+    if len(node) < 2 or not isinstance(first, torch.Tensor) or first.is_nested:
+        return None
+    if any(
+        not isinstance(one, torch.Tensor) or one.dtype != first.dtype or one.dim() != first.dim()
+        for one in node
+    ):
+        return None
+    return _Doubt(path, len(node), int(first.size(0)) if first.dim() else 0, tuple(first.shape))
+
+
+def _rows(
+    node: Any, path: str, leaves: list[tuple[str, torch.Tensor]], doubts: list[_Doubt]
+) -> Iterator[_Rows]:
     if isinstance(node, torch.Tensor):
         if node.dim() > 0:
             leaves.append((path, node))
@@ -58,14 +89,34 @@ def _rows(node: Any, path: str, leaves: list[tuple[str, torch.Tensor]]) -> Itera
     elif _is_list(node):
         inner: list[tuple[str, torch.Tensor]] = []
         for item in node:
-            for _ in _rows(item, path, inner):
+            for _ in _rows(item, path, inner, []):
                 pass
         # Of samples only the first says what shape they have; all of them may need a gradient.
         leaves.extend((f"{path}[]", tensor) for _, tensor in inner)
         yield _Rows(path, len(node), not inner)
     else:
+        if isinstance(node, list) and node:
+            doubt = _doubt(node, path)
+            if doubt is not None:
+                doubts.append(doubt)
         for label, value in children(node) or ():
-            yield from _rows(value, path + label, leaves)
+            yield from _rows(value, path + label, leaves, doubts)
+
+
+def _check_lists(doubts: Sequence[_Doubt], found: Sequence[_Rows], known: set[str]) -> None:
+    """Refuse a list of tensors that may be samples; `known`: those that were seen to be containers."""
+    for doubt in doubts:
+        others = {part.length for part in found if not part.path.startswith(f"{doubt.path}[")}
+        is_large = doubt.items > _MOST_PARTS or doubt.items > doubt.rows
+        told = doubt.items not in others and bool(others) and (not doubt.rows or others == {doubt.rows})
+        if is_large and not told and doubt.path not in known:
+            raise ValueError(
+                f"{doubt.path} must be a tensor, a tuple of parts or a list of samples, not a list of "
+                f"{doubt.items} tensors of shape {doubt.shape}: is each of them one sample, or have they one "
+                "row a sample? "
+                "Stack samples, or pass split=; pass parts as a tuple"
+            )
+        known.add(doubt.path)
 
 
 @final
@@ -95,10 +146,15 @@ class Whole:
         self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
     @classmethod
-    def of(cls, batch: Any, *, split: Split | None = None, mode: str = "") -> Whole:
-        """Look at a batch; a `ValueError` names parts that disagree."""
+    def of(
+        cls, batch: Any, *, split: Split | None = None, mode: str = "", containers: set[str] | None = None
+    ) -> Whole:
+        """Look at a batch; a `ValueError` names parts that disagree. `containers`: lists known to be such."""
         leaves: list[tuple[str, torch.Tensor]] = []
-        found = list(_rows(batch, "batch", leaves))
+        doubts: list[_Doubt] = []
+        found = list(_rows(batch, "batch", leaves, doubts))
+        if doubts and split is None:
+            _check_lists(doubts, found, set() if containers is None else containers)
         found = [part for part in found if not part.plain] or found
         lengths = {part.length for part in found}
         if split is not None and len(lengths) != 1:

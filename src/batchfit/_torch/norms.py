@@ -11,7 +11,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -29,6 +29,17 @@ def norms_in(modules: Iterable[nn.Module]) -> list[BatchNorm]:
 def batch_norms(layers: Iterable[BatchNorm]) -> list[BatchNorm]:
     """Those that normalise with statistics of the batch they are given, as they stand now."""
     return [layer for layer in layers if layer.training or layer.running_mean is None]
+
+
+def told(sizes: Sequence[int], total: int, layers: int) -> str:
+    """What splitting a batch of `total` into these sizes means for so many layers, and what to do."""
+    least, most = min(sizes), max(sizes)
+    return (
+        f"{layers} BatchNorm {'layer sees' if layers == 1 else 'layers see'} microbatches of "
+        f"{most if least == most else f'{least} to {most}'} instead of the batch of {total}, which changes "
+        f"the result: other statistics normalise, and running ones are updated {len(sizes)} times a batch. "
+        "Use GroupNorm, a smaller batch, or batch_norm='exact' for exact running statistics"
+    )
 
 
 class _Run:

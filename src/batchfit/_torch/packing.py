@@ -31,8 +31,7 @@ from batchfit._torch.attempt import Failure
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.device import CudaDevice
 from batchfit._torch.ragged import Layout, Lengths, Side, Trimmer
-from batchfit._torch.sizing import Sizing
-from batchfit.errors import NothingFitsError
+from batchfit._torch.sizing import BEFORE, Sizing, counted
 
 log = logging.getLogger("batchfit")
 
@@ -199,7 +198,11 @@ class Packing:
             run,
             device=self._sizing.device,
             last=max(piece.size for piece in call.plan) == 1,
-            note=lambda: f"batchfit: raised in microbatch {run.at + 1}, {_named(call.plan[run.at])}",
+            note=lambda: (
+                BEFORE
+                if run.at < 0
+                else f"batchfit: raised in microbatch {run.at + 1}, {_named(call.plan[run.at])}"
+            ),
         )
 
     def shrink(self, call: RaggedCall, failure: Failure, at: int) -> None:
@@ -219,13 +222,10 @@ class Packing:
             sizing.tell("retry", size, size, f"memory was fragmented ({failure.message})")
             return
         call.again = False
-        if size == 1 and (call.alone or length <= _shortest(call.whole, piece)):
-            raise NothingFitsError(
-                1,
-                device=sizing.device.name,
-                budget_bytes=sizing.limit(fresh=True),
-                detail=f"one sample of length {length} of {call.whole.shape.key}; {failure.message}",
-            )
+        is_least = size == 1 and (call.alone or length <= _shortest(call.whole, piece))
+        if is_least or (call.held_bytes or 0) >= sizing.limit(fresh=False):
+            what = f"one sample of length {length} of {call.whole.shape.key}"
+            raise sizing.shortage(what, call.held_bytes, failure.message)
         call.alone = call.alone or size == 1
         trusted = call.retries == 1 and bool(known.memory.readings)
         known.memory = known.memory.ran_out(size if trusted else size // 2 + 1, length)
@@ -246,7 +246,9 @@ class Packing:
     def limited(self, call: RaggedCall) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where a shape is new."""
         seen = set(call.known.shapes.seen)
-        return nullcontext() if seen.issuperset(map(_extent, call.plan)) else self._sizing.within_budget()
+        if seen.issuperset(map(_extent, call.plan)):
+            return nullcontext()
+        return self._sizing.within_budget(call.whole)
 
     def _after(self, known: _Known, retries: int) -> None:
         """Allocation retries in the last batch leave more room in the next ones."""
@@ -329,7 +331,7 @@ def _shortest(whole: Whole, piece: Piece) -> int:
 
 
 def _named(piece: Piece) -> str:
-    return f"{piece.size} samples of length {piece.length}"
+    return f"{counted(piece.size, 'sample')} of length {piece.length}"
 
 
 def _expandable(device: object) -> bool:

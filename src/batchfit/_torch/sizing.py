@@ -5,31 +5,49 @@ Rules
   waits for the device unless memory has run out.
 - A size that is new runs under the budget; one that ran is trusted.
 - Every change of size is an event: one line in the log, and a call of `on_event`.
+- Where others hold all the memory that may be used, that is said before anything runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 import torch
 
-from batchfit._decide.split import Bounds, Event, EventKind, Learned, Piece, Shape, balanced, equal, pieces
+from batchfit._decide.split import (
+    Bounds,
+    EventKind,
+    Learned,
+    MicrobatchEvent,
+    Piece,
+    Shape,
+    balanced,
+    equal,
+    pieces,
+)
 from batchfit._torch import attempt as trying
 from batchfit._torch.attempt import Failure, Reading
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.device import CudaDevice, Device
+from batchfit._torch.shortage import nothing_fits, whole_sentences
 from batchfit._torch.splittable import recompile_limit
 from batchfit.errors import NothingFitsError
 
 log = logging.getLogger("batchfit")
 
+BEFORE = "batchfit: raised before the first microbatch ran, while the batch was cut, weighed or copied"
 _STATE_VERSION = 1
 _MOST_PEAKS = 1024
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A number and its noun."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 @dataclass(slots=True)
@@ -44,6 +62,7 @@ class Call:
     retries: int = 0
     peak_bytes: int | None = None
     again: bool = False  # whether this size was already tried a second time
+    needs_two: bool = False  # BatchNorm trains, which a remainder of one sample is too small for
     watch: None = None  # peaks are read once for the whole batch
 
     @property
@@ -62,13 +81,15 @@ class Sizing:
         *,
         budget_bytes: int | None,
         most: int | None,
-        on_event: Callable[[Event], object] | None,
+        on_event: Callable[[MicrobatchEvent], object] | None,
+        models_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self.device = device
         self.learned = Learned()
         self.budget_bytes = budget_bytes
         self._most = most
         self._on_event = on_event
+        self._models_bytes = models_bytes
         self._limit_bytes: int | None = None
         self.last: Callable[[int], None] | None = None  # told how often the last batch's allocations failed
         self.retries_seen: int | None = None
@@ -82,15 +103,32 @@ class Sizing:
         """A batch comes: the size to begin with."""
         reading = self.read()
         known = self.learned.of(whole.shape)
-        size = self.learned.begin(
-            whole.shape, whole.length, self.room(reading, fresh=known is None), compiled=compiled
-        )
+        room = self.room(reading, fresh=known is None)
+        size = self.learned.begin(whole.shape, whole.length, room, compiled=compiled)
         bounds = known or Bounds()
-        size = min(size, self._most or size)
+        most = self._most or whole.length
+        usual = min(bounds.size or whole.length, whole.length, most)
+        size = min(size, most)
         if 0 < bounds.good < size < whole.length:
-            why = f"after {bounds.calm} calm batches"
+            why = f"after {counted(bounds.calm, 'calm batch', 'calm batches')}"
             self.tell("grown", bounds.size or bounds.good, size, why, shape=whole.shape)
+        elif size < usual:
+            why = "less memory is free than when it was learned"
+            if known is None or not bounds.is_over(usual, room):
+                why = "batches of other shapes or sizes say that more would not fit"
+            self.tell("lowered", usual, size, why, shape=whole.shape)
         return Call(whole, size, bounds, reading.held_bytes, compiled)
+
+    def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
+        """The error for `what` that does not fit."""
+        return nothing_fits(
+            what,
+            device=self.device.name,
+            limit_bytes=self.limit(fresh=True),
+            held_bytes=held_bytes,
+            models_bytes=self._models_bytes(),
+            message=message,
+        )
 
     def plan(self, call: Call, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
         """Microbatches for the samples that are still to run."""
@@ -98,6 +136,8 @@ class Sizing:
         left = call.whole.length - start
         if call.compiled:
             sizes = equal(left, min(call.size, left))
+            if call.needs_two and len(sizes) > 1 and sizes[-1] == 1 and sizes[-2] > 2:
+                sizes = (*sizes[:-2], sizes[-2] - 1, 2)
             self._count_compiled(call.whole.shape, sizes)
         else:
             sizes = balanced(left, call.size)
@@ -114,7 +154,11 @@ class Sizing:
             run,
             device=self.device,
             last=call.size == 1,
-            note=lambda: f"batchfit: raised in microbatch {run.at + 1}, of at most {call.size} samples",
+            note=lambda: (
+                BEFORE
+                if run.at < 0
+                else f"batchfit: raised in microbatch {run.at + 1}, of at most {counted(call.size, 'sample')}"
+            ),
         )
         if failure is None and new:
             call.peak_bytes = trying.peak(self.device)
@@ -131,13 +175,9 @@ class Sizing:
             call.again = True
             self.tell("retry", call.size, call.size, f"memory was fragmented ({failure.message})")
             return
-        if call.size == 1:
-            raise NothingFitsError(
-                1,
-                device=self.device.name,
-                budget_bytes=self.limit(fresh=True),
-                detail=f"a batch of {call.whole.length}, {call.whole.shape.key}; {failure.message}",
-            )
+        if call.size == 1 or (reading.held_bytes or 0) >= self.limit(fresh=True):
+            what = f"a batch of {call.whole.length}, {call.whole.shape.key}"
+            raise self.shortage(what, reading.held_bytes, failure.message)
         before = call.size
         call.bounds = call.bounds.ran_out(before, call.whole.length, compiled=call.compiled)
         call.size = call.bounds.size
@@ -146,6 +186,21 @@ class Sizing:
             call.size = max(1, min(call.size, most))
         call.again = False
         self.tell("shrunk", before, call.size, failure.message, shape=call.whole.shape)
+
+    def loss_ran_out(self, call: Any, size: int, failure: Failure, *, again: bool) -> None:
+        """A loss over the whole batch ran out: once more with memory freed; smaller chunks do not help it."""
+        trying.recover(self.device)
+        if again:
+            raise NothingFitsError(
+                call.whole.length,
+                device=self.device.name,
+                budget_bytes=self.limit(fresh=True),
+                detail=whole_sentences(failure.message),
+                advice="loss_fn ran out over the representations of the whole batch, which smaller chunks of "
+                "the encoder do not change: use a smaller batch, or a loss that needs less memory.",
+            )
+        call.retries += 1
+        self.tell("retry", size, size, f"memory ran out in loss_fn ({failure.message})")
 
     def finish(self, call: Call, plan: Sequence[Piece]) -> None:
         """Learn from a batch that ran."""
@@ -163,13 +218,19 @@ class Sizing:
 
     def limited(self, call: Call) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where the size is new."""
-        return self.within_budget() if call.is_new else nullcontext()
+        return self.within_budget(call.whole) if call.is_new else nullcontext()
 
-    def within_budget(self) -> AbstractContextManager[None]:
-        """Inside, no more than the budget can be used."""
+    @contextmanager
+    def within_budget(self, whole: Whole) -> Iterator[None]:
+        """Inside, no more than the budget can be used; where all of it is held already, nothing is tried."""
         if self.budget_bytes is None:
-            return nullcontext()
-        return self.device.limit(min(self.budget_bytes, self.device.total_bytes()))
+            yield
+            return
+        with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
+            held = trying.read(self.device).held_bytes
+            if held is not None and held >= self.budget_bytes:
+                raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
+            yield
 
     # --- the device
 
@@ -187,7 +248,7 @@ class Sizing:
         if bounds is not None and retries > 0:
             lower = bounds.thrashed(size, total, compiled=compiled)
             if lower.thrash == 0:
-                why = f"allocations were retried {retries} times in a batch"
+                why = f"allocations were retried {counted(retries, 'time')} in a batch"
                 self.tell("shrunk", size, lower.size, why, shape=shape)
             self.learned.put(shape, lower)
         elif bounds is not None and bounds.thrash:
@@ -209,8 +270,8 @@ class Sizing:
     def tell(self, kind: EventKind, before: int, after: int, why: str, *, shape: Shape | None = None) -> None:
         """An event: to the log and to the user's function."""
         peak = None if shape is None else self._peaks.get((shape, before))
-        event = Event(kind, before, after, why, peak, "" if shape is None else shape.key)
-        log.log(logging.INFO if kind in ("grown", "skipped") else logging.WARNING, "%s", event)
+        event = MicrobatchEvent(kind, before, after, why, peak, "" if shape is None else shape.key)
+        log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
         if self._on_event is not None:
             self._on_event(event)
 

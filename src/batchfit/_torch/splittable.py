@@ -85,10 +85,12 @@ def check_options(
 ) -> None:
     """Refuse options of `Microbatcher` that mean nothing."""
     if weight is not None and not isinstance(weight, str) and not callable(weight):
-        raise TypeError(f"weight must be a callable, the name of a part of the batch or None, not {weight!r}")
+        raise TypeError(
+            f"weight must be a callable, the name of a part of the batch or None, not {_brief(weight)}"
+        )
     for name, value in (("split", split), ("on_event", on_event)):
         if value is not None and not callable(value):
-            raise TypeError(f"{name} must be a callable or None, not {value!r}")
+            raise TypeError(f"{name} must be a callable or None, not {_brief(value)}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise TypeError(f"microbatch_size must be a positive integer or None, not {size!r}")
     if size is not None and size < 1:
@@ -121,4 +123,11 @@ def check_ragged(lengths: Any, split: Any, pad_keys: Any, pad_dim: Any, padding_
 def check_callable(fn: Any, name: str) -> None:
     """Refuse what cannot be called with a microbatch."""
     if not callable(fn):  # its signature is not looked at: that takes as long as all else before a batch
-        raise TypeError(f"{name} must be a callable {name}(micro), not {fn!r}")
+        raise TypeError(f"{name} must be a callable {name}(micro), not {_brief(fn)}")
+
+
+def _brief(value: Any) -> str:
+    """As text that fits into a line: not all the numbers of a tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.80}"

@@ -18,6 +18,7 @@ import torch
 from batchfit._decide.split import Piece
 from batchfit._torch import rng
 from batchfit._torch.batch_parts import Whole
+from batchfit._torch.coverage import Look
 from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
@@ -54,7 +55,12 @@ class Planned:
 
     @property
     def at(self) -> int:
-        return self.made.at if self.made is not None else 0
+        return self.made.at if self.made is not None else -1
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is in a loss over the whole batch, which smaller microbatches leave as it is."""
+        return bool(getattr(self.made, "in_loss", False))
 
 
 @final
@@ -71,6 +77,7 @@ class BackwardTry:
         scaler: Any,
         layers: Sequence[BatchNorm],
         watch: Watch | None = None,
+        look: Look | None = None,
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
@@ -82,7 +89,8 @@ class BackwardTry:
         self._scaler = scaler
         self._layers = layers
         self._watch = watch
-        self.at = 0
+        self._look = look
+        self.at = -1  # the microbatch that runs; none so far
         self.loss: Any = None
 
     def __call__(self) -> None:
@@ -94,7 +102,8 @@ class BackwardTry:
                 exact.next_microbatch()
                 if watch is not None:
                     watch.begin(index)
-                loss = _run_one(self._fn, micro, self._shares[index], self._scaler)
+                loss = _run_one(self._fn, micro, self._shares[index], self._scaler, self._look)
+                self._look = None
                 if watch is not None:
                     watch.end(index)
                 del micro  # or it would live on while the next one is on its way
@@ -104,9 +113,13 @@ class BackwardTry:
         self.loss = total
 
 
-def _run_one(fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any) -> torch.Tensor:
+def _run_one(
+    fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any, look: Look | None
+) -> torch.Tensor:
     loss = fn(micro)
     check_loss(loss, "fn")
+    if look is not None:
+        look([loss])
     if share != 1.0:
         loss = loss * share
     (loss if scaler is None else scaler.scale(loss)).backward()
@@ -147,6 +160,7 @@ class CachedTry:
         scaler: Any,
         layers: Sequence[BatchNorm],
         watch: Watch | None = None,
+        look: Look | None = None,
     ) -> None:
         self._encode = encode
         self._loss_fn = loss_fn
@@ -158,7 +172,9 @@ class CachedTry:
         self._scaler = scaler
         self._layers = layers
         self._watch = watch
-        self.at = 0
+        self._look = look
+        self.at = -1  # the microbatch that runs; none so far
+        self.in_loss = False
         self.loss: Any = None
 
     def __call__(self) -> None:
@@ -176,13 +192,17 @@ class CachedTry:
     def _backward(self, representations: Any) -> torch.Tensor:
         loss = self._loss_fn(representations)
         check_loss(loss, "loss_fn")
+        if self._look is not None:
+            self._look([loss])
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept
 
     def _chunked(self) -> torch.Tensor:
         representations, rows, states = self._representations()
+        self.in_loss = True
         loss = self._backward(representations)
+        self.in_loss = False
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
         after = rng.global_states()
@@ -232,6 +252,8 @@ class CachedTry:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
+            if self._look is not None and self.at == 0:
+                self._look([one for one, _ in pairs])
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -291,7 +313,7 @@ class MapTry:
         self._outputs = outputs
         self._done = done
         self._watch = watch
-        self.at = 0
+        self.at = -1
         self.mark: Rewind | None = None  # what a failure of the present microbatch goes back to
 
     def __call__(self) -> None:

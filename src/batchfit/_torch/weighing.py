@@ -20,6 +20,11 @@ from batchfit.errors import BatchfitError
 
 log = logging.getLogger("batchfit")
 
+_IGNORED = -100  # the label that torch's and Hugging Face's losses leave out
+# How many batches are looked at for it: labels on a device are waited for.
+_HOST_LOOKS = 8
+_DEVICE_LOOKS = 2
+
 Weight = Callable[[Any], Any] | str
 Reduction = Literal["mean", "sum"]
 
@@ -32,6 +37,14 @@ class Weighing:
         self._weight = weight
         self._reduction = reduction
         self._skips = skips
+        self._looks = 0  # of `advice`
+
+    def advice(self, batch: Any, *, is_ragged: bool) -> str:
+        """What to say of the first batches that were split, once; "" for nothing."""
+        if self._weight is not None or self._reduction == "sum" or self._looks > _HOST_LOOKS:
+            return ""
+        self._looks += 1
+        return _advice_on_tokens(batch, is_ragged=is_ragged, looks=self._looks)
 
     def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
         """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
@@ -72,6 +85,29 @@ def _numbers(weights: Sequence[Any]) -> list[float]:
         if not 0 <= value < math.inf:
             raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
     return cast(list[float], values)
+
+
+def _advice_on_tokens(batch: Any, *, is_ragged: bool, looks: int) -> str:
+    """For samples that count alike and a loss that is likely a mean over tokens."""
+    labels: Any = batch.get("labels") if hasattr(batch, "get") else getattr(batch, "labels", None)
+    shown = "batches are ragged"
+    has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 0
+    if has_rows and looks <= (_HOST_LOOKS if labels.device.type == "cpu" else _DEVICE_LOOKS):
+        if bool((labels == _IGNORED).any()):
+            shown, is_ragged = f"labels hold {_IGNORED}", True
+        elif labels.dim() == 1:  # one a sample
+            is_ragged = False
+    elif has_rows:
+        return ""
+    if not is_ragged:
+        return ""
+    plain, causal = (f"weight=lambda micro: (micro['labels']{at} != -100).sum()" for at in ("", "[:, 1:]"))
+    both = f"{causal} for a causal model, {plain} for others"
+    line = plain if has_rows and labels.dim() == 1 else both
+    return (
+        f"microbatches are weighted by their samples, but {shown}: if the loss is a mean over tokens, as "
+        f"Hugging Face's is, the gradients are not those of the batch. Pass {line}"
+    )
 
 
 def warn_of_reduction(found: str, reduction: Reduction) -> None:
