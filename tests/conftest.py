@@ -82,6 +82,12 @@ def living_bytes() -> int:
         return memory.allocated_bytes
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_of_other_modules() -> None:
+    """Virtual memory counts every tensor that lives: garbage of the tests before must not be among them."""
+    gc.collect()
+
+
 _cache_numbers = itertools.count()
 
 
