@@ -44,7 +44,16 @@ from batchfit._torch.splittable import (
     where,
 )
 from batchfit._torch.stepping import step
-from batchfit._torch.tries import BackwardTry, CachedTry, Judgement, MapTry, Planned, judge_loss
+from batchfit._torch.tries import (
+    NOBODY,
+    Around,
+    BackwardTry,
+    CachedTry,
+    Judgement,
+    MapTry,
+    Planned,
+    judge_loss,
+)
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
@@ -174,7 +183,8 @@ class Microbatcher:
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
-                return BackwardTry(fn, micros, shares, self._target, rewind, scaler, layers, call.watch, look)
+                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
+                return BackwardTry(fn, micros, shares, around)
 
             plan, done = self._until_it_fits(call, rewind, make)
         if done is None:
@@ -215,8 +225,8 @@ class Microbatcher:
 
             def make(plan: Sequence[Piece]) -> CachedTry:
                 layers = self._layers(call, modules, plan)
-                common = (plan, self._target, rewind, scaler, layers, call.watch, look)
-                return CachedTry(encode, loss_fn, call.whole, *common)
+                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
+                return CachedTry(encode, loss_fn, call.whole, plan, around)
 
             plan, done = self._until_it_fits(call, rewind, make)
         return _report(call, plan, done)
@@ -243,7 +253,7 @@ class Microbatcher:
         with torch.inference_mode(), self._rewinding([], tables, None) as rewind, self._inside(call):
             while sum(piece.size for piece in done) < call.whole.length:
                 plan = sizer.plan(call, done)
-                run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch)
+                run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch or NOBODY)
                 failure = sizer.attempt(call, run)
                 mark, at = run.mark, max(run.at, 0)
                 del run

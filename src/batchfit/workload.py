@@ -128,7 +128,7 @@ def training(
             clears.zero_grad(set_to_none=True)
             with context():
                 loss = loss_fn(model, batch)
-            _check_loss(loss)
+            check_loss(loss, "loss_fn")
             phase.enter("backward")
             _backward(loss, scaler)
             phase.enter("optimizer")
@@ -373,15 +373,16 @@ def _check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}")
 
 
-def _check_loss(loss: object) -> None:
+def check_loss(loss: Any, name: str) -> None:
+    """Refuse what the user's function `name` returned where it is no scalar tensor that requires grad."""
     if not isinstance(loss, torch.Tensor):
         hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise TypeError(f"loss_fn must return the mean loss as a tensor, not {type(loss).__name__}{hint}")
+        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
     if loss.numel() != 1:
-        raise ValueError(f"loss_fn must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
+        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
     if not loss.requires_grad:
         raise ValueError(
-            "loss_fn must return a loss that requires grad, not one without: is the model frozen, or the "
+            f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
             "loss detached or made under torch.no_grad?"
         )
 

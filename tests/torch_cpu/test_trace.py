@@ -631,7 +631,7 @@ def test_an_error_of_the_program_keeps_its_words_and_its_cause() -> None:
     ("options", "error", "says"),
     [
         ({"loss": lambda m, b: m(b[0])}, ValueError, "loss_fn must return a scalar loss"),
-        ({"loss": lambda m, b: 1.0}, TypeError, "loss_fn must return the mean loss as a tensor"),
+        ({"loss": lambda m, b: 1.0}, TypeError, "loss_fn must return the loss as a tensor"),
         ({"batch": lambda n: torch.randn(n + 1, 64)}, ValueError, "returned a batch of"),
         ({"batch": lambda n: None}, TypeError, "make_batch must return a batch"),
     ],

@@ -848,12 +848,12 @@ class Output(dict[str, Any]):
 @pytest.mark.parametrize(
     ("loss_fn", "error", "text"),
     [
-        (lambda m, b: 0.5, TypeError, "loss_fn must return the mean loss as a tensor, not float"),
-        (lambda m, b: None, TypeError, "loss_fn must return the mean loss as a tensor, not NoneType"),
+        (lambda m, b: 0.5, TypeError, "loss_fn must return the loss as a tensor, not float"),
+        (lambda m, b: None, TypeError, "loss_fn must return the loss as a tensor, not NoneType"),
         (
             lambda m, b: Output(),
             TypeError,
-            "loss_fn must return the mean loss as a tensor, not Output (return its .loss)",
+            "loss_fn must return the loss as a tensor, not Output (return its .loss)",
         ),
         (lambda m, b: m(b[0]), ValueError, "loss_fn must return a scalar loss, not a tensor of shape (4, 5)"),
         (

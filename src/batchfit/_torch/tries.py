@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -23,6 +24,7 @@ from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
+from batchfit.workload import check_loss
 
 Judgement = Literal["mean", "sum", "compared", "unclear"]
 
@@ -64,81 +66,76 @@ class Planned:
 
 
 @final
+class _Nobody:
+    """Who wants to know nothing."""
+
+    def begin(self, index: int) -> None: ...
+
+    def end(self, index: int) -> None: ...
+
+
+NOBODY = _Nobody()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What the tries of one call have in common."""
+
+    device: torch.device | None
+    rewind: Rewind
+    scaler: Any
+    layers: Sequence[BatchNorm]
+    look: Look | None
+    watch: Watch
+
+    def backward(self, loss: Any, name: str, *, share: float = 1.0, look: Look | None = None) -> torch.Tensor:
+        """Backward of what the user's function `name` returned; the loss without its graph."""
+        check_loss(loss, name)
+        if look is not None:
+            look([loss])
+        if share != 1.0:
+            loss = loss * share
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        kept: torch.Tensor = loss.detach()
+        return kept.float() if kept.dtype in _LOW else kept
+
+
+@final
 class BackwardTry:
     """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight."""
 
     def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        micros: Sequence[Any],
-        shares: Sequence[float],
-        device: torch.device | None,
-        rewind: Rewind,
-        scaler: Any,
-        layers: Sequence[BatchNorm],
-        watch: Watch | None = None,
-        look: Look | None = None,
+        self, fn: Callable[[Any], Any], micros: Sequence[Any], shares: Sequence[float], around: Around
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
         self._micros = [micros[index] for index in self._indices]
         self._shares = shares
         self._fn = fn
-        self._device = device
-        self._rewind = rewind
-        self._scaler = scaler
-        self._layers = layers
-        self._watch = watch
-        self._look = look
+        self._around = around
         self.at = -1  # the microbatch that runs; none so far
         self.loss: Any = None
 
     def __call__(self) -> None:
-        watch = self._watch
+        around = self._around
         total: torch.Tensor | None = None
-        with ExactStatistics(self._layers) as exact:
-            for index, micro in zip(self._indices, feed(self._micros, self._device), strict=True):
+        with ExactStatistics(around.layers) as exact:
+            for index, micro in zip(self._indices, feed(self._micros, around.device), strict=True):
                 self.at = index
                 exact.next_microbatch()
-                if watch is not None:
-                    watch.begin(index)
-                loss = _run_one(self._fn, micro, self._shares[index], self._scaler, self._look)
-                self._look = None
-                if watch is not None:
-                    watch.end(index)
+                around.watch.begin(index)
+                loss = self._run_one(micro, index)
+                around.watch.end(index)
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
             exact.apply()
-        self._rewind.keep()
+        around.rewind.keep()
         self.loss = total
 
-
-def _run_one(
-    fn: Callable[[Any], Any], micro: Any, share: float, scaler: Any, look: Look | None
-) -> torch.Tensor:
-    loss = fn(micro)
-    check_loss(loss, "fn")
-    if look is not None:
-        look([loss])
-    if share != 1.0:
-        loss = loss * share
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    kept: torch.Tensor = loss.detach()
-    return kept.float() if kept.dtype in _LOW else kept
-
-
-def check_loss(loss: Any, name: str) -> None:
-    """A scalar tensor that requires grad, or an error that says what it is instead."""
-    if not isinstance(loss, torch.Tensor):
-        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
-    if loss.numel() != 1:
-        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
-    if not loss.requires_grad:
-        raise ValueError(
-            f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
-            "loss detached or made under torch.no_grad?"
-        )
+    def _run_one(self, micro: Any, index: int) -> torch.Tensor:
+        look = self._around.look if index == self._indices[0] else None
+        return self._around.backward(self._fn(micro), "fn", share=self._shares[index], look=look)
 
 
 @final
@@ -155,48 +152,33 @@ class CachedTry:
         loss_fn: Callable[[Any], Any],
         whole: Whole,
         plan: Sequence[Piece],
-        device: torch.device | None,
-        rewind: Rewind,
-        scaler: Any,
-        layers: Sequence[BatchNorm],
-        watch: Watch | None = None,
-        look: Look | None = None,
+        around: Around,
     ) -> None:
         self._encode = encode
         self._loss_fn = loss_fn
         self._whole = whole
         self._plan = plan
         self._micros = whole.micros(plan)
-        self._device = device
-        self._rewind = rewind
-        self._scaler = scaler
-        self._layers = layers
-        self._watch = watch
-        self._look = look
+        self._around = around
         self.at = -1  # the microbatch that runs; none so far
         self.in_loss = False
         self.loss: Any = None
 
     def __call__(self) -> None:
         loss = self._in_one() if len(self._micros) == 1 else self._chunked()
-        self._rewind.keep()
+        self._around.rewind.keep()
         self.loss = loss
 
     def _in_one(self) -> torch.Tensor:
-        (micro,) = feed(self._micros, self._device)
+        (micro,) = feed(self._micros, self._around.device)
         representations = self._encode(micro)
         if self._whole.trimmer is not None:  # sorted by length: `loss_fn` gets the batch's own order
             representations = self._whole.joined([representations], self._plan, "encode's output")
         return self._backward(representations)
 
     def _backward(self, representations: Any) -> torch.Tensor:
-        loss = self._loss_fn(representations)
-        check_loss(loss, "loss_fn")
-        if self._look is not None:
-            self._look([loss])
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        kept: torch.Tensor = loss.detach()
-        return kept
+        around = self._around
+        return around.backward(self._loss_fn(representations), "loss_fn", look=around.look)
 
     def _chunked(self) -> torch.Tensor:
         representations, rows, states = self._representations()
@@ -206,18 +188,17 @@ class CachedTry:
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
         after = rng.global_states()
-        self._rewind.buffers_back()
+        around = self._around
+        around.rewind.buffers_back()
         begin = [0] * len(gradients)
-        with ExactStatistics(self._layers) as exact:
-            for index, micro in enumerate(feed(self._micros, self._device)):
+        with ExactStatistics(around.layers) as exact:
+            for index, micro in enumerate(feed(self._micros, around.device)):
                 self.at = index
                 exact.next_microbatch()
                 _put(states[index])
-                if self._watch is not None:
-                    self._watch.begin(index)
+                around.watch.begin(index)
                 self._again(micro, gradients, begin, rows[index])
-                if self._watch is not None:
-                    self._watch.end(index)
+                around.watch.end(index)
                 del micro
                 begin = [start + count for start, count in zip(begin, rows[index], strict=True)]
             exact.apply()
@@ -228,7 +209,7 @@ class CachedTry:
         """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
-            for index, micro in enumerate(feed(self._micros, self._device)):
+            for index, micro in enumerate(feed(self._micros, self._around.device)):
                 self.at = index
                 states.append(rng.global_states())
                 outputs.append(self._encode(micro))
@@ -252,8 +233,8 @@ class CachedTry:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
-            if self._look is not None and self.at == 0:
-                self._look([one for one, _ in pairs])
+            if self._around.look is not None and self.at == 0:
+                self._around.look([one for one, _ in pairs])
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -303,7 +284,7 @@ class MapTry:
         begin: Callable[[], Rewind],
         outputs: list[Any],
         done: list[Piece],
-        watch: Watch | None = None,
+        watch: Watch,
     ) -> None:
         self._fn = fn
         self._whole = whole
@@ -321,12 +302,10 @@ class MapTry:
         for index, micro in enumerate(feed(micros, self._device)):
             self.at = index
             self.mark = self._begin()
-            if self._watch is not None:
-                self._watch.begin(index)
+            self._watch.begin(index)
             self._outputs.append(self._fn(micro))
             self._done.append(self._plan[index])
-            if self._watch is not None:
-                self._watch.end(index)
+            self._watch.end(index)
             del micro
 
 
