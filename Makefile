@@ -7,6 +7,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 # A private pip cache or index is the machine's business; the versions are ours.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Two files of tests at a time; a file's tests stay in one process, in order.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 export BATCHFIT_REQUIRE ?= transformers,gloo,matplotlib
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -38,12 +41,12 @@ test-pure: $(STAMP)
 	BATCHFIT_BLOCK_TORCH=1 $(BIN)/python -m pytest -q tests/unit
 
 test-torch: $(STAMP)
-	$(BIN)/python -m pytest -q -m 'not slow' --ignore=tests/unit tests
+	$(PYTEST) -m 'not slow' --ignore=tests/unit tests
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 
 test-all: check test-pure $(STAMP)  ## the long checks too
-	$(BIN)/python -m pytest -q --ignore=tests/unit tests
+	$(PYTEST) --ignore=tests/unit tests
 
 bench: $(STAMP)  ## benchmarks that a CPU can run
 	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }

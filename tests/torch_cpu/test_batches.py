@@ -303,7 +303,7 @@ STREAMED = (
             "make_batch must hold at least one sample, not an example batch of length 0",
         ),
     ],
-    ids=str,
+    ids=lambda given: str(given).partition(" at 0x")[0],
 )
 def test_sources_that_are_refused(source: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:

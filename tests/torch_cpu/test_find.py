@@ -440,6 +440,7 @@ def test_a_step_that_takes_no_memory_says_so(caplog: pytest.LogCaptureFixture) -
     assert "does not grow" in caplog.text
 
 
+@pytest.mark.usefixtures("thawed")
 def test_what_was_alive_before_and_let_go_in_a_trial_is_collected() -> None:
     class Holder:
         pass
@@ -506,6 +507,7 @@ def test_a_step_that_runs_nothing_is_an_error() -> None:
 # --- nothing of a failed attempt is alive at the next ----------------------------------------------
 
 
+@pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize("cycle", [False, True], ids=["plain frame", "frame-exception cycle"])
 def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []

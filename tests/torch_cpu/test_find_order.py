@@ -35,23 +35,18 @@ def make():
 
 
 def workload(*, copies: Callable[[], int] = lambda: 1) -> batchfit.Workload:
-    """Some 1150 samples in 2 MiB. `copies` changes what a sample takes, unseen by a key that is given."""
+    """Some 1150 samples in 32 MiB. `copies` changes what a sample takes, unseen by a key that is given."""
     model = nn.Linear(64, 64)
     return batchfit.training(
         model,
         None,
-        lambda model, x: model(x.repeat(copies(), 1)).square().mean(),
-        lambda n: torch.randn(n, 64),
+        lambda model, x: model(x.repeat(copies(), 1, 1)).square().mean(),
+        lambda n: torch.randn(n, 16, 64),
     )
 
 
-@pytest.fixture(autouse=True)
-def _nothing_of_other_tests(living_bytes: int) -> None:
-    """Budgets are small here: what another test left as garbage must not go away in the middle of one."""
-
-
 def find(work: batchfit.Workload, **changes: Any) -> FitResult:
-    return batchfit.find_batch_size(work, **{"budget": "2MiB", "soak_steps": 4, **changes})
+    return batchfit.find_batch_size(work, **{"budget": "32MiB", "soak_steps": 4, **changes})
 
 
 def tried(fit: FitResult) -> list[tuple[int, bool]]:
@@ -67,7 +62,7 @@ class Sight:
 
     def of(self, work: batchfit.Workload, *, budget_bytes: int) -> Sight:
         self.traces += 1
-        assert budget_bytes == 2 * 2**20
+        assert budget_bytes == 32 * 2**20
         return self
 
     def look_first(self) -> int | None:

@@ -7,6 +7,7 @@ import logging
 import random
 from collections import namedtuple
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -694,7 +695,7 @@ def test_an_error_comes_out_and_leaves_everything_as_it_was(error: BaseException
     held = [p.grad for p in model.parameters()]
     before = ([h.clone() for h in held], [b.clone() for b in model.buffers()])
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-    fn = faulty(lambda x: model(x).mean() * random.random() * np.random.rand(), {2: error})
+    fn = faulty(lambda x: model(x).mean() * random.random() * np.random.rand(), {2: copy(error)})
     mb = Microbatcher(model, microbatch_size=2, batch_norm="ignore")
     with pytest.raises(type(error)) as raised:
         mb.backward(fn, torch.ones(8, 3))
@@ -788,7 +789,7 @@ def test_an_ambiguous_error_counts_only_if_a_smaller_size_runs() -> None:
 def test_fatal_errors_and_host_memory_do_not_shrink(error: Exception) -> None:
     model = nn.Linear(1, 1)
     mb = Microbatcher(model, device=FakeDevice(1000))
-    calls = faulty(lambda x: model(x).mean(), {0: error})
+    calls = faulty(lambda x: model(x).mean(), {0: copy(error)})
     with pytest.raises(type(error)):
         mb.backward(calls, torch.ones(8, 1))
     assert calls.calls == 1

@@ -6,7 +6,6 @@ import gc
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,15 +72,6 @@ class World:
             scaler,
             [m.momentum for m in self.model.modules() if isinstance(m, nn.BatchNorm1d)],
         ]
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every recovery collects garbage: what was there before the test need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Run:

@@ -84,15 +84,6 @@ def _fine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "pack", lambda *args, **options: real(*args, multiple=4, **options))
 
 
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every recovery collects garbage: what was there before the test need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=14)
 SIDES = st.sampled_from(["left", "right"])
 

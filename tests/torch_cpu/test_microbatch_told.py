@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from copy import copy
 from typing import Any
 
 import pytest
@@ -428,7 +429,9 @@ def test_an_error_inside_map_leaves_random_numbers_and_buffers_as_they_were(erro
     state = torch.get_rng_state()
     mb = Microbatcher(model, microbatch_size=4, batch_norm="ignore")
     with pytest.raises(type(error)):
-        mb.map(faulty(model, {2: error}), torch.randn(16, 3, generator=torch.Generator().manual_seed(0)))
+        mb.map(
+            faulty(model, {2: copy(error)}), torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+        )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.buffers(), before))
     # and one that runs out in between goes on from where the last microbatch ended

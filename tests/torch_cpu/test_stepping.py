@@ -171,12 +171,8 @@ FAULTED: dict[str, Callable[[], World]] = {
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_quick(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Every retry collects garbage: that must not walk over all of torch each time."""
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="batchfit")
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

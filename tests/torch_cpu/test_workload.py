@@ -274,7 +274,7 @@ def autocast_factory() -> torch.autocast:
         {"scaler": 2.0**8, "clip_norm": 0.1},
         {"autocast": torch.bfloat16, "scaler": 2.0**8, "clip_norm": 0.1},
     ],
-    ids=str,
+    ids=lambda given: str(given).partition(" at 0x")[0],
 )
 def test_training_equals_the_hand_written_loop(settings: dict[str, Any]) -> None:
     def fresh() -> dict[str, Any]:
