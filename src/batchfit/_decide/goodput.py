@@ -1,8 +1,8 @@
 """Which batch size to train with next, from the noise scale and from what each size costs.
 
 Rules
-- The progress of one sample in a batch of B is taken as 1 / (1 + B / phi), phi being the noise scale (eq. 2.11
-  of McCandlish et al. 2018; Pollux calls it statistical efficiency). Goodput is samples/s times that.
+- The progress of one sample in a batch of B is taken as 1 / (1 + B / phi), phi being the noise scale
+  (McCandlish et al. 2018; Pollux calls it statistical efficiency). Goodput is samples/s times that.
 - With measured samples/s, the size with more goodput wins. Without, the aim is `target` times the noise
   scale: a batch of phi takes at most twice the steps and twice the samples of the best possible.
 - All of the interval must agree, the gain must exceed `hysteresis`, and `min_steps` lie between changes. No
@@ -48,12 +48,10 @@ class DecideSettings:
             raise ValueError(f"ratio must be above 1, not {self.ratio!r}")
         if not (_is_number(self.hysteresis) and self.hysteresis > 0):
             raise ValueError(f"hysteresis must be above 0, not {self.hysteresis!r}")
-        if not isinstance(self.min_steps, int) or isinstance(self.min_steps, bool) or self.min_steps < 0:
+        if not _is_count(self.min_steps, 0):
             raise ValueError(f"min_steps must be an integer of at least 0, not {self.min_steps!r}")
         if not (_is_number(self.target) and self.target > 0):
             raise ValueError(f"target must be above 0, not {self.target!r}")
-        if not isinstance(self.can_shrink, bool):
-            raise TypeError(f"can_shrink must be True or False, not {self.can_shrink!r}")
 
 
 @final
