@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from batchfit._decide.noise import MIN_STEPS, NoiseReading, NoiseState, joined_reading, observe
-from batchfit._torch.gradient_norms import Later, Parts, RankNorms
+from batchfit._torch.gradient_norms import Later, Parts, RankNorms, together
 from batchfit._torch.rewind import leaves_of
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class GradientNoise:
             return
         shares = [share for _, share in given if share is not None]
         factors = shares or [size / sum(sizes) for size in sizes]
-        self._tell(sizes, factors, self._parts.take(), whole)
+        self._tell(sizes, factors, together(self._parts.take(), whole))
 
     def discard(self) -> None:
         """Forget the step that runs: its gradients are not used."""
@@ -195,24 +195,17 @@ class GradientNoise:
                 "microbatches are sorted by length: what long and short samples do differently counts as "
                 "noise too, so the noise scale comes out too large"
             )
-        if seen.whole is not None:
-            self._tell(seen.sizes, seen.factors, seen.norms, seen.whole)
+        if seen.values is not None:
+            self._tell(seen.sizes, seen.factors, seen.values)
 
     def _leaves(self) -> list[torch.Tensor]:
         return leaves_of(self._models)[0]
 
-    def _tell(
-        self,
-        sizes: Sequence[int],
-        factors: Sequence[float],
-        norms: Sequence[torch.Tensor],
-        whole: torch.Tensor,
-    ) -> None:
-        """A step's squared norms, each with the factor that its gradient has."""
+    def _tell(self, sizes: Sequence[int], factors: Sequence[float], values: torch.Tensor) -> None:
+        """A step's squared norms, the whole one last, each with the factor that its gradient has."""
         if len(sizes) < 2:
             self._state = self._state.told_single()
             return
-        values = torch.stack([one.to(whole.dtype) for one in (*norms, whole)])
         full = math.fsum(factors)
 
         def use(numbers: list[float]) -> None:
@@ -234,7 +227,7 @@ class GradientNoise:
             sizes, norms = numbers[:count], numbers[count:-1]
             self._told(sizes, norms, numbers[-1], [1.0] * count)  # DDP averages ranks, whatever they hold
 
-        self._later.send(torch.cat([gathered, whole.double().reshape(1)]), use)
+        self._later.send(together([gathered], whole), use)
 
     def _told(
         self, sizes: Sequence[float], norms: Sequence[float], whole: float, weights: Sequence[float]
@@ -272,8 +265,7 @@ class Watching:
         pairs = [(size, factor) for size, factor in zip(sizes, factors, strict=True) if factor]
         self.sizes = [size for size, _ in pairs]
         self.factors = [factor for _, factor in pairs]
-        self.norms: list[torch.Tensor] = []
-        self.whole: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None  # made while the try runs: they take memory, if little
         self._inner = inner
         self._scaler = scaler
         self._ended = 0
@@ -289,5 +281,5 @@ class Watching:
         if len(self.sizes) > 1:
             self._parts.look(self._scaler)
         if self._ended == len(self.sizes):
-            self.whole = self._parts.whole(self._scaler) if len(self.sizes) > 1 else torch.zeros(())
-            self.norms = self._parts.take()
+            whole = self._parts.whole(self._scaler) if len(self.sizes) > 1 else torch.zeros(())
+            self.values = together(self._parts.take(), whole)

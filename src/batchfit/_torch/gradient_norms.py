@@ -54,6 +54,13 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
+def together(norms: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """All of them in one tensor, `whole` last."""
+    parts = (*norms, whole)
+    wide = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
+    return torch.cat([part.detach().reshape(-1).to(wide) for part in parts])
+
+
 def _wide_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
         return list(_foreach_norm(tensors, 2, dtype=torch.float32))
@@ -76,17 +83,16 @@ class Later:
         self._spare: list[torch.Tensor] = []
 
     def send(self, values: torch.Tensor, use: Callable[[list[float]], None]) -> None:
-        """Send a one-dimensional tensor to the host."""
+        """Send a one-dimensional tensor to the host. Takes nothing on the device."""
         self.collect()
-        values = values.detach().to(torch.float64 if values.device.type != "mps" else torch.float32)
         if values.device.type != "cuda":  # no events to ask: kept as they are, and read a step later
             self._waiting.append((values, None, use))
             return
-        host = self._pinned(values.numel())
-        host[: values.numel()].copy_(values, non_blocking=True)
+        host = self._pinned(values)
+        host.copy_(values, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(values.device))
-        self._waiting.append((host[: values.numel()], event, use))
+        self._waiting.append((host, event, use))
 
     def collect(self) -> None:
         """Hand over what has arrived."""
@@ -118,11 +124,11 @@ class Later:
             self._spare.append(values)
         use(numbers)
 
-    def _pinned(self, count: int) -> torch.Tensor:
+    def _pinned(self, like: torch.Tensor) -> torch.Tensor:
         for at, spare in enumerate(self._spare):
-            if spare.numel() == count:
+            if spare.shape == like.shape and spare.dtype == like.dtype:
                 return self._spare.pop(at)
-        return torch.empty(count, dtype=torch.float64, pin_memory=True)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _unscaled(squared: torch.Tensor, scaler: Any) -> torch.Tensor:
@@ -222,6 +228,7 @@ class RankNorms:
             self._norms.append(squared_norm([bucket.buffer()], bucket.buffer().device))
             return allreduce_hook(group, bucket)
 
+        hook.__annotations__ = {}  # DDP compares them with its types, and here they are text
         model.register_comm_hook(self._group, hook)
 
     def take(self) -> list[torch.Tensor]:
