@@ -150,7 +150,7 @@ def page(results: Results) -> str:
         "",
         f"GPT-2 small, bf16 autocast, AdamW, clipped, {COUNT} microbatches of {SIZE} x {LENGTH} tokens with",
         "`Microbatcher`; alternating pairs of a plain step and the one named. In brackets the 95 % interval",
-        "of the median. `host`: until the step is queued. `waits`: calls of one step that wait for the device.",
+        "of the median. `host`: until the step is queued. `waits`: calls of a step that wait for the device.",
         "Goal: cheap mode under 1 % of a step.",
         "",
         "| step | plain | this | this / plain | host, plain | host, this | waits, plain / this | more peak |",

@@ -61,6 +61,7 @@ settings_drawn = st.builds(
     min_steps=st.integers(0, 100),
     target=st.floats(0.1, 4),
     can_shrink=st.booleans(),
+    use_bound=st.booleans(),
 )
 curves = st.none() | st.floats(0.1, 1e5).map(saturating)
 
@@ -97,7 +98,13 @@ def test_never_beyond_the_cap_and_never_a_size_that_was_not_offered(
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.none() | st.just(NONE), counts, candidate_lists, curves, settings_drawn)
+@given(
+    st.none() | st.just(NONE),
+    counts,
+    candidate_lists,
+    curves,
+    settings_drawn.filter(lambda how: not how.use_bound),
+)
 def test_no_estimate_no_change(
     seen: NoiseReading | None,
     current: int,
@@ -198,6 +205,20 @@ def test_a_doubt_about_the_noise_is_a_reason_to_stay() -> None:
     assert decide(reading(2000, low=900, bounded=False), 128, SIZES, throughput).size == 256
     assert decide(reading(20, low=15, high=25), 512, SIZES, saturating(5)).size == 256
     assert decide(reading(20, low=15, bounded=False), 512, SIZES, saturating(5)).size == 512
+
+
+def test_a_lower_bound_alone_may_grow_a_batch_where_that_is_asked_for() -> None:
+    bound = replace(reading(1.0, low=2000.0, bounded=False), scale=None, reason="cannot be told from zero")
+    asked = DecideSettings(use_bound=True)
+    assert decide(bound, 128, SIZES).size == 128
+    grown = decide(bound, 128, SIZES, settings=asked)
+    assert (grown.size, grown.reason) == (
+        256,
+        "noise scale of at least 2,000 is above 256 in all of its interval",
+    )
+    assert decide(bound, 128, SIZES, saturating(500), asked).size == 256
+    assert decide(replace(bound, low=0.0), 512, SIZES, saturating(1), asked).size == 512
+    assert decide(replace(bound, low=None), 128, SIZES, settings=asked).size == 128
 
 
 def test_goodput_is_weighed_with_what_a_size_costs() -> None:

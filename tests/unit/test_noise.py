@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 
 import pytest
 from hypothesis import given, settings
@@ -359,13 +359,29 @@ def test_students_t_is_that_of_the_tables(freedom: float, table: float) -> None:
     assert student(0.95, freedom) == pytest.approx(table, abs=0.002)
 
 
-def test_selection_widens_what_only_just_passed_and_leaves_the_rest() -> None:
-    assert selected(CLEARLY + 0.1, 1.96) is None
-    widths = [selected(z, 1.96) or math.inf for z in (4.5, 5, 6, 8, 40, math.inf)]
-    assert widths == sorted(widths, reverse=True)
-    assert widths[0] > 2.5
-    assert widths[-2:] == [1.96, 1.96]
-    assert widths[3] == pytest.approx(1.96, abs=0.01)
+def test_selection_moves_what_only_just_passed_and_leaves_the_rest() -> None:
+    assert selected(CLEARLY + 0.1, 1.96) == (1.0, None)
+    pairs = [selected(z, 1.96) for z in (4.5, 5, 6, 8, 40, math.inf)]
+    above, below = [pair[0] for pair in pairs], [pair[1] or math.inf for pair in pairs]
+    assert above == sorted(above)
+    assert below == sorted(below, reverse=True)
+    assert below[0] > 2.5
+    assert pairs[3] == (pytest.approx(1.96, abs=0.01), pytest.approx(1.96, abs=0.01))
+    assert pairs[4:] == [(1.96, 1.96)] * 2
+
+
+@pytest.mark.parametrize("g", [1.0, 2.5, 4.0, 6.0])
+def test_estimates_that_are_told_cover_the_truth(g: float) -> None:
+    """A plain N(g, 1), told above the border only: 95 % of what is told, or more where very few are."""
+    draw, told, covered = random.Random(5), 0, 0
+    while told < 3000:
+        z = draw.gauss(g, 1) if g > 2 else NormalDist(g, 1).inv_cdf(1 - draw.random() * 0.0227)
+        if z <= CLEARLY:
+            continue
+        above, below = selected(z, 1.96)
+        told += 1
+        covered += z - (math.inf if below is None else below) <= g <= z + above
+    assert 0.94 <= covered / told <= (0.98 if g > 2 else 1.0)
 
 
 # ---- as data

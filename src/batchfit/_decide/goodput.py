@@ -6,7 +6,7 @@ Rules
 - With measured samples/s, the size with more goodput wins. Without, the aim is `target` times the noise
   scale: a batch of phi takes at most twice the steps and twice the samples of the best possible.
 - All of the interval must agree, the gain must exceed `hysteresis`, and `min_steps` lie between changes. No
-  estimate, no change. One decision moves by one `ratio`.
+  estimate, no change (with `use_bound`, a lower bound is enough to grow). One decision moves by one `ratio`.
 - While nothing else changes, every move raises goodput for every noise scale in the interval by the
   hysteresis (or comes closer to the aim from one side), so decisions cannot go in a circle.
 - What fits goes first: a size above `largest` is left at once, whatever the noise says.
@@ -35,6 +35,8 @@ class DecideSettings:
     min_steps: steps at a size before it may change again.
     target: the batch that is aimed for where samples/s are not known, in noise scales.
     can_shrink: whether a smaller batch may be chosen, other than for memory.
+    use_bound: whether to grow where the noise scale has only a lower bound, which is what there is while the
+        batch is far too small to see the gradient in its noise.
     """
 
     ratio: float = 2.0
@@ -42,6 +44,7 @@ class DecideSettings:
     min_steps: int = 50
     target: float = 1.0
     can_shrink: bool = True
+    use_bound: bool = False
 
     def __post_init__(self) -> None:
         if not (_is_number(self.ratio) and self.ratio > 1):
@@ -98,7 +101,7 @@ def decide(
         if not allowed:
             return Decision(largest, "cap", f"{current} does not fit any more, and {largest} does")
         return Decision(allowed[-1], "cap", f"{current} is above the limit of {largest}")
-    if reading is None or reading.scale is None or reading.low is None:
+    if reading is None or reading.low is None or (reading.scale is None and not settings.use_bound):
         why = "no reading" if reading is None else reading.reason
         return Decision(current, "stay", f"no estimate of the noise scale: {why}")
     if steps_since_change is not None and steps_since_change < settings.min_steps:
@@ -209,4 +212,6 @@ def _is_number(value: object) -> bool:
 
 def _interval(reading: NoiseReading) -> str:
     high = "no upper end" if reading.high is None else f"{reading.high:,.0f}"
-    return f"{reading.scale or 0.0:,.0f} ({reading.low or 0.0:,.0f} to {high})"
+    if reading.scale is None:
+        return f"of at least {reading.low or 0.0:,.0f}"
+    return f"{reading.scale:,.0f} ({reading.low or 0.0:,.0f} to {high})"

@@ -12,7 +12,7 @@ Rules
 - The interval is Fieller's for a ratio of two means: it holds where |G|^2 is close to zero too. Where |G|^2
   is less than three standard errors above zero there is "no estimate", only a lower bound.
 - An estimate that is given only when |G|^2 came out large is likely to be too small (the winner's curse). The
-  upper end therefore allows for the selection: of the estimates that are given, 95 % are covered.
+  interval therefore allows for the selection: of the estimates that are given, 95 % are covered.
 - It covers what sampling does. It knows nothing of a gradient that drifts within the averages' memory.
 """
 
@@ -309,16 +309,16 @@ def _reading(
     if missing:
         return answer
     quantile = student(CONFIDENCE, freedom)
-    low, _ = fieller(noise, signal, errors, quantile)
     if signal <= CLEARLY * math.sqrt(errors[2]):
         reason = (
             f"the gradient itself ({_short(signal)}) cannot be told from zero in its noise "
             f"(standard error {_short(math.sqrt(errors[2]))}): more steps, a longer memory or a larger batch "
             "would tell"
         )
-        return replace(answer, low=low, reason=reason)
-    wider = selected(signal / math.sqrt(errors[2]) if errors[2] else math.inf, quantile)
-    high = None if wider is None else fieller(noise, signal, errors, wider)[1]
+        return replace(answer, low=fieller(noise, signal, errors, quantile)[0], reason=reason)
+    above, below = selected(signal / math.sqrt(errors[2]) if errors[2] else math.inf, quantile)
+    low, _ = fieller(noise, signal, errors, above)
+    high = None if below is None else fieller(noise, signal, errors, below)[1]
     return replace(answer, scale=max(0.0, noise / signal), low=low, high=high)
 
 
@@ -342,27 +342,30 @@ def fieller(
     return (c / (2 * b) if a == 0 and b > 0 else 0.0), None
 
 
-def selected(z: float, quantile: float) -> float | None:
-    """How many errors below an estimate of z errors the truth may lie, where small ones are not told.
+def selected(z: float, quantile: float) -> tuple[float, float | None]:
+    """How many errors above and below an estimate of z errors the truth may lie, where small ones are not told.
 
-    For an estimate z ~ N(g, 1) that is told only where it exceeds `CLEARLY`, the lower limit for g solves
-    P(Z > z | Z > CLEARLY, g) = (1 - confidence) / 2. None: zero is not excluded.
+    For z ~ N(g, 1) that is told only where it exceeds `CLEARLY`, the limits for g solve
+    P(Z > z | Z > CLEARLY, g) = 1 - tail and = tail. Below is None where zero is not excluded. Above is never
+    less than one error, although a z at the very border would say so: that far, the formula is not trusted.
     """
     tail = (1 - CONFIDENCE) / 2
-
-    def chance(g: float) -> float:
-        return math.erfc((z - g) / math.sqrt(2)) / math.erfc((CLEARLY - g) / math.sqrt(2))
-
     if z > 12 * CLEARLY:
-        return quantile
-    if chance(0.0) >= tail:
-        return None
-    low, high = 0.0, z
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle) < tail else (low, middle)
+        return quantile, quantile
+
+    def limit(chance: float) -> float:
+        low, high = 0.0, z + 4
+        for _ in range(40):
+            g = (low + high) / 2
+            passed = math.erfc((z - g) / math.sqrt(2)) / math.erfc((CLEARLY - g) / math.sqrt(2))
+            low, high = (g, high) if passed < chance else (low, g)
+        return low
+
     # The tables of Student's t where those of the normal distribution were used.
-    return max(quantile, (z - low) * quantile / NormalDist().inv_cdf(1 - tail))
+    factor = quantile / NormalDist().inv_cdf(1 - tail)
+    above = min(quantile, max(1.0, factor * (limit(1 - tail) - z)))
+    least = limit(tail)
+    return above, None if least <= 0 else max(quantile, factor * (z - least))
 
 
 def student(confidence: float, freedom: float) -> float:
