@@ -389,7 +389,7 @@ def page(results: Results) -> str:
         f"of synthetic text in sequences of {told['length']}, first batch {told['first']} sequences. Text",
         f"whose topics and copies were known would have {one['floor']:.3f} nats a token, which nobody can",
         "pass. Loss is that of held-out text: the mean over seeds, and (smallest to largest). `against",
-        "constant`: the mean of the differences of equal seeds. Seconds are of training alone, and for `noise`",
+        "constant`: the mean of the differences of equal seeds. Seconds are of training alone, for `noise`",
         "with the time it takes to measure samples/s. Sizes are plain functions of tokens, not batchfit's",
         "schedule configs.",
         "",

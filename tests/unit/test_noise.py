@@ -360,7 +360,8 @@ def test_students_t_is_that_of_the_tables(freedom: float, table: float) -> None:
 
 
 def test_selection_moves_what_only_just_passed_and_leaves_the_rest() -> None:
-    assert selected(CLEARLY + 0.1, 1.96) == (1.0, None)
+    assert selected(CLEARLY + 0.001, 1.96) == (1.0, None)
+    assert selected(CLEARLY + 0.1, 1.96)[1] is None
     pairs = [selected(z, 1.96) for z in (4.5, 5, 6, 8, 40, math.inf)]
     above, below = [pair[0] for pair in pairs], [pair[1] or math.inf for pair in pairs]
     assert above == sorted(above)

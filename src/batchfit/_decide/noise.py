@@ -343,9 +343,9 @@ def fieller(
 
 
 def selected(z: float, quantile: float) -> tuple[float, float | None]:
-    """How many errors above and below an estimate of z errors the truth may lie, where small ones are not told.
+    """How far above and below an estimate the truth may lie, in errors, where small ones are not told.
 
-    For z ~ N(g, 1) that is told only where it exceeds `CLEARLY`, the limits for g solve
+    For an estimate z ~ N(g, 1) that is told only where it exceeds `CLEARLY`, the limits for g solve
     P(Z > z | Z > CLEARLY, g) = 1 - tail and = tail. Below is None where zero is not excluded. Above is never
     less than one error, although a z at the very border would say so: that far, the formula is not trusted.
     """
