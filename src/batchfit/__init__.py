@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
 _EXPORTS = {
     "FitResult": "batchfit.results",
+    "GradientNoise": "batchfit._noise",
     "MemoryExplanation": "batchfit.results",
     "MicrobatchEvent": "batchfit._decide.split",
     "Microbatcher": "batchfit._microbatch",
@@ -37,6 +38,7 @@ _EXPORTS = {
 
 __all__ = [
     "FitResult",
+    "GradientNoise",
     "MemoryExplanation",
     "MicrobatchEvent",
     "Microbatcher",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
     from batchfit._microbatch import Microbatcher
+    from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import FitResult, MemoryExplanation, Prediction, StepReport, Trial

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from batchfit._decide.split import MicrobatchEvent, Piece
 from batchfit._decide.units import parse_bytes
+from batchfit._noise import GradientNoise
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.coverage import Coverage
@@ -52,6 +53,7 @@ from batchfit._torch.tries import (
     Judgement,
     MapTry,
     Planned,
+    Watch,
     judge_loss,
 )
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
@@ -99,6 +101,7 @@ class Microbatcher:
         batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
             still that of each microbatch), or "ignore".
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
+        noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
     """
 
@@ -117,11 +120,14 @@ class Microbatcher:
         on_zero_weight: Literal["raise", "skip"] = "raise",
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
         on_event: Callable[[MicrobatchEvent], object] | None = None,
+        noise: GradientNoise | None = None,
         device: str | torch.device | Device | None = None,
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
         check_ragged(lengths, split, pad_keys, pad_dim, padding_side)
+        if noise is not None and not isinstance(noise, GradientNoise):
+            raise TypeError(f"noise must be a GradientNoise, not {noise!r:.80}")
         budget_bytes = None if budget is None else parse_bytes(budget)
         self._device = resolve_device(device, near=models)
         if budget_bytes is not None:
@@ -132,6 +138,7 @@ class Microbatcher:
         self._reduction = reduction
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._batch_norm = batch_norm
+        self._noise = noise
         self._target = where(device, models)
         self._sizing = Sizing(
             self._device,
@@ -183,13 +190,20 @@ class Microbatcher:
                 if shares is None:
                     return None
                 layers = self._layers(call, modules, plan)
-                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
+                watch: Watch = call.watch or NOBODY
+                if self._noise is not None:
+                    sizes = [piece.size for piece in plan]
+                    factors = sizes if self._reduction == "sum" else shares
+                    watch = self._noise.watching(watch, sizes, factors, scaler)
+                around = Around(self._target, rewind, scaler, layers, look, watch)
                 return BackwardTry(fn, micros, shares, around)
 
             plan, done = self._until_it_fits(call, rewind, make)
         if done is None:
             self._sizing.tell("skipped", plan[0].size, plan[0].size, "the batch has no weight")
             return StepReport(torch.zeros((), device=self._target), (), skipped=True)
+        if self._noise is not None:
+            self._noise.keep(is_sorted=call.whole.trimmer is not None)
         if len(plan) > 1:
             advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
             if advice:

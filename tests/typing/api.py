@@ -199,3 +199,11 @@ except errors.BatchfitError as error:
     text: str = str(error)
 
 whole: list[Any] = [batchfit.__version__, *batchfit.__all__]
+
+# The noise scale.
+noise = batchfit.GradientNoise(model, decay_samples=10_000, mode="exact", min_steps=30)
+Microbatcher(model, microbatch_size=8, noise=noise)
+noise.microbatch(8, share=0.5, scaler=scaler)
+noise.total(norm=torch.tensor(1.0))
+assert_type(noise.reading().scale, float | None)
+noise.load_state_dict(noise.state_dict())
