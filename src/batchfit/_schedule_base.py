@@ -35,13 +35,13 @@ def whole_number(at_least: int) -> Any:
     )
 
 
-def number(least: float, most: float, *, above: bool = False) -> Any:
+def positive_number() -> Any:
+    """A finite number above 0."""
+
     def check(value: object, info: ValidationInfo) -> float:
         number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        if not (least < number if above else least <= number) or number > most:
-            raise ValueError(
-                f"{_name(info)} must be {'more than' if above else 'at least'} {least:g}, not {value!r}"
-            )
+        if not 0 < number < math.inf:
+            raise ValueError(f"{_name(info)} must be more than 0, not {value!r}")
         return float(number)
 
     return BeforeValidator(check)

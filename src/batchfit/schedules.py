@@ -33,7 +33,7 @@ from batchfit._schedule_base import (
     Size,
     SmoothConfig,
     Unit,
-    number,
+    positive_number,
     told,
     whole_number,
 )
@@ -160,8 +160,8 @@ class MilestoneBatchSizeConfig(PlannedConfig):
 
         Keep the learning rate constant and pass `lr="seesaw"` to the scheduler: where the decay would have
         cut it by k, the batch grows by k and the rate falls by k ** 0.5. `decay` is "cosine" (as
-        CosineAnnealingLR to 0 over `total`), "quarter-cosine" (cos(pi t / 2), of which the paper's 36 % comes)
-        or cuts such as `{60: 0.2, 120: 0.2}`.
+        CosineAnnealingLR to 0 over `total`), "quarter-cosine" (cos(pi t / 2), the paper's 36 %) or cuts such
+        as `{60: 0.2, 120: 0.2}`.
         Without `max_batch_size` a cosine stops at 64 times the initial size: its end would ask for any size.
         """
         initial = checked_size(initial_batch_size, name="initial_batch_size")
@@ -206,7 +206,7 @@ class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
         return call(resolve(self.function), (progress,), returns="batch size", at=at, at_least=1)
 
     def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
-        return None if self.unit == "epoch" else super().steady_until(progress, initial_batch_size)
+        return count_in(progress, self.unit)  # nobody knows: it may look at any count
 
     def smallest(self, initial_batch_size: int) -> tuple[str, int] | None:
         return None
@@ -235,17 +235,18 @@ class IncreaseBatchSizeConfig(_CallsConfig):
 class NoiseBatchSizeConfig(BatchSizeConfig):
     """The size follows the measured gradient noise scale, by factors of `ratio`; see `GradientNoise`.
 
-    `standard_errors`: how sure a reading must be; `hysteresis`: how far past the middle between two sizes;
-    `min_steps`: optimizer steps between two changes.
+    `hysteresis`: the part by which another size must be better; `min_steps`: optimizer steps between changes;
+    `target`: the size aimed for, in noise scales, where samples/s are not known. Only a reading whose whole
+    interval agrees changes the size.
     """
 
     type: Literal["noise"] = "noise"
     ratio: Annotated[int, whole_number(2)] = 2
     min_batch_size: Size | None = None
-    standard_errors: Annotated[float, number(0, 100)] = 2.0
-    hysteresis: Annotated[float, number(1, 100)] = 1.2
-    min_steps: Count = 100
-    allow_decrease: bool = True
+    hysteresis: Annotated[float, positive_number()] = 0.05
+    min_steps: Count = 50
+    target: Annotated[float, positive_number()] = 1.0
+    can_shrink: bool = True
     unit: Literal["step"] = "step"
 
     @model_validator(mode="after")
@@ -259,7 +260,7 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
         """The sizes to choose from, in order: the initial one times powers of `ratio`, within the limits."""
         caps = [cap for cap in (self.max_batch_size, largest) if cap is not None]
         most = min(caps, default=MOST)
-        least = self.min_batch_size or (1 if self.allow_decrease else initial_batch_size)
+        least = self.min_batch_size or (1 if self.can_shrink else initial_batch_size)
         sizes, size = [initial_batch_size], initial_batch_size
         while size * self.ratio <= most:
             size *= self.ratio

@@ -75,6 +75,11 @@ class BoundPlan:
         return self.schedule.steady_until(self._with_tokens(progress), self.initial_batch_size)
 
     @property
+    def unit(self) -> str:
+        """What the schedule counts."""
+        return self.schedule.unit
+
+    @property
     def multiple(self) -> int:
         """What every size is a multiple of."""
         return math.lcm(self.multiple_of, self.schedule.multiple_of)
