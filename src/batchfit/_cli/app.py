@@ -18,6 +18,7 @@ import typer
 
 import batchfit
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
+from batchfit._cli.schedule import schedule_app
 
 # In the help text and not in the epilog: versions of typer differ in what they do to an epilog's lines.
 CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
@@ -30,6 +31,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit doctor
 
 {CODES}
@@ -536,3 +538,6 @@ def _end(command: Callable[[], Code]) -> None:
         code = Code.INTERRUPTED  # where nothing was found yet that could be saved
     sys.stdout.flush()
     raise typer.Exit(int(code))
+
+
+app.add_typer(schedule_app(_end), name="schedule")

@@ -41,7 +41,7 @@ class ScaledLR:
         rules: str | LRRule | Sequence[str | LRRule],
         *,
         lr_schedulers: Sequence[Any] = (),
-        on_lr_step: weakref.WeakMethod[Callable[[Any], object]] | None = None,
+        on_lr_step: Callable[[], Callable[[Any], None] | None] | None = None,
     ) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, list):
