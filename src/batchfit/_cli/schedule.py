@@ -9,13 +9,15 @@ from __future__ import annotations
 import json as json_text
 import math
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from batchfit._cli.ending import end, show_help
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.tracing import Delivery, Told, deliver
 from batchfit._decide.bound import BoundPlan
@@ -33,14 +35,13 @@ HELP = "Look at batch-size schedules."
 SHOW_HELP = """\
 Show what the schedule CONFIG will do: sizes, updates, learning rates, and whether they fit.
 
-CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are counted as
-ResizableLoader makes them. Nothing is trained.
+CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
+counted as ResizableLoader makes them. Nothing is trained.
 
 Examples:
-  batchfit schedule show schedule.json --samples 50000 --epochs 100 --initial 256
-  batchfit schedule show "0:256 20:512 60:1024" --samples 50000 --epochs 100
-  batchfit schedule show s.yaml --samples 1.2M --epochs 90 --initial 256 --lr 0.1 --lr-rule sqrt
-  batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256 --fits 512
+  batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
 """
 MOST_ROWS = 24
 OUTPUT = "Output"
@@ -114,99 +115,101 @@ class Shown:
         return json_text.dumps(whole, indent=2)
 
 
-def schedule_app(end: Callable[[Callable[[], Code]], None]) -> typer.Typer:
-    """The command `schedule`; `end` runs a command and exits with its code."""
-    app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich")
+schedule_app = typer.Typer(help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich")
 
-    @app.callback(help=HELP)
-    def schedule() -> None:
-        """Keeps `show` a word of its own."""
 
-    @app.command(help=SHOW_HELP)
-    def show(
-        config: Annotated[
-            str,
-            typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
-        ],
-        samples: Annotated[
-            str,
-            typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
-        ],
-        epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
-        initial: Annotated[
-            int | None,
-            typer.Option(
-                metavar="N",
-                show_default="what CONFIG says at 0",
-                help="Batch size that training starts with.",
-            ),
-        ] = None,
-        lr: Annotated[
-            float | None,
-            typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
-        ] = None,
-        lr_rule: Annotated[
-            str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
-        ] = "none",
-        fits: Annotated[
-            int | None,
-            typer.Option(
-                "--fits",
-                "--largest",
-                metavar="N",
-                show_default=False,
-                help="Largest batch of one process that fits, as batchfit find says.",
-            ),
-        ] = None,
-        world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
-        microbatch_size: Annotated[
-            int | None,
-            typer.Option(
-                metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
-            ),
-        ] = None,
-        tokens_per_sample: Annotated[
-            int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
-        ] = None,
-        drop_last: Annotated[
-            bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
-        ] = False,
-        json: Annotated[
-            bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The plan as JSON, alone on stdout.")
-        ] = False,
-        output: Annotated[
-            Path | None,
-            typer.Option(
-                metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-            ),
-        ] = None,
-        plot: Annotated[
-            Path | None,
-            typer.Option(
-                metavar="FILE",
-                rich_help_panel=OUTPUT,
-                show_default=False,
-                help="Draw sizes and learning rate into FILE.png or FILE.svg (needs matplotlib).",
-            ),
-        ] = None,
-    ) -> None:
-        settings = ShowSettings(
-            samples=samples,
-            epochs=epochs,
-            initial=initial,
-            lr=lr,
-            lr_rule=lr_rule,
-            fits=fits,
-            world_size=world_size,
-            microbatch_size=microbatch_size,
-            tokens_per_sample=tokens_per_sample,
-            drop_last=drop_last,
-        )
-        end(
-            lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot))
-        )
+@schedule_app.callback(help=HELP)
+def schedule(
+    # Our own, as in `_cli/app.py`: typer's would import pydantic.
+    wanted: Annotated[
+        bool,
+        typer.Option("--help", "-h", help="Show this message and exit.", callback=show_help, is_eager=True),
+    ] = False,
+) -> None:
+    """Keeps `show` a word of its own."""
 
-    return app
+
+@schedule_app.command(help=SHOW_HELP)
+def show(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
+    ],
+    samples: Annotated[
+        str,
+        typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
+    ],
+    epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
+    initial: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="what CONFIG says at 0",
+            help="Batch size that training starts with.",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
+    ] = None,
+    lr_rule: Annotated[
+        str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
+    ] = "none",
+    fits: Annotated[
+        int | None,
+        typer.Option(
+            "--fits",
+            "--largest",
+            metavar="N",
+            show_default=False,
+            help="Largest batch of one process that fits, as batchfit find says.",
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
+        ),
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
+    ] = None,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The plan as JSON, alone on stdout.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Draw sizes and learning rate into FILE.png or FILE.svg (needs matplotlib).",
+        ),
+    ] = None,
+) -> None:
+    settings = ShowSettings(
+        samples=samples,
+        epochs=epochs,
+        initial=initial,
+        lr=lr,
+        lr_rule=lr_rule,
+        fits=fits,
+        world_size=world_size,
+        microbatch_size=microbatch_size,
+        tokens_per_sample=tokens_per_sample,
+        drop_last=drop_last,
+    )
+    end(lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot)))
 
 
 def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) -> Code:
@@ -220,7 +223,7 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
         if getattr(error, "__notes__", None):  # of the schedule's function
             raise CommandFailed(Code.RAISED, _raised(error)) from None
         raise CommandFailed(Code.USAGE, f"{error} (batchfit schedule show --help lists the flags)") from None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the schedule's function may raise anything
         raise CommandFailed(Code.RAISED, _raised(error)) from None
     told = Told(
         json=shown.to_json(),
@@ -325,14 +328,14 @@ def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     if left_out:
         rows = [*rows[: MOST_ROWS - 6], *rows[-6:]]
     has_lr = shown.lr is not None or any(factor != 1 for factor in shown.factors)
-    heads = ["epochs", "from step", "batch size", "updates"] + (
-        ["LR" if shown.lr else "LR factor"] if has_lr else []
-    )
+    heads = ["epochs", "from step", "batch size", "updates"]
+    heads += ["LR" if shown.lr else "LR factor"] if has_lr else []
     cells = [_cells(phase, factor, shown.lr, has_lr) for phase, factor in rows]
     widths = [max(len(row[i]) for row in (heads, *cells)) for i in range(len(heads))]
     top = max((phase.size for phase in shown.phases), default=1)
     room = max(8, min(40, width - sum(widths) - 2 * len(widths) - 4))
-    lines: list[Line] = [[("  " + "  ".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)), "head")]]
+    title = "  ".join(head.rjust(w) for head, w in zip(heads, widths, strict=True))
+    lines: list[Line] = [[("  " + title, "head")]]
     for number, ((phase, _), row) in enumerate(zip(rows, cells, strict=True)):
         if left_out and number == MOST_ROWS - 6:
             lines.append([(f"  ... {left_out} more; every= in the schedule makes fewer sizes", "dim")])
@@ -345,13 +348,15 @@ def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     short = sum(phase.short_batches for phase in shown.phases)
     if short:
         lines.append([(f"  {short:,} of them with a short last batch of an epoch", "dim")])
-    return [*lines, *([(f"  {text}", "warn")] for text in shown.over)]
+    for text in shown.over:
+        parts = textwrap.wrap(text, width - 4, break_on_hyphens=False)
+        lines += [[(("  " if n == 0 else "    ") + part, "warn")] for n, part in enumerate(parts)]
+    return lines
 
 
 def _cells(phase: Phase, factor: float, lr: float | None, has_lr: bool) -> list[str]:
-    span = (
-        f"{phase.from_epoch}-{phase.to_epoch}" if phase.to_epoch > phase.from_epoch else str(phase.from_epoch)
-    )
+    first, last = phase.from_epoch, phase.to_epoch
+    span = f"{first}-{last}" if last > first else str(first)
     rate = [f"{factor if lr is None else lr * factor:.4g}"] if has_lr else []
     return [span, f"{phase.begins.step:,}", f"{phase.size:,}", f"{phase.updates:,}", *rate]
 
