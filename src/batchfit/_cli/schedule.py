@@ -315,8 +315,8 @@ def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) ->
         pieces = balanced(local, fits)
         part = "" if world_size == 1 else f" ({local} on a rank)"
         told[phase.size] = (
-            f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it as "
-            f"{len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
+            f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it "
+            f"as {len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
         )
     return tuple(told.values())
 

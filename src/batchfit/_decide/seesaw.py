@@ -28,7 +28,7 @@ def smooth_points(decay: Decay, *, total: int, ratio: float, most: float) -> Ite
             return
         left = 1 / growth
         share = math.acos(2 * left - 1) / math.pi if decay == "cosine" else 2 * math.acos(left) / math.pi
-        at = math.ceil(share * total)
+        at = math.ceil(share * total - 1e-6)  # 600.0000001 by rounding errors is 600
         if at >= total:
             return
         yield at, growth
