@@ -12,7 +12,6 @@ Rules
 
 from __future__ import annotations
 
-import copyreg
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -183,6 +182,11 @@ class ScaledLR:
             told(lr_scheduler)
 
 
+def _unwatched(kind: type) -> Any:
+    """What a copy or a pickle of a watched LR scheduler begins as."""
+    return kind.__new__(kind)
+
+
 def _watching(kind: type, keeper: weakref.ref[ScaledLR]) -> type:
     """A subclass of an LR scheduler's class that steps without our factor; pickles as the original."""
 
@@ -196,7 +200,7 @@ def _watching(kind: type, keeper: weakref.ref[ScaledLR]) -> type:
         return value
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return copyreg.__newobj__, (kind,), vars(self)  # type: ignore[attr-defined]
+        return _unwatched, (kind,), vars(self)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     body = {**names, "step": step, "__reduce_ex__": reduce, "_batchfit_watches": keeper}
