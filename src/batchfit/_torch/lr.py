@@ -184,7 +184,7 @@ class ScaledLR:
 
 def _unwatched(kind: type) -> Any:
     """What a copy or a pickle of a watched LR scheduler begins as."""
-    return kind.__new__(kind)
+    return object.__new__(kind)
 
 
 def _watching(kind: type, keeper: weakref.ref[ScaledLR]) -> type:
