@@ -118,6 +118,7 @@ class BatchSizeScheduler:
         self._progress = Progress()
         self._on_event = on_event
         self._said = ""
+        self._epochs_told = False
         self._loader = loader
         self._lr: ScaledLR | None = None
         if optimizer is not None and lr is not None:
@@ -191,6 +192,7 @@ class BatchSizeScheduler:
     ) -> tuple[int, bool]:
         """Go there: (the size from now on, whether it changed). Moves the loader and the learning rate."""
         at = self._located(epoch, step, samples, tokens)
+        self._compare_epochs(epoch)
         why = ""
         if self._noise is not None:
             size, why = self._noise.choose(self._size, at)
@@ -327,6 +329,19 @@ class BatchSizeScheduler:
             )
         count_in(at, self._unit)  # tokens that nobody counts
         return at
+
+    def _compare_epochs(self, epoch: int | None) -> None:
+        """A loader that asks our plan by its own count must not be at another epoch than the caller."""
+        counted = getattr(self._loader, "progress", None)
+        if epoch is None or self._epochs_told or not isinstance(counted, Progress):
+            return
+        if getattr(self._loader, "schedule", None) is self._plan and epoch - counted.epoch not in (0, 1):
+            self._epochs_told = True
+            log.warning(
+                "%s",
+                f"step({epoch}) was called, and the loader is at epoch {counted.epoch}: it takes its sizes "
+                "from there. Load the loader's state too, or call its set_epoch",
+            )
 
     def _give_plan(self) -> None:
         loader = self._loader

@@ -104,6 +104,10 @@ class MilestoneBatchSizeConfig(PlannedConfig):
     type: Literal["milestone"] = "milestone"
     milestones: tuple[tuple[int, int], ...]
 
+    # Type checkers would ask for the tuple that is kept, where text is what people write.
+    def __init__(self, **data: Any) -> None:
+        super().__init__(**data)
+
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
@@ -302,7 +306,7 @@ def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | Non
     if source.lstrip().startswith("{"):
         return _from_mapping(parse_document(source, name="the schedule"))
     if looks_like_milestones(source):
-        return MilestoneBatchSizeConfig(milestones=source)  # type: ignore[arg-type]
+        return MilestoneBatchSizeConfig(milestones=source)
     if source.lower().endswith(SUFFIXES) or Path(source).is_file():
         return _from_mapping(read_document(Path(source)))
     raise ValueError(

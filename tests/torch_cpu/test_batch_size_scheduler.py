@@ -205,6 +205,18 @@ class TestLoaders:
         with pytest.raises(TypeError, match="loader must have an attribute batch_size, not"):
             BatchSizeScheduler(STEP, 256, loader=object())
 
+    @pytest.mark.parametrize(("epochs", "told"), [((0, 1, 1, 2), 0), ((50, 51), 1), ((0, 3), 1)])
+    def test_a_loader_at_another_epoch_is_noticed_once(
+        self, epochs: tuple[int, ...], told: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        loader = Planned(samples=100, batch_size=256)
+        scheduler = BatchSizeScheduler(STEP, loader=loader)
+        with caplog.at_level(logging.WARNING, logger="batchfit"):
+            for number, epoch in enumerate(epochs):
+                scheduler.step(epoch)
+                loader.progress = Progress(epoch=number)
+        assert len([r for r in caplog.records if "the loader is at epoch" in r.getMessage()]) == told
+
     def test_increase_sets_the_size_of_a_planned_one(self) -> None:
         loader = Planned(samples=100, batch_size=10)
         config = IncreaseBatchSizeConfig(function=lambda epoch, size: 5 * (epoch == 2))
