@@ -17,7 +17,12 @@ from batchfit._cli.exits import Code
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-GUIDES = ("predict.md", "explain.md", "microbatch.md")  # pages that show what their first example prints
+GUIDES = (
+    "predict.md",
+    "explain.md",
+    "microbatch.md",
+    "schedules.md",
+)  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 

@@ -292,7 +292,9 @@ class BatchSizeScheduler:
         bound = BoundPlan(limits, initial, largest, ranks, multiple, tokens_per_sample)
         bound.check()
         if isinstance(config, NoiseBatchSizeConfig):
-            self._noise = NoiseChoice(config, initial, bound.cap, noise, throughput)
+            self._noise = NoiseChoice(
+                config, initial, bound.cap, noise, throughput, world_size=ranks, multiple_of=bound.multiple
+            )
         elif noise is not None or throughput is not None:
             raise ValueError("noise and throughput must be given with a NoiseBatchSizeConfig only")
         if isinstance(config, IncreaseBatchSizeConfig):

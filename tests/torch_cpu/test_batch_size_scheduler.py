@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import runpy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,6 +354,22 @@ class TestLearningRate:
         assert rate_of(optimizer) == rate_of(alone)
         assert scheduler.lr_factors == ()
 
+    def test_several_lr_schedulers(self) -> None:
+        optimizer, alone = optimizer_of(), optimizer_of()
+
+        def two(one: SGD) -> list[Any]:
+            return [lr_scheduler.ExponentialLR(one, 0.9), lr_scheduler.StepLR(one, 3, gamma=0.5)]
+
+        ours, theirs = two(optimizer), two(alone)
+        scheduler = BatchSizeScheduler("0:8 4:32", lr="sqrt", optimizer=optimizer, lr_scheduler=ours)
+        for epoch in range(8):
+            size, _ = scheduler.step(epoch)
+            assert rate_of(optimizer) == rate_of(alone) * (size / 8) ** 0.5
+            optimizer.step()
+            alone.step()
+            for one in (*ours, *theirs):
+                one.step()
+
     def test_untouched_for_one_that_was_not_given(self) -> None:
         optimizer, alone = optimizer_of(), optimizer_of()
         decay, reference = (lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, alone))
@@ -515,6 +533,15 @@ class TestNoise:
         again.load_state_dict(through_a_file(scheduler.state_dict()))
         assert again.batch_size == 1024
 
+    def test_sizes_are_shared_by_the_ranks(self) -> None:
+        pytest.importorskip("batchfit._decide.goodput", reason="needs the noise scale")
+        noise = self.Readings(1.0)  # so little that a batch of 1 would do
+        config = NoiseBatchSizeConfig(min_steps=0)
+        scheduler = BatchSizeScheduler(config, 96, noise=noise, world_size=3, microbatch_size=4)
+        assert {scheduler.step(step=step)[0] for step in range(90)} == {48, 24, 12}
+        with pytest.raises(ValueError, match="initial_batch_size must be a multiple of 32, not 100"):
+            BatchSizeScheduler(config, 100, noise=noise, world_size=4, microbatch_size=8)
+
     def test_no_estimate_no_change(self) -> None:
         pytest.importorskip("batchfit._decide.goodput", reason="needs the noise scale")
         events: list[ScheduleEvent] = []
@@ -544,3 +571,18 @@ def _reading(kind: Any, scale: float | None) -> Any:
         elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
             values[one.name] = 1
     return kind(**values)
+
+
+def test_the_example() -> None:
+    pytest.importorskip("batchfit._loader", reason="needs ResizableLoader")
+    path = Path(__file__).parents[2] / "examples" / "schedule.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+    state = torch.get_rng_state()
+    try:
+        done = runpy.run_path(str(path))["train"](epochs=8)
+    finally:
+        torch.set_rng_state(state)
+    assert done["resumed"] == done["losses"]
+    assert done["updates"] == done["planned"] < done["constant"]
+    assert done["losses"][-1] < done["losses"][0]
+    assert [event.size_after for event in done["events"]] == [128, 256, 512]

@@ -27,6 +27,9 @@ class NoiseChoice:
         cap: int | None,
         noise: Any,
         throughput: Callable[[int], float] | None,
+        *,
+        world_size: int = 1,
+        multiple_of: int = 1,
     ) -> None:
         if not callable(getattr(noise, "reading", None)):
             raise TypeError(f"noise must be a GradientNoise for a NoiseBatchSizeConfig, not {noise!r:.80}")
@@ -39,8 +42,13 @@ class NoiseChoice:
                 f"min_batch_size must be at most the initial batch size {initial_batch_size}, "
                 f"not {config.min_batch_size}"
             )
+        if initial_batch_size % multiple_of:
+            raise ValueError(
+                f"initial_batch_size must be a multiple of {multiple_of}, not {initial_batch_size}"
+            )
         self._config = config
-        self._candidates = config.candidates(initial_batch_size, cap)
+        sizes = config.candidates(initial_batch_size, cap)
+        self._candidates = [size for size in sizes if size % multiple_of == 0 and size >= world_size]
         self._cap = cap
         self._noise = noise
         self._throughput = throughput
