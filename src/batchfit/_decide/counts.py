@@ -57,20 +57,6 @@ def _least(at_least: int) -> str:
     return {0: "0 or more", 1: "a positive integer"}.get(at_least, f"at least {at_least}")
 
 
-def format_count(count: int) -> str:
-    """`1500`, `1.5M`, `250B`: a suffix where it loses nothing.
-
-    >>> format_count(1_500_000), format_count(12_345)
-    ('1.5M', '12345')
-    """
-    for suffix, unit in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= 10 * unit and count % unit == 0:
-            return f"{count // unit}{suffix}"
-        if count >= unit and count % (unit // 10) == 0:
-            return f"{count // (unit // 10) / 10:g}{suffix}"
-    return str(count)
-
-
 def round_size(value: float, *, multiple_of: int = 1, rounding: Rounding = "down") -> int:
     """`value` as a multiple of `multiple_of`, at least one of them.
 
