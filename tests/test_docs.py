@@ -22,6 +22,7 @@ GUIDES = (
     "explain.md",
     "microbatch.md",
     "noise.md",
+    "schedules.md",
 )  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

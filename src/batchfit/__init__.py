@@ -16,12 +16,22 @@ __version__ = "0.1.0"
 
 # name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
 _EXPORTS = {
+    "BatchSizeScheduler": "batchfit._schedule",
+    "CosineBatchSizeConfig": "batchfit.schedules",
+    "CustomBatchSizeConfig": "batchfit.schedules",
+    "ExponentialBatchSizeConfig": "batchfit.schedules",
     "FitResult": "batchfit.results",
     "GradientNoise": "batchfit._noise",
+    "IncreaseBatchSizeConfig": "batchfit.schedules",
+    "LinearBatchSizeConfig": "batchfit.schedules",
     "MemoryExplanation": "batchfit.results",
     "MicrobatchEvent": "batchfit._decide.split",
     "Microbatcher": "batchfit._microbatch",
+    "MilestoneBatchSizeConfig": "batchfit.schedules",
+    "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
+    "ScheduleEvent": "batchfit._decide.plan",
+    "StepBatchSizeConfig": "batchfit.schedules",
     "StepReport": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
@@ -30,6 +40,7 @@ _EXPORTS = {
     "find_batch_size": "batchfit._find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
+    "load_schedule": "batchfit.schedules",
     "predict_batch_size": "batchfit._predict",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
@@ -37,12 +48,22 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "BatchSizeScheduler",
+    "CosineBatchSizeConfig",
+    "CustomBatchSizeConfig",
+    "ExponentialBatchSizeConfig",
     "FitResult",
     "GradientNoise",
+    "IncreaseBatchSizeConfig",
+    "LinearBatchSizeConfig",
     "MemoryExplanation",
     "MicrobatchEvent",
     "Microbatcher",
+    "MilestoneBatchSizeConfig",
+    "NoiseBatchSizeConfig",
     "Prediction",
+    "ScheduleEvent",
+    "StepBatchSizeConfig",
     "StepReport",
     "Trial",
     "Workload",
@@ -51,6 +72,7 @@ __all__ = [
     "find_batch_size",
     "generation",
     "inference",
+    "load_schedule",
     "predict_batch_size",
     "testing",
     "training",
@@ -60,14 +82,27 @@ __all__ = [
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
+    from batchfit._decide.plan import ScheduleEvent
     from batchfit._decide.split import MicrobatchEvent
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
     from batchfit._microbatch import Microbatcher
     from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size
+    from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import FitResult, MemoryExplanation, Prediction, StepReport, Trial
+    from batchfit.schedules import (
+        CosineBatchSizeConfig,
+        CustomBatchSizeConfig,
+        ExponentialBatchSizeConfig,
+        IncreaseBatchSizeConfig,
+        LinearBatchSizeConfig,
+        MilestoneBatchSizeConfig,
+        NoiseBatchSizeConfig,
+        StepBatchSizeConfig,
+        load_schedule,
+    )
     from batchfit.workload import Workload, generation, inference, training
 
 

@@ -175,6 +175,30 @@ mb.backward(loss_of, make_batch(8), scaler)  # type: ignore[call-arg,arg-type]
 mb.backward(make_batch(8), loss_of)  # type: ignore[arg-type]
 mb.step(optimizer, scaler)  # type: ignore[call-arg]
 
+# Schedules.
+schedule = batchfit.StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)
+assert_type(schedule.gamma, int)
+milestones = batchfit.MilestoneBatchSizeConfig(milestones="0:768 250B:1536", unit="tokens")
+assert_type(milestones.milestones, tuple[tuple[int, int], ...])
+assert_type(
+    batchfit.MilestoneBatchSizeConfig.seesaw(256, decay="cosine", total=100),
+    batchfit.MilestoneBatchSizeConfig,
+)
+changes: list[batchfit.ScheduleEvent] = []
+scheduler = batchfit.BatchSizeScheduler(
+    schedule, 256, lr=["sqrt", "none"], optimizer=optimizer, largest=1024, on_event=changes.append
+)
+batchfit.BatchSizeScheduler("0:256 20:512")
+batchfit.BatchSizeScheduler(batchfit.load_schedule(Path("schedule.json")), initial_batch_size=256)
+assert_type(scheduler.step(3), tuple[int, bool])
+assert_type(scheduler.step(samples=4096), tuple[int, bool])
+assert_type(scheduler.get_batch_size(3), int)
+assert_type(scheduler.should_update(3), bool)
+assert_type(scheduler.updates(samples=50_000, epochs=3), int)
+assert_type(scheduler.state_dict(), dict[str, Any])
+batchfit.BatchSizeScheduler(schedule, 256, None)  # type: ignore[call-arg]
+batchfit.BatchSizeScheduler(schedule, "256")  # type: ignore[arg-type]
+
 # A CPU that runs out of memory.
 with batchfit.virtual_memory("2GiB") as memory:
     step(8)

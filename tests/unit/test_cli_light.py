@@ -89,6 +89,8 @@ class TestHelp:
             ("explain", "-h"),
             ("doctor", "-h"),
             ("demo", "--help"),
+            ("schedule", "--help"),
+            ("schedule", "show", "--help"),
             ("--version",),
             ("predict", "--list-gpus"),
         ],

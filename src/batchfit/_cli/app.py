@@ -9,15 +9,15 @@ One default differs: the store is on in `batchfit find`, since a command is type
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import batchfit
-from batchfit._cli.exits import MEANINGS, Code, CommandFailed
+from batchfit._cli.ending import end, show_help
+from batchfit._cli.exits import MEANINGS
+from batchfit._cli.schedule import schedule_app
 
 # In the help text and not in the epilog: versions of typer differ in what they do to an epilog's lines.
 CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
@@ -30,6 +30,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit doctor
 
 {CODES}
@@ -125,12 +126,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-def _help(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        typer.echo(context.get_help())
-        raise typer.Exit()
-
-
 @app.callback(help=MAIN_HELP)
 def batchfit_command(
     version: Annotated[
@@ -139,7 +134,7 @@ def batchfit_command(
     # Our own: typer's, when it is not given, is None, and to make that a bool typer imports pydantic.
     show_help: Annotated[
         bool,
-        typer.Option("--help", "-h", help="Show this message and exit.", callback=_help, is_eager=True),
+        typer.Option("--help", "-h", help="Show this message and exit.", callback=show_help, is_eager=True),
     ] = False,
 ) -> None:
     """What `batchfit` does before any command: nothing but answer `--version`."""
@@ -347,7 +342,7 @@ def find(
     )
     source = context.get_parameter_source("store")
     asked = store and source is not None and source.name == "COMMANDLINE"
-    _end(
+    end(
         lambda: find_target(
             target, settings, as_json=json, output=output, full_traceback=traceback, store_asked=asked
         )
@@ -452,7 +447,7 @@ def predict(
         expandable_segments=expandable_segments,
     )
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    _end(lambda: predict_target(target, settings, delivery=delivery, full_traceback=traceback))
+    end(lambda: predict_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
 @app.command(help=EXPLAIN_HELP)
@@ -500,7 +495,7 @@ def explain(
 
     settings = ExplainSettings(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    _end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
+    end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
 @app.command(help=DOCTOR_HELP)
@@ -509,7 +504,7 @@ def doctor(
 ) -> None:
     from batchfit._cli.doctor import examine
 
-    _end(lambda: examine(as_json=json))
+    end(lambda: examine(as_json=json))
 
 
 @app.command(help=DEMO_HELP)
@@ -520,19 +515,7 @@ def demo(
 ) -> None:
     from batchfit._cli.demo import run_demo
 
-    _end(lambda: run_demo(output=output))
+    end(lambda: run_demo(output=output))
 
 
-def _end(command: Callable[[], Code]) -> None:
-    """Run a command and exit with its code; say on stderr why it failed, if it did."""
-    from batchfit._cli.output import complain
-
-    try:
-        code = command()
-    except CommandFailed as failed:
-        complain(failed)
-        code = failed.code
-    except KeyboardInterrupt:
-        code = Code.INTERRUPTED  # where nothing was found yet that could be saved
-    sys.stdout.flush()
-    raise typer.Exit(int(code))
+app.add_typer(schedule_app, name="schedule")

@@ -18,6 +18,7 @@ from batchfit._decide.units import format_bytes
 
 if TYPE_CHECKING:
     from batchfit._cli.predict import Row
+    from batchfit._cli.schedule import Shown
     from batchfit.results import MemoryExplanation, Prediction
 
 SUFFIXES = (".png", ".svg")
@@ -105,6 +106,28 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
         axes.plot([peak.at], [height], "v", color="black", markersize=4)
         axes.set_xlim(places[0], places[-1])
         axes.legend(loc="upper left", fontsize=8, reverse=True, bbox_to_anchor=(1.0, 1.0))
+    _save(figure, path)
+
+
+def draw_schedule(shown: Shown, path: Path) -> None:
+    """Batch size over the epochs in stairs, and the learning rate where it follows."""
+    figure, axes = _figure()
+    ends = [phase.begins.samples for phase in shown.phases[1:]]
+    ends.append(sum(phase.samples for phase in shown.phases))
+    places = [0.0, *(end / shown.samples for end in ends)]
+    axes.stairs([phase.size for phase in shown.phases], places, baseline=None, color="C0", linewidth=2)
+    axes.set(xlabel="epoch", ylabel="batch size", ylim=(0, None), xlim=(0, places[-1]))
+    if any(factor != 1 for factor in shown.factors):
+        right = axes.twinx()
+        rates = [factor * (shown.lr or 1.0) for factor in shown.factors]
+        right.stairs(rates, places, baseline=None, color="C1", linewidth=1.5)
+        right.set(ylabel="learning rate" if shown.lr else "factor of the learning rate", ylim=(0, None))
+        right.spines[["top"]].set_visible(False)
+        right.yaxis.label.set_color("C1")
+    axes.yaxis.label.set_color("C0")
+    axes.set_title(
+        f"{shown.config}: {shown.updates:,} updates, {shown.saved:.1%} fewer than at {shown.initial}"
+    )
     _save(figure, path)
 
 

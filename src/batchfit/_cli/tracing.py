@@ -98,7 +98,7 @@ def tell(
             raise CommandFailed(code, "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():
-                _deliver(told, stdout, delivery)
+                deliver(told, stdout, delivery)
     return told.code
 
 
@@ -141,7 +141,7 @@ def _answered(
         raise
 
 
-def _deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:
+def deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:
     """Save and draw, then show; where a file fails the answer is shown all the same, and then the failure."""
     saved, lost = [], []
     for path, write in (

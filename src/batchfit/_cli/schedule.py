@@ -1,0 +1,372 @@
+"""`batchfit schedule show`: what a schedule will do, before it is trained with.
+
+Rules: updates are counted as the loader makes them, not by a formula; a plan that asks for more than fits is
+told with the way out (microbatches). Nothing is trained, and torch is not loaded.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from batchfit._cli.ending import end, show_help
+from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.tracing import Delivery, Told, deliver
+from batchfit._decide.bound import BoundPlan
+from batchfit._decide.counts import parse_count
+from batchfit._decide.increase import Increases
+from batchfit._decide.lr_rules import LRRule
+from batchfit._decide.plan import Constant, Foreseen, Phase, phases, updates_of
+from batchfit._decide.split import balanced
+from batchfit._draw import Line, bar
+
+if TYPE_CHECKING:
+    from batchfit.schedules import AnyConfig
+
+HELP = "Look at batch-size schedules."
+SHOW_HELP = """\
+Show what the schedule CONFIG will do: sizes, updates, learning rates, and whether they fit.
+
+CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
+counted as ResizableLoader makes them. Nothing is trained.
+
+Examples:
+  batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
+"""
+MOST_ROWS = 24
+OUTPUT = "Output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowSettings:
+    """What was asked for."""
+
+    samples: str
+    epochs: int
+    initial: int | None = None
+    lr: float | None = None
+    lr_rule: str = "none"
+    fits: int | None = None
+    world_size: int = 1
+    microbatch_size: int | None = None
+    tokens_per_sample: int | None = None
+    drop_last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A schedule followed to its end."""
+
+    config: str
+    initial: int
+    samples: int
+    epochs: int
+    phases: tuple[Phase, ...]
+    factors: tuple[float, ...]
+    lr: float | None
+    updates: int
+    constant_updates: int
+    over: tuple[str, ...] = field(default=())  # where it asks for more than fits, and what to do
+
+    @property
+    def saved(self) -> float:
+        """The share of updates that the constant initial size would make more."""
+        return 1 - self.updates / self.constant_updates if self.constant_updates else 0.0
+
+    def to_json(self) -> str:
+        """All of it as JSON text."""
+        rows = [
+            {
+                "from_epoch": phase.from_epoch,
+                "to_epoch": phase.to_epoch,
+                "from_step": phase.begins.step,
+                "batch_size": phase.size,
+                "updates": phase.updates,
+                "samples": phase.samples,
+                "short_batches": phase.short_batches,
+                "lr_factor": factor,
+                **({} if self.lr is None else {"lr": self.lr * factor}),
+            }
+            for phase, factor in zip(self.phases, self.factors, strict=True)
+        ]
+        whole: dict[str, Any] = {
+            "kind": "schedule",
+            "schema_version": 1,
+            "schedule": self.config,
+            "initial_batch_size": self.initial,
+            "samples": self.samples,
+            "epochs": self.epochs,
+            "phases": rows,
+            "updates": self.updates,
+            "updates_at_constant_size": self.constant_updates,
+            "updates_saved": self.saved,
+            "more_than_fits": list(self.over),
+        }
+        return json_text.dumps(whole, indent=2)
+
+
+schedule_app = typer.Typer(help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich")
+
+
+@schedule_app.callback(help=HELP)
+def schedule(
+    # Our own, as in `_cli/app.py`: typer's would import pydantic.
+    wanted: Annotated[
+        bool,
+        typer.Option("--help", "-h", help="Show this message and exit.", callback=show_help, is_eager=True),
+    ] = False,
+) -> None:
+    """Keeps `show` a word of its own."""
+
+
+@schedule_app.command(help=SHOW_HELP)
+def show(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
+    ],
+    samples: Annotated[
+        str,
+        typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
+    ],
+    epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
+    initial: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="what CONFIG says at 0",
+            help="Batch size that training starts with.",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
+    ] = None,
+    lr_rule: Annotated[
+        str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
+    ] = "none",
+    fits: Annotated[
+        int | None,
+        typer.Option(
+            "--fits",
+            "--largest",
+            metavar="N",
+            show_default=False,
+            help="Largest batch of one process that fits, as batchfit find says.",
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
+        ),
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
+    ] = None,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The plan as JSON, alone on stdout.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Draw sizes and learning rate into FILE.png or FILE.svg (needs matplotlib).",
+        ),
+    ] = None,
+) -> None:
+    settings = ShowSettings(
+        samples=samples,
+        epochs=epochs,
+        initial=initial,
+        lr=lr,
+        lr_rule=lr_rule,
+        fits=fits,
+        world_size=world_size,
+        microbatch_size=microbatch_size,
+        tokens_per_sample=tokens_per_sample,
+        drop_last=drop_last,
+    )
+    end(lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot)))
+
+
+def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) -> Code:
+    """Load a schedule, follow it to its end, and show it."""
+    delivery.check()
+    if sys.path[:1] != [str(Path.cwd())]:
+        sys.path.insert(0, str(Path.cwd()))  # where a schedule's own function is looked for
+    try:
+        shown = followed(config, settings)
+    except ValueError as error:
+        if getattr(error, "__notes__", None):  # of the schedule's function
+            raise CommandFailed(Code.RAISED, _raised(error)) from None
+        raise CommandFailed(Code.USAGE, f"{error} (batchfit schedule show --help lists the flags)") from None
+    except Exception as error:  # noqa: BLE001  the schedule's function may raise anything
+        raise CommandFailed(Code.RAISED, _raised(error)) from None
+    told = Told(
+        json=shown.to_json(),
+        lines=lambda width, plain: schedule_lines(shown, width=width, plain=plain),
+        draw=lambda path: _draw_file(shown, path),
+    )
+    deliver(told, sys.stdout, delivery)
+    return told.code
+
+
+def followed(config: str, settings: ShowSettings) -> Shown:
+    """The phases of a schedule, and what a constant size would do."""
+    from batchfit.schedules import load_schedule
+
+    for name in ("epochs", "world_size", "initial", "fits", "microbatch_size", "tokens_per_sample"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if settings.lr is not None and not 0 < settings.lr < math.inf:
+        raise ValueError(f"lr must be more than 0, not {settings.lr!r}")
+    samples = parse_count(settings.samples, name="samples", at_least=max(1, settings.world_size))
+    rule = LRRule.parse(settings.lr_rule, name="lr_rule")
+    schedule = load_schedule(config)
+    assert schedule is not None
+    initial, plan = bound(schedule, settings)
+    how: dict[str, Any] = {
+        "samples": samples,
+        "epochs": settings.epochs,
+        "drop_last": settings.drop_last,
+        "world_size": settings.world_size,
+    }
+    found = phases(plan, **how)
+    return Shown(
+        config=config,
+        initial=initial,
+        samples=samples,
+        epochs=settings.epochs,
+        phases=found,
+        factors=tuple(rule.factor(phase.size / initial) for phase in found),
+        lr=settings.lr,
+        updates=updates_of(found),
+        constant_updates=updates_of(phases(BoundPlan(Constant(), initial), **how)),
+        over=over_what_fits(found, settings.fits, settings.world_size),
+    )
+
+
+def bound(schedule: AnyConfig, settings: ShowSettings) -> tuple[int, Foreseen]:
+    """The initial size, and the plan from there."""
+    from batchfit._schedule_base import PlannedConfig
+    from batchfit.schedules import IncreaseBatchSizeConfig
+
+    ranks, per_sample = settings.world_size, settings.tokens_per_sample
+    multiple = settings.microbatch_size * ranks if settings.microbatch_size is not None else 1
+    if isinstance(schedule, PlannedConfig):
+        if settings.initial is None and not getattr(schedule, "milestones", ((1, 1),))[0][0] == 0:
+            raise ValueError("initial must be given, such as --initial 256, not None")
+        initial = schedule.checked_initial(settings.initial)
+        plan = schedule.bind(initial, world_size=ranks, multiple_of=multiple, tokens_per_sample=per_sample)
+        return initial, plan
+    if not isinstance(schedule, IncreaseBatchSizeConfig):
+        raise ValueError(
+            "config must be a schedule that can be foreseen, not one by noise: it decides in training"
+        )
+    if settings.initial is None:
+        raise ValueError("initial must be given, such as --initial 256, not None")
+    limits = Constant("epoch", schedule.max_batch_size, schedule.multiple_of, schedule.rounding)
+    checked = BoundPlan(limits, settings.initial, None, ranks, multiple, per_sample)
+    checked.check()
+    increases = Increases(
+        schedule.increase,
+        settings.initial,
+        cap=schedule.max_batch_size,
+        clamp=schedule.clamp,
+        world_size=ranks,
+        multiple_of=checked.multiple,
+        rounding=schedule.rounding,
+        tokens_per_sample=per_sample,
+    )
+    return settings.initial, increases
+
+
+def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) -> tuple[str, ...]:
+    """Where a rank's part is more than fits, and the microbatches that do."""
+    told: dict[int, str] = {}
+    for phase in found:
+        local = -(-phase.size // world_size)
+        if fits is None or local <= fits or phase.size in told:
+            continue
+        pieces = balanced(local, fits)
+        part = "" if world_size == 1 else f" ({local} on a rank)"
+        told[phase.size] = (
+            f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it "
+            f"as {len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
+        )
+    return tuple(told.values())
+
+
+def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
+    """The plan as a table: phases, then what they add up to."""
+    rows = list(zip(shown.phases, shown.factors, strict=True))
+    left_out = max(0, len(rows) - MOST_ROWS)
+    if left_out:
+        rows = [*rows[: MOST_ROWS - 6], *rows[-6:]]
+    has_lr = shown.lr is not None or any(factor != 1 for factor in shown.factors)
+    heads = ["epochs", "from step", "batch size", "updates"]
+    heads += ["LR" if shown.lr else "LR factor"] if has_lr else []
+    cells = [_cells(phase, factor, shown.lr, has_lr) for phase, factor in rows]
+    widths = [max(len(row[i]) for row in (heads, *cells)) for i in range(len(heads))]
+    top = max((phase.size for phase in shown.phases), default=1)
+    room = max(8, min(40, width - sum(widths) - 2 * len(widths) - 4))
+    title = "  ".join(head.rjust(w) for head, w in zip(heads, widths, strict=True))
+    lines: list[Line] = [[("  " + title, "head")]]
+    for number, ((phase, _), row) in enumerate(zip(rows, cells, strict=True)):
+        if left_out and number == MOST_ROWS - 6:
+            lines.append([(f"  ... {left_out} more; every= in the schedule makes fewer sizes", "dim")])
+        text = "  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+        lines.append([(text + "  ", ""), (bar(phase.size / top, room, plain=plain), "curve")])
+    saved = f"{abs(shown.saved):.1%} {'fewer' if shown.saved >= 0 else 'more'}"
+    total = f"{shown.updates:,} updates in {shown.epochs} epochs of {shown.samples:,} samples"
+    against = f"{saved} than with a constant {shown.initial} ({shown.constant_updates:,})"
+    lines += [[], [(total, "strong")], [(f"  {against}", "")]]
+    short = sum(phase.short_batches for phase in shown.phases)
+    if short:
+        lines.append([(f"  {short:,} of them with a short last batch of an epoch", "dim")])
+    for text in shown.over:
+        parts = textwrap.wrap(text, width - 4, break_on_hyphens=False)
+        lines += [[(("  " if n == 0 else "    ") + part, "warn")] for n, part in enumerate(parts)]
+    return lines
+
+
+def _cells(phase: Phase, factor: float, lr: float | None, has_lr: bool) -> list[str]:
+    first, last = phase.from_epoch, phase.to_epoch
+    span = f"{first}-{last}" if last > first else str(first)
+    rate = [f"{factor if lr is None else lr * factor:.4g}"] if has_lr else []
+    return [span, f"{phase.begins.step:,}", f"{phase.size:,}", f"{phase.updates:,}", *rate]
+
+
+def _raised(error: BaseException) -> str:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+
+
+def _draw_file(shown: Shown, path: Path) -> None:
+    from batchfit._cli.plot import draw_schedule
+
+    draw_schedule(shown, path)

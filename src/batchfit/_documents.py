@@ -1,0 +1,78 @@
+"""Settings in JSON and YAML files, and what pydantic says about them in one sentence.
+
+Rules: a document is a mapping; JSON always works, YAML where pyyaml is installed; a file that cannot be read
+says which, and why. An error names field and value: `gamma must be at least 2, not 1`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+YAML = (".yaml", ".yml")
+SUFFIXES = (".json", *YAML)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """The mapping in a file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"the file {str(path)!r} cannot be read: {why}") from None
+    return parse_document(text, name=repr(str(path)), is_yaml=path.suffix.lower() in YAML)
+
+
+def parse_document(text: str, *, name: str, is_yaml: bool = False) -> dict[str, Any]:
+    """The mapping in a text."""
+    try:
+        data = _parse_yaml(text, name) if is_yaml else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} must be JSON, and is not: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} must hold a mapping of fields, not {_short(data)}")
+    return data
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ValueError(f"pip install pyyaml to read {name}, or write it as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} must be YAML, and is not: {' '.join(str(error).split())}") from None
+
+
+def sentence(found: Sequence[Mapping[str, Any]], *, fields: Sequence[str], name: str) -> str:
+    """The first of pydantic's errors as one sentence of ours."""
+    first = found[0]
+    kind, given, context = first["type"], first.get("input"), first.get("ctx") or {}
+    place = [str(part) for part in first["loc"] if str(part) not in ("function-before", "function-after")]
+    field = place[-1] if place else name
+    if kind == "value_error":  # a sentence of our own
+        return str(context.get("error", first["msg"])).removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{field} must be given to a {name}"
+    if kind == "extra_forbidden":
+        return f"{field} must be a field of {name} ({', '.join(fields)}), not a new one with {_short(given)}"
+    if kind == "literal_error":
+        return f"{field} must be {context['expected']}, not {_short(given)}"
+    if kind == "union_tag_invalid":
+        return f"type must be one of {context['expected_tags']}, not {context['tag']!r}"
+    if kind == "union_tag_not_found":
+        return f"type must be given, such as 'step', not {_short(given)}"
+    if kind.startswith("bool"):
+        return f"{field} must be true or false, not {_short(given)}"
+    if kind.startswith("model"):
+        return f"{name} must be a mapping of fields, not {_short(given)}"
+    what = first["msg"].removeprefix("Input should be ")
+    return f"{field} must be {what[:1].lower() + what[1:]}, not {_short(given)}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,446 @@
+"""BatchSizeScheduler: the one object that moves the batch size, the loader and the learning rate together.
+
+Rules
+- The size is a function of progress. Asking twice changes nothing; a run that goes on from a checkpoint has
+  the sizes and learning rates of one that was never stopped.
+- A loader that takes a plan gets it, and changes sizes by itself; any other is told at the change.
+- Every change is one line (`Epoch 20: Updating batch size from 256 to 512`) and one event, on rank 0.
+- What is wrong with sizes, ranks and limits is told before training, where it can be known.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from batchfit._decide.bound import BoundPlan, checked_size, count_in
+from batchfit._decide.counts import parse_count, whole
+from batchfit._decide.increase import Increases
+from batchfit._decide.plan import Constant, EventKind, ScheduleEvent, phases, updates_of
+from batchfit._decide.progress import Plan, Progress
+from batchfit._schedule_base import BatchSizeConfig, PlannedConfig
+from batchfit._torch.lr import ScaledLR
+from batchfit._torch.lr_clock import LRClock
+from batchfit._torch.noise_choice import NoiseChoice
+from batchfit.schedules import (
+    IncreaseBatchSizeConfig,
+    MilestoneBatchSizeConfig,
+    NoiseBatchSizeConfig,
+    load_schedule,
+)
+
+log = logging.getLogger("batchfit")
+
+_STATE_VERSION = 1
+
+
+@final
+class BatchSizeScheduler:
+    """Says which batch size comes next, and moves the loader and the learning rate with it.
+
+        scheduler = BatchSizeScheduler(StepBatchSizeConfig(step_size=20, gamma=2), 256, loader=loader)
+        for epoch in range(100):
+            scheduler.step(epoch)
+            for batch in loader: ...
+
+    A schedule in steps, samples or tokens is stepped after `optimizer.step()`, like torch's LR schedulers:
+    `scheduler.step()` with a loader that counts, or `scheduler.step(samples=...)`.
+
+    Args:
+        config: a schedule, its text or mapping (`load_schedule`), or None for a constant size.
+        initial_batch_size: the size that training starts with, over all ranks, and that the learning rate was
+            tuned for. May be left out where milestones begin at 0, or where the loader has one.
+        loader: a `ResizableLoader`, or any object with an attribute `batch_size` that can be set.
+        lr: how the learning rate follows: "none", "linear", "sqrt", "seesaw", "power(0.6)", or one for each
+            parameter group. A group with a key "batchfit_lr_rule" has its own.
+        optimizer: whose learning rates follow; needs `lr`.
+        lr_scheduler: torch's LR scheduler (or several) of that optimizer: our factor is taken out before it
+            steps, and put back after.
+        largest: the largest batch that fits. A schedule is capped there; an increase past it is left out.
+        world_size, microbatch_size: where given, sizes are multiples of their product.
+        tokens_per_sample: for schedules in tokens, where nobody counts them.
+        noise: for `NoiseBatchSizeConfig`: a `GradientNoise`.
+        throughput: for `NoiseBatchSizeConfig`: samples per second at a size, `throughput(size)`.
+        on_event: called with each `ScheduleEvent` (the size changed, or did not, and why).
+    """
+
+    def __init__(
+        self,
+        config: BatchSizeConfig | str | Path | Mapping[str, Any] | None,
+        initial_batch_size: int | None = None,
+        *,
+        loader: Any = None,
+        lr: str | Sequence[str] | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        largest: int | None = None,
+        world_size: int | None = None,
+        microbatch_size: int | None = None,
+        tokens_per_sample: int | None = None,
+        noise: Any = None,
+        throughput: Callable[[int], float] | None = None,
+        on_event: Callable[[ScheduleEvent], object] | None = None,
+    ) -> None:
+        for name, value in (
+            ("largest", largest),
+            ("world_size", world_size),
+            ("microbatch_size", microbatch_size),
+        ):
+            if value is not None:
+                whole(value, name=name, at_least=1)
+        if tokens_per_sample is not None:
+            tokens_per_sample = parse_count(tokens_per_sample, name="tokens_per_sample", at_least=1)
+        if on_event is not None and not callable(on_event):
+            raise TypeError(f"on_event must be a callable, not {on_event!r}")
+        _check_lr(lr, optimizer, lr_scheduler)
+        _check_loader(loader)
+        self.config = load_schedule(config)
+        if initial_batch_size is None and not self._starts_by_itself():
+            initial_batch_size = getattr(loader, "batch_size", None)
+        self._unit = "epoch" if self.config is None else self.config.unit
+        self._noise: NoiseChoice | None = None
+        ranks = self._world_size = world_size or _world_size()
+        multiple = (world_size or 1) * (microbatch_size or 1)
+        self._plan = self._bind(
+            initial_batch_size, largest, ranks, multiple, tokens_per_sample, noise, throughput
+        )
+        self._size = self.initial_batch_size
+        self._progress = Progress()
+        self._on_event = on_event
+        self._said = ""
+        self._epochs_told = False
+        self._loader = loader
+        self._lr: ScaledLR | None = None
+        if optimizer is not None and lr is not None:
+            several = lr_scheduler if isinstance(lr_scheduler, tuple | list) else [lr_scheduler]
+            watched = [one for one in several if one is not None]
+            self._clock = LRClock(self._unit, counts=isinstance(getattr(loader, "progress", None), Progress))
+            # Weak: an LR scheduler that outlives this object is then itself again.
+            told = weakref.WeakMethod(self._lr_stepped)
+            self._lr = ScaledLR(optimizer, lr, lr_schedulers=watched, on_lr_step=told)
+        self._give_plan()
+
+    # --- what it says
+
+    @property
+    def plan(self) -> Plan:
+        """The size as a function of progress, for this run: what `ResizableLoader(schedule=)` takes."""
+        return self._plan
+
+    @property
+    def batch_size(self) -> int:
+        """The size now."""
+        return self._size
+
+    @property
+    def lr_factors(self) -> tuple[float, ...]:
+        """What each parameter group's learning rate is multiplied with now."""
+        return self._lr.factors if self._lr is not None else ()
+
+    def get_batch_size(
+        self,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+    ) -> int:
+        """The size there; changes nothing. (A schedule by noise does not know: the size now.)"""
+        if self._noise is not None:
+            return self._size
+        return self._plan.size_at(self._located(epoch, step, samples, tokens))
+
+    def should_update(
+        self,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+    ) -> bool:
+        """Whether `step` would change the size; changes nothing."""
+        return self.get_batch_size(epoch, step=step, samples=samples, tokens=tokens) != self._size
+
+    def updates(self, *, samples: int, epochs: int, drop_last: bool = False) -> int:
+        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length."""
+        if self._noise is not None:
+            raise ValueError("config must be a schedule that can be foreseen, not one by noise")
+        found = phases(
+            self._plan, samples=samples, epochs=epochs, drop_last=drop_last, world_size=self._world_size
+        )
+        return updates_of(found)
+
+    # --- what it does
+
+    def step(
+        self,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+    ) -> tuple[int, bool]:
+        """Go there: (the size from now on, whether it changed). Moves the loader and the learning rate."""
+        at = self._located(epoch, step, samples, tokens)
+        self._compare_epochs(epoch)
+        why = ""
+        if self._noise is not None:
+            size, why = self._noise.choose(self._size, at)
+        else:
+            size = self._plan.size_at(at)
+        self._progress = at
+        before, self._size = self._size, size
+        if size != before:
+            self._move_loader()
+        factors = self._follow()
+        if size != before:
+            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
+        else:
+            self._tell_limit(at, why, factors)
+        return size, size != before
+
+    @contextmanager
+    def lr_untouched(self) -> Iterator[None]:
+        """Inside, learning rates are without our factor: for an LR scheduler that was not given to us."""
+        if self._lr is None:
+            yield
+            return
+        with self._lr.untouched():
+            yield
+
+    def close(self) -> None:
+        """Take our factor out of the learning rates, and let go of the LR schedulers."""
+        if self._lr is not None:
+            self._lr.close()
+            self._lr = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, for a checkpoint; beside the optimizer's, whose groups keep our factor."""
+        state: dict[str, Any] = {
+            "version": _STATE_VERSION,
+            "initial_batch_size": self.initial_batch_size,
+            "batch_size": self._size,
+            "progress": asdict(self._progress),
+        }
+        if isinstance(self._plan, Increases):
+            state["sizes"] = self._plan.sizes(before_epoch=self._progress.epoch + 1)
+        if self._noise is not None:
+            state["noise"] = self._noise.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was; in any order with the optimizer's and the LR scheduler's."""
+        if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
+            raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
+        if state["initial_batch_size"] != self.initial_batch_size:
+            raise ValueError(
+                f"initial_batch_size must be {state['initial_batch_size']}, as in the checkpoint, since "
+                f"learning rates are told against it, not {self.initial_batch_size}"
+            )
+        self._progress = Progress(**state["progress"])
+        size = int(state["batch_size"])
+        if isinstance(self._plan, Increases):
+            self._plan.restore(state.get("sizes", ()))
+        if self._noise is not None:
+            self._noise.load_state_dict(state["noise"])
+        elif count_in(self._progress, self._unit) > 0 or size != self.initial_batch_size:
+            size = self._plan.size_at(self._progress)
+        self._size = size
+        self._move_loader()
+        factors = self._follow()
+        if size != state["batch_size"]:
+            why = "the schedule or its limits are others than in the checkpoint"
+            self._tell("changed", int(state["batch_size"]), self._progress, why, factors)
+
+    def __repr__(self) -> str:
+        kind = "constant" if self.config is None else self.config.type
+        return f"BatchSizeScheduler({kind}, initial {self.initial_batch_size}, now {self._size})"
+
+    # --- how
+
+    def _starts_by_itself(self) -> bool:
+        return isinstance(self.config, MilestoneBatchSizeConfig) and self.config.milestones[0][0] == 0
+
+    def _bind(
+        self,
+        initial: int | None,
+        largest: int | None,
+        ranks: int,
+        multiple: int,
+        tokens_per_sample: int | None,
+        noise: Any,
+        throughput: Callable[[int], float] | None,
+    ) -> BoundPlan | Increases:
+        config = self.config
+        if isinstance(config, PlannedConfig):
+            initial = config.checked_initial(initial)
+        else:
+            initial = checked_size(initial, name="initial_batch_size")
+        self.initial_batch_size = initial
+        # What is true of every schedule is checked in one place, whether its sizes are a function or not.
+        limits = config if isinstance(config, PlannedConfig) else _as_constant(config)
+        bound = BoundPlan(limits, initial, largest, ranks, multiple, tokens_per_sample)
+        bound.check()
+        if isinstance(config, NoiseBatchSizeConfig):
+            self._noise = NoiseChoice(
+                config, initial, bound.cap, noise, throughput, world_size=ranks, multiple_of=bound.multiple
+            )
+        elif noise is not None or throughput is not None:
+            raise ValueError("noise and throughput must be given with a NoiseBatchSizeConfig only")
+        if isinstance(config, IncreaseBatchSizeConfig):
+            return Increases(
+                config.increase,
+                initial,
+                cap=bound.cap,
+                clamp=config.clamp,
+                world_size=ranks,
+                multiple_of=bound.multiple,
+                rounding=config.rounding,
+                tokens_per_sample=tokens_per_sample,
+            )
+        return bound
+
+    def _located(
+        self, epoch: int | None, step: int | None, samples: int | None, tokens: int | None
+    ) -> Progress:
+        """The progress that the caller means: what was given, what the loader counts, what was known."""
+        named = {"epoch": epoch, "step": step, "samples": samples, "tokens": tokens}
+        given = {
+            name: whole(value, name=name, at_least=0) for name, value in named.items() if value is not None
+        }
+        counts = isinstance(getattr(self._loader, "progress", None), Progress)
+        at = replace(self._now(), **given)
+        per_sample = getattr(self._plan, "tokens_per_sample", None)
+        if tokens is None and per_sample is not None and (at.tokens is None or samples is not None):
+            at = replace(at, tokens=at.samples * per_sample)
+        enough = self._unit in given or counts
+        if not enough and not (self._unit == "tokens" and samples is not None and per_sample is not None):
+            how = "step(epoch)" if self._unit == "epoch" else f"step({self._unit}=...)"
+            raise ValueError(
+                f"{self._unit} must be given, as in {how}: the schedule counts them, and no loader does"
+            )
+        count_in(at, self._unit)  # tokens that nobody counts
+        return at
+
+    def _compare_epochs(self, epoch: int | None) -> None:
+        """A loader that asks our plan by its own count must not be at another epoch than the caller."""
+        counted = getattr(self._loader, "progress", None)
+        if epoch is None or self._epochs_told or not isinstance(counted, Progress):
+            return
+        if getattr(self._loader, "schedule", None) is self._plan and epoch - counted.epoch not in (0, 1):
+            self._epochs_told = True
+            log.warning(
+                "%s",
+                f"step({epoch}) was called, and the loader is at epoch {counted.epoch}: it takes its sizes "
+                "from there. Load the loader's state too, or call its set_epoch",
+            )
+
+    def _give_plan(self) -> None:
+        loader = self._loader
+        if loader is None:
+            return
+        if isinstance(self._plan, BoundPlan) and self._noise is None and hasattr(loader, "schedule"):
+            loader.schedule = self._plan
+        else:
+            if hasattr(loader, "schedule"):
+                loader.schedule = None
+            self._move_loader()
+
+    def _move_loader(self) -> None:
+        """Tell a loader that follows no plan of ours."""
+        loader = self._loader
+        if loader is None or getattr(loader, "schedule", None) is self._plan:
+            return
+        if loader.batch_size != self._size:
+            loader.batch_size = self._size
+
+    def _follow(self) -> tuple[float, ...]:
+        if self._lr is None:
+            return ()
+        return self._lr.set_ratio(self._size / self.initial_batch_size)
+
+    def _limit(self, at: Progress) -> str:
+        if isinstance(self._plan, Increases):
+            return self._plan.told_at(at.epoch).why
+        return "" if self._noise is not None else self._plan.limited_at(at)
+
+    def _tell_limit(self, at: Progress, why: str, factors: tuple[float, ...]) -> None:
+        """Say once that the schedule wants another size than it gets."""
+        limit = why or self._limit(at)
+        if limit and limit != self._said:
+            kind: EventKind = "limited" if isinstance(self._plan, BoundPlan) else "skipped"
+            self._tell("kept" if self._noise is not None else kind, self._size, at, limit, factors)
+        self._said = limit
+
+    def _tell(self, kind: EventKind, before: int, at: Progress, why: str, factors: tuple[float, ...]) -> None:
+        event = ScheduleEvent(kind, before, self._size, at, why, self._unit, factors)
+        if kind != "kept":  # a decision to do nothing comes with every look at the noise
+            _say(str(event))
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _lr_stepped(self, lr_scheduler: Any) -> None:
+        if self.config is not None:  # a constant size makes as many steps as ever
+            self._clock.stepped(lr_scheduler, self._now(), self._size)
+
+    def _now(self) -> Progress:
+        counted = getattr(self._loader, "progress", None)
+        return counted if isinstance(counted, Progress) else self._progress
+
+
+def _as_constant(config: BatchSizeConfig | None) -> Constant:
+    if config is None:
+        return Constant()
+    unit = "epoch" if isinstance(config, IncreaseBatchSizeConfig) else "step"
+    return Constant(unit, config.max_batch_size, config.multiple_of, config.rounding)
+
+
+def _check_lr(lr: object, optimizer: object, lr_scheduler: object) -> None:
+    if lr is not None and optimizer is None:
+        raise ValueError(f"optimizer must be given with lr={lr!r}, not None")
+    if optimizer is not None and lr is None:
+        raise ValueError("lr must be a rule such as 'none' or 'sqrt' where an optimizer is given, not None")
+    if lr_scheduler is not None and optimizer is None:
+        raise ValueError("optimizer must be given with lr_scheduler, not None")
+
+
+def _check_loader(loader: Any) -> None:
+    if loader is None or hasattr(loader, "schedule"):
+        return
+    if isinstance(loader, torch.utils.data.DataLoader):
+        raise TypeError(
+            "loader must be one whose batch_size can be set, not a DataLoader. Use batchfit.ResizableLoader, "
+            "or leave loader out and make a new DataLoader when step() says that the size has changed"
+        )
+    if not hasattr(loader, "batch_size"):
+        raise TypeError(f"loader must have an attribute batch_size, not {loader!r:.80}")
+
+
+def _world_size() -> int:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if ready else 1
+
+
+def _say(text: str) -> None:
+    """One line from rank 0: to the logger, or to stdout where nobody listens to the logger."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    else:
+        rank = int(os.environ.get("RANK", "").strip() or 0)
+    if rank != 0:
+        return
+    if log.hasHandlers():
+        log.info("%s", text)
+    else:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

@@ -1,0 +1,96 @@
+"""The batch size that the gradient noise asks for, looked at every few steps.
+
+Rules: the decision is `_decide/goodput.py`'s; here it is asked, with the numbers of this run, and all ranks
+go on with the same answer. The noise is looked at every `LOOK_EVERY` steps, and once for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from batchfit._decide.progress import Progress
+from batchfit._torch.ranks import Ranks
+from batchfit.schedules import NoiseBatchSizeConfig
+
+LOOK_EVERY: Final = 10
+
+
+@final
+class NoiseChoice:
+    """Chooses among the initial size times powers of the ratio."""
+
+    def __init__(
+        self,
+        config: NoiseBatchSizeConfig,
+        initial_batch_size: int,
+        cap: int | None,
+        noise: Any,
+        throughput: Callable[[int], float] | None,
+        *,
+        world_size: int = 1,
+        multiple_of: int = 1,
+    ) -> None:
+        if not callable(getattr(noise, "reading", None)):
+            raise TypeError(f"noise must be a GradientNoise for a NoiseBatchSizeConfig, not {noise!r:.80}")
+        if throughput is not None and not callable(throughput):
+            raise TypeError(
+                f"throughput must be a callable, throughput(size) -> samples/s, not {throughput!r}"
+            )
+        if config.min_batch_size is not None and config.min_batch_size > initial_batch_size:
+            raise ValueError(
+                f"min_batch_size must be at most the initial batch size {initial_batch_size}, "
+                f"not {config.min_batch_size}"
+            )
+        if initial_batch_size % multiple_of:
+            raise ValueError(
+                f"initial_batch_size must be a multiple of {multiple_of}, not {initial_batch_size}"
+            )
+        self._config = config
+        sizes = config.candidates(initial_batch_size, cap)
+        self._candidates = [size for size in sizes if size % multiple_of == 0 and size >= world_size]
+        self._cap = cap
+        self._noise = noise
+        self._throughput = throughput
+        self._changed_at: int | None = None
+        self._looked_at = -1
+
+    def choose(self, size: int, at: Progress) -> tuple[int, str]:
+        """(the size from now on, why); no reason where nobody looked."""
+        if self._looked_at >= 0 and 0 <= at.step - self._looked_at < LOOK_EVERY:
+            return size, ""
+        self._looked_at = at.step
+        from batchfit._decide.goodput import DecideSettings, decide
+
+        config = self._config
+        settings = DecideSettings(
+            ratio=config.ratio,
+            hysteresis=config.hysteresis,
+            min_steps=config.min_steps,
+            target=config.target,
+            can_shrink=config.can_shrink,
+        )
+        since = None if self._changed_at is None else max(at.step - self._changed_at, 0)
+        decision = decide(
+            self._noise.reading(),
+            size,
+            self._candidates,
+            self._throughput,
+            settings,
+            steps_since_change=since,
+            largest=self._cap,
+        )
+        # Ranks measure for themselves: the smallest of their answers is one that each of them can bear.
+        agreed = Ranks.current().minimum(decision.size, doing="the batch size that the noise asks for")
+        reason = decision.reason if agreed == decision.size else f"another rank decided for {agreed}"
+        if agreed != size:
+            self._changed_at = at.step
+        return agreed, reason
+
+    def state_dict(self) -> dict[str, Any]:
+        """When it last changed the size."""
+        return {"changed_at": self._changed_at, "looked_at": self._looked_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._changed_at, self._looked_at = state["changed_at"], state["looked_at"]

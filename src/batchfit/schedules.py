@@ -1,0 +1,351 @@
+"""Batch-size schedules: what the size shall be, declared and checked before training.
+
+Rules
+- A schedule is a frozen value, told apart from the others by `type`, and travels as JSON or YAML.
+- Its size is a pure function of progress: `config.size_at(progress, initial_batch_size)`. Two schedules carry
+  state instead, which `BatchSizeScheduler` keeps: `Increase-` and `NoiseBatchSizeConfig`.
+- Counts are in one `unit` and may be text ("250B"). Sizes may fall as well as grow. Rounding is explicit.
+- What is wrong is told by field and value: `gamma must be at least 2, not 1`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError, field_serializer, model_validator
+
+from batchfit._decide import seesaw as seesaw_points
+from batchfit._decide.bound import checked_size, count_in, where
+from batchfit._decide.counts import MOST, Rounding, parse_count, round_size
+from batchfit._decide.functions import as_path, call, resolve
+from batchfit._decide.milestones import looks_like_milestones, parse_milestones, unit_of
+from batchfit._decide.progress import Progress
+from batchfit._documents import SUFFIXES, parse_document, read_document
+from batchfit._schedule_base import (
+    BatchSizeConfig,
+    Count,
+    Function,
+    PlannedConfig,
+    PositiveCount,
+    Size,
+    SmoothConfig,
+    Unit,
+    positive_number,
+    told,
+    whole_number,
+)
+
+
+class StepBatchSizeConfig(PlannedConfig):
+    """Times `gamma` every `step_size`: `min(initial * gamma ** (epoch // step_size), max_batch_size)`."""
+
+    type: Literal["step"] = "step"
+    step_size: PositiveCount
+    gamma: Annotated[int, whole_number(2)]
+
+    def wanted(self, progress: Progress, initial_batch_size: int) -> int:
+        times = count_in(progress, self.unit) // self.step_size
+        most = MOST if self.max_batch_size is None else self.max_batch_size
+        # gamma ** times of a long run has a million digits: what is beyond the cap is not computed.
+        if times * math.log(self.gamma) > math.log(most) + 1:
+            size = most + 1
+        else:
+            size = initial_batch_size * self.gamma**times
+        if self.max_batch_size is None and size > MOST:
+            raise ValueError(
+                f"max_batch_size must be set: at {where(progress, self.unit)} the size would be "
+                f"{initial_batch_size} * {self.gamma} ** {times}"
+            )
+        return min(size, most)
+
+    def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
+        if (
+            self.max_batch_size is not None
+            and self.wanted(progress, initial_batch_size) >= self.max_batch_size
+        ):
+            return None
+        return (count_in(progress, self.unit) // self.step_size + 1) * self.step_size
+
+
+class LinearBatchSizeConfig(SmoothConfig):
+    """The same number of samples more (or less) with every count."""
+
+    type: Literal["linear"] = "linear"
+
+    def between(self, share: float, initial_batch_size: int) -> float:
+        return initial_batch_size + (self.final_batch_size - initial_batch_size) * share
+
+
+class ExponentialBatchSizeConfig(SmoothConfig):
+    """The same factor with every count."""
+
+    type: Literal["exponential"] = "exponential"
+
+    def between(self, share: float, initial_batch_size: int) -> float:
+        return float(initial_batch_size * (self.final_batch_size / initial_batch_size) ** share)
+
+
+class CosineBatchSizeConfig(SmoothConfig):
+    """Half a cosine wave: slowly at both ends, as CosineAnnealingLR is for the learning rate."""
+
+    type: Literal["cosine"] = "cosine"
+
+    def between(self, share: float, initial_batch_size: int) -> float:
+        risen = (1 - math.cos(math.pi * share)) / 2
+        return initial_batch_size + (self.final_batch_size - initial_batch_size) * risen
+
+
+class MilestoneBatchSizeConfig(PlannedConfig):
+    """Sizes from given counts on: `"0:256 20:512"`, `{0: 256, 20: 512}`, or `"0:768 250B:1536 tokens"`."""
+
+    type: Literal["milestone"] = "milestone"
+    milestones: tuple[tuple[int, int], ...]
+
+    # Type checkers would ask for the tuple that is kept, where text is what people write.
+    def __init__(self, **data: Any) -> None:
+        super().__init__(**data)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "milestones" not in data:
+            return data
+        given = data["milestones"]
+        unit = unit_of(given, data.get("unit"))
+        most = data.get("max_batch_size")
+        return {**data, "milestones": parse_milestones(given, most=most), **({"unit": unit} if unit else {})}
+
+    def checked_initial(self, initial_batch_size: int | None) -> int:
+        count, size = self.milestones[0]
+        if count > 0:
+            return super().checked_initial(initial_batch_size)
+        if initial_batch_size is not None and initial_batch_size != size:
+            raise ValueError(
+                f"initial_batch_size must be {size}, which milestones says at 0, not {initial_batch_size!r}"
+            )
+        return size
+
+    def wanted(self, progress: Progress, initial_batch_size: int) -> float:
+        now = count_in(progress, self.unit)
+        size = initial_batch_size
+        for count, then in self.milestones:
+            if count > now:
+                break
+            size = then
+        return size
+
+    def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
+        now = count_in(progress, self.unit)
+        return next((count for count, _ in self.milestones if count > now), None)
+
+    def smallest(self, initial_batch_size: int) -> tuple[str, int] | None:
+        least = min(size for _, size in self.milestones)
+        if least < initial_batch_size:
+            return "milestones", least
+        return super().smallest(initial_batch_size)
+
+    @classmethod
+    def seesaw(
+        cls,
+        initial_batch_size: int,
+        *,
+        decay: Literal["cosine", "quarter-cosine"] | Mapping[int, float],
+        total: int | str | None = None,
+        ratio: float = 2.0,
+        unit: Unit = "epoch",
+        max_batch_size: int | None = None,
+        multiple_of: int = 1,
+        rounding: Rounding = "nearest",
+    ) -> Self:
+        """The batch sizes that take the place of a learning-rate decay (Seesaw, arXiv 2510.14717).
+
+        Keep the learning rate constant and pass `lr="seesaw"` to the scheduler: where the decay would have
+        cut it by k, the batch grows by k and the rate falls by k ** 0.5. `decay` is "cosine" (as
+        CosineAnnealingLR to 0 over `total`), "quarter-cosine" (cos(pi t / 2), the paper's 36 %) or cuts such
+        as `{60: 0.2, 120: 0.2}`.
+        Without `max_batch_size` a cosine stops at 64 times the initial size: its end would ask for any size.
+        """
+        initial = checked_size(initial_batch_size, name="initial_batch_size")
+        if isinstance(decay, str):
+            points = _smooth(initial, decay, total, ratio, max_batch_size)
+        else:
+            points = list(seesaw_points.cut_points(_cuts(decay)))
+        sizes = {0: initial}
+        for at, growth in points:
+            size = round_size(initial * growth, multiple_of=multiple_of, rounding=rounding)
+            sizes[at] = size if max_batch_size is None else min(size, max_batch_size)
+        return cls(
+            milestones=tuple(sizes.items()),
+            unit=unit,
+            max_batch_size=max_batch_size,
+            multiple_of=multiple_of,
+            rounding=rounding,
+        )
+
+
+class _CallsConfig(BatchSizeConfig):
+    """A schedule that asks a function of yours."""
+
+    function: Function
+
+    @field_serializer("function")
+    def _named(self, function: Callable[..., Any] | str) -> str:
+        return as_path(function)
+
+    def to_json(self) -> str:
+        as_path(self.function)  # pydantic would wrap what this says about a lambda in two errors of its own
+        return super().to_json()
+
+
+class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
+    """`function(progress) -> int`, a callable or its import path "package.module:function"; must be pure."""
+
+    type: Literal["custom"] = "custom"
+
+    def wanted(self, progress: Progress, initial_batch_size: int) -> int:
+        at = where(progress, self.unit)
+        return call(resolve(self.function), (progress,), returns="batch size", at=at, at_least=1)
+
+    def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
+        return count_in(progress, self.unit)  # nobody knows: it may look at any count
+
+    def smallest(self, initial_batch_size: int) -> tuple[str, int] | None:
+        return None
+
+
+class IncreaseBatchSizeConfig(_CallsConfig):
+    """`function(epoch, current_batch_size) -> increase`, asked once an epoch (torchtune's RFC).
+
+    An increase past `max_batch_size`, or past what fits, is left out and told; with `clamp=True` the size
+    goes to that limit. A negative number is a decrease.
+    """
+
+    type: Literal["increase"] = "increase"
+    clamp: bool = False
+    unit: Literal["epoch"] = "epoch"
+
+    def increase(self, epoch: int, current_batch_size: int) -> int:
+        """What the function says, checked."""
+        arguments = (epoch, current_batch_size)
+        at = f"epoch {epoch}, batch size {current_batch_size}"
+        return call(
+            resolve(self.function), arguments, returns="increase", at=at, at_least=1 - current_batch_size
+        )
+
+
+class NoiseBatchSizeConfig(BatchSizeConfig):
+    """The size follows the measured gradient noise scale, by factors of `ratio`; see `GradientNoise`.
+
+    `hysteresis`: the part by which another size must be better; `min_steps`: optimizer steps between changes;
+    `target`: the size aimed for, in noise scales, where samples/s are not known. Only a reading whose whole
+    interval agrees changes the size.
+    """
+
+    type: Literal["noise"] = "noise"
+    ratio: Annotated[int, whole_number(2)] = 2
+    min_batch_size: Size | None = None
+    hysteresis: Annotated[float, positive_number()] = 0.05
+    min_steps: Count = 50
+    target: Annotated[float, positive_number()] = 1.0
+    can_shrink: bool = True
+    unit: Literal["step"] = "step"
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        low, high = self.min_batch_size, self.max_batch_size
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_batch_size must be at most max_batch_size {high}, not {low}")
+        return self
+
+    def candidates(self, initial_batch_size: int, largest: int | None) -> tuple[int, ...]:
+        """The sizes to choose from, in order: the initial one times powers of `ratio`, within the limits."""
+        caps = [cap for cap in (self.max_batch_size, largest) if cap is not None]
+        most = min(caps, default=MOST)
+        least = self.min_batch_size or (1 if self.can_shrink else initial_batch_size)
+        sizes, size = [initial_batch_size], initial_batch_size
+        while size * self.ratio <= most:
+            size *= self.ratio
+            sizes.append(size)
+        size = initial_batch_size
+        while size % self.ratio == 0 and size // self.ratio >= least:
+            size //= self.ratio
+            sizes.append(size)
+        return tuple(sorted(sizes))
+
+
+AnyConfig = (
+    StepBatchSizeConfig
+    | LinearBatchSizeConfig
+    | ExponentialBatchSizeConfig
+    | CosineBatchSizeConfig
+    | MilestoneBatchSizeConfig
+    | CustomBatchSizeConfig
+    | IncreaseBatchSizeConfig
+    | NoiseBatchSizeConfig
+)
+# For a field of your own pydantic model, as in `schedule: BatchSizeSchedule | None = None`.
+BatchSizeSchedule = Annotated[AnyConfig, Field(discriminator="type")]
+
+
+def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | None) -> AnyConfig | None:
+    """A schedule from a JSON or YAML file, from text ("0:256 20:512", or JSON), or from a mapping.
+
+    None is no schedule, a constant size.
+    """
+    if source is None or isinstance(source, BatchSizeConfig):
+        return source  # type: ignore[return-value]
+    if isinstance(source, Path):
+        return _from_mapping(read_document(source))
+    if isinstance(source, Mapping):
+        return _from_mapping(dict(source))
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a file, text, a mapping or a schedule, not {source!r}")
+    if source.lstrip().startswith("{"):
+        return _from_mapping(parse_document(source, name="the schedule"))
+    if looks_like_milestones(source):
+        return MilestoneBatchSizeConfig(milestones=source)
+    if source.lower().endswith(SUFFIXES) or Path(source).is_file():
+        return _from_mapping(read_document(Path(source)))
+    raise ValueError(
+        f"source must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r}"
+    )
+
+
+def _from_mapping(data: dict[str, Any]) -> AnyConfig:
+    try:
+        return TypeAdapter[AnyConfig](BatchSizeSchedule).validate_python(data)
+    except ValidationError as error:
+        kinds: dict[Any, type[BatchSizeConfig]] = {
+            kind.model_fields["type"].default: kind for kind in get_args(AnyConfig)
+        }
+        known = kinds.get(data.get("type"))
+        raise ValueError(told(error, known or BatchSizeConfig)) from None
+
+
+def _smooth(
+    initial: int, decay: str, total: int | str | None, ratio: float, most: int | None
+) -> list[tuple[int, float]]:
+    if decay not in seesaw_points.DECAYS:
+        raise ValueError(
+            f"decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {decay!r}"
+        )
+    if total is None:
+        raise ValueError(f"total must be given: over how many counts the {decay} falls, not None")
+    if not 1 < ratio < math.inf:
+        raise ValueError(f"ratio must be more than 1, not {ratio!r}")
+    # Without a limit the last stairs of a cosine ask for batches of any size.
+    growth = 64.0 if most is None else most / initial
+    counts = parse_count(total, name="total", at_least=1)
+    return list(seesaw_points.smooth_points(decay, total=counts, ratio=ratio, most=growth))  # type: ignore[arg-type]
+
+
+def _cuts(decay: Mapping[Any, Any]) -> list[tuple[int, float]]:
+    cuts = []
+    for at, factor in decay.items():
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1:
+            raise ValueError(f"decay must cut by factors between 0 and 1, not {factor!r} at {at!r}")
+        cuts.append((parse_count(at, name="the count of a cut", at_least=1), float(factor)))
+    return cuts
