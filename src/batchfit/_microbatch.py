@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ from batchfit._torch.splittable import (
     where,
 )
 from batchfit._torch.stepping import step
+from batchfit._torch.sync import Alone, Outcome, Together, together
 from batchfit._torch.tries import (
     NOBODY,
     Around,
@@ -62,6 +63,16 @@ log = logging.getLogger("batchfit")
 
 Tables = list[dict[str, Any]]
 AnyCall = Call | RaggedCall
+
+
+class _Opened(NamedTuple):
+    """A batch and the models, as a call finds them."""
+
+    call: AnyCall | None  # None: this rank has no samples
+    leaves: list[torch.Tensor]
+    shared: int  # how many of the leaves are the models': the others are the batch's own
+    tables: Tables
+    modules: list[nn.Module]
 
 
 @final
@@ -100,6 +111,10 @@ class Microbatcher:
             still that of each microbatch), or "ignore".
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         device: where microbatches go and whose memory counts; default: where the models are.
+        timeout_s: under DDP, how long this rank waits for the others' work on a batch; default: 600.
+
+    Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
+    of one process with the joined batch, whatever the sizes. A rank without samples passes None.
     """
 
     def __init__(
@@ -118,6 +133,7 @@ class Microbatcher:
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
         on_event: Callable[[MicrobatchEvent], object] | None = None,
         device: str | torch.device | Device | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
@@ -151,7 +167,9 @@ class Microbatcher:
         self._buffers = Buffers()
         self._marks = Buffers()  # those of one microbatch of `map`
         self._generators = generators_of(models)
-        self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
+        modules = leaves_of(models)[2]
+        self._compiled = any(is_compiled(module) for module in modules)
+        self._sync: Together | Alone = together(modules, sums=reduction == "sum", timeout_s=timeout_s)
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._reduction_checked = False
         self._leaf_count = -1
@@ -172,31 +190,27 @@ class Microbatcher:
         Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
         the call found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
         """
-        check_callable(fn, "fn")
-        call, leaves, tables, modules = self._open(batch, "backward", fn, lengths)
-        look = self._coverage.look([fn], leaves, "backward")
-        with self._rewinding(leaves, tables, scaler) as rewind:
 
-            def make(plan: Sequence[Piece]) -> BackwardTry | None:
-                micros = call.whole.micros(plan)
-                shares = self._weighing.shares(micros, plan)
-                if shares is None:
-                    return None
-                layers = self._layers(call, modules, plan)
-                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
-                return BackwardTry(fn, micros, shares, around)
+        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
+            micros = whole.micros(plan)
+            shares, weight = self._weighing.shares(micros, plan)
+            return None if shares is None else BackwardTry(fn, micros, shares, around), weight
 
-            plan, done = self._until_it_fits(call, rewind, make)
-        if done is None:
-            self._sizing.tell("skipped", plan[0].size, plan[0].size, "the batch has no weight")
-            return StepReport(torch.zeros((), device=self._target), (), skipped=True)
+        opened, plan, done, outcome = self._run(batch, "backward", {"fn": fn}, lengths, scaler, make)
+        call = opened.call
+        if outcome == "nothing":
+            self._weighing.check_zero()
+            size = plan[0].size if plan else 0
+            self._sizing.tell("skipped", size, size, "the batch has no weight")
+        if call is None or done is None:
+            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
         if len(plan) > 1:
             advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
             if advice:
                 self._sizing.warn_once("tokens", advice)
         # Not for compiled code: it would be compiled again for sizes that are never needed.
         if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
-            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), tables)
+            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), opened.tables)
         return _report(call, plan, done)
 
     def backward_cached(
@@ -217,19 +231,15 @@ class Microbatcher:
         width. More than one chunk costs one forward more, without a graph; dropout is the
         same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
         """
-        check_callable(encode, "encode")
-        check_callable(loss_fn, "loss_fn")
-        call, leaves, tables, modules = self._open(batch, "cached", encode, lengths)
-        look = self._coverage.look([encode, loss_fn], leaves, "cached")
-        with self._rewinding(leaves, tables, scaler) as rewind:
 
-            def make(plan: Sequence[Piece]) -> CachedTry:
-                layers = self._layers(call, modules, plan)
-                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
-                return CachedTry(encode, loss_fn, call.whole, plan, around)
+        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
+            return CachedTry(encode, loss_fn, whole, plan, around), float(whole.length)
 
-            plan, done = self._until_it_fits(call, rewind, make)
-        return _report(call, plan, done)
+        fns = {"encode": encode, "loss_fn": loss_fn}
+        opened, plan, done, outcome = self._run(batch, "cached", fns, lengths, scaler, make)
+        if opened.call is None:
+            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
+        return _report(opened.call, plan, done)
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
@@ -244,13 +254,20 @@ class Microbatcher:
         with zeros up to the batch's width.
         """
         check_callable(fn, "fn")
-        call, _, tables, _ = self._open(batch, "map", fn, lengths)
+        opened = self._open(batch, "map", fn, lengths)
+        call, tables = opened.call, opened.tables
+        assert call is not None
         sizer = self._sizer(call)
         outputs: list[Any] = []
         done: list[Piece] = []
         marks = Buffers() if self._buffers.busy else self._marks
         begin = partial(self._rewinding, [], tables, None, marks)
-        with torch.inference_mode(), self._rewinding([], tables, None) as rewind, self._inside(call):
+        with (
+            torch.inference_mode(),
+            self._sync.quiet(),
+            self._rewinding([], tables, None) as rewind,
+            self._inside(call),
+        ):
             while sum(piece.size for piece in done) < call.whole.length:
                 plan = sizer.plan(call, done)
                 run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch or NOBODY)
@@ -282,7 +299,7 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback)
+        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=self._sync)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -295,28 +312,66 @@ class Microbatcher:
         else:
             self._packing.forget()
 
-    def _open(
-        self, batch: Any, kind: str, fn: Any, lengths: Lengths | None
-    ) -> tuple[AnyCall, list[torch.Tensor], Tables, list[nn.Module]]:
+    def _run(
+        self,
+        batch: Any,
+        kind: str,
+        fns: Mapping[str, Callable[[Any], Any]],
+        lengths: Lengths | None,
+        scaler: Any,
+        make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
+    ) -> tuple[_Opened, tuple[Piece, ...], Any, Outcome]:
+        """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`)."""
+        plan: tuple[Piece, ...] = ()
+        done, weight = None, 0.0
+        with self._sync.turn(self._device) as turn:
+            for name, fn in fns.items():
+                check_callable(fn, name)
+            opened = self._open(batch, kind, next(iter(fns.values())), lengths)
+            call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
+            look = self._coverage.look(list(fns.values()), leaves, kind)
+            with self._rewinding(leaves, opened.tables, scaler) as rewind:
+                finish = partial(turn.reserve, rewind, shared)
+
+                def attempt(plan: Sequence[Piece]) -> Any:
+                    nonlocal weight
+                    assert call is not None
+                    layers, watch = self._layers(call, opened.modules, plan), call.watch or NOBODY
+                    around = Around(self._target, rewind, finish, turn.guess, scaler, layers, look, watch)
+                    made, weight = make(call.whole, plan, around)
+                    if made is None:
+                        finish()
+                    return made
+
+                with turn.quiet():
+                    if call is None:
+                        finish()
+                    else:
+                        plan, done = self._until_it_fits(call, rewind, attempt)
+                outcome = turn.settle(rewind, weight, shared)
+        return opened, plan, done, outcome
+
+    def _open(self, batch: Any, kind: str, fn: Any, lengths: Lengths | None) -> _Opened:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self._device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
                 "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
             )
-        whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
-        if whole.length == 0:
-            raise ValueError("batch must hold at least one sample, not 0")
+        whole = None
+        if batch is not None or kind == "map" or not self._sync.joins_empty:
+            whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
+            if whole.length == 0 and (kind == "map" or not self._sync.joins_empty):
+                raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
+        shared = len(leaves)
         if kind != "map":
             # Looked at again where others get gradients than before: it takes as long as all else here.
-            fresh, self._leaf_count = len(leaves) != self._leaf_count, len(leaves)
-            if fresh and any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-                self._sizing.warn_once(
-                    "hooks",
-                    "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
-                    "optimizer that steps there steps on a part of the batch's gradient",
-                )
-            leaves += whole.gradient_leaves()
+            if shared != self._leaf_count:
+                self._look_at(leaves)
+            self._leaf_count = shared
+            leaves += [] if whole is None else whole.gradient_leaves()
+        if whole is None or whole.length == 0:
+            return _Opened(None, leaves, shared, tables, modules)
         compiled = self._compiled or is_compiled(fn)
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
@@ -328,7 +383,17 @@ class Microbatcher:
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return call, leaves, tables, modules
+        return _Opened(call, leaves, shared, tables, modules)
+
+    def _look_at(self, leaves: list[torch.Tensor]) -> None:
+        """What gets gradients is not what it was: may it?"""
+        self._sync.check(leaves)
+        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            self._sizing.warn_once(
+                "hooks",
+                "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
+                "optimizer that steps there steps on a part of the batch's gradient",
+            )
 
     def _sizer(self, call: AnyCall) -> Any:
         """Who decides on the microbatches of this call."""
@@ -355,11 +420,9 @@ class Microbatcher:
                 versions = call.whole.versions()
                 run = Planned(make, plan)
                 failure = sizer.attempt(call, run)
-                if failure is None and run.made is None:
-                    rewind.keep()
-                    return plan, None
                 if failure is None:
-                    sizer.finish(call, plan)
+                    if run.made is not None:
+                        sizer.finish(call, plan)
                     return plan, run.made
                 at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
                 del run
@@ -396,7 +459,7 @@ class Microbatcher:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
         found: Judgement = "unclear"
-        with self._rewinding([], tables, None), self._attention(whole):
+        with self._rewinding([], tables, None), self._attention(whole), self._sync.quiet():
             try:
                 found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing

@@ -1,0 +1,468 @@
+"""Ranks that work on one batch together: what `Microbatcher` does where a model is wrapped in DDP.
+
+Rules
+- A rank makes its gradients alone, without a collective of the model's; it retries alone where it runs out.
+  Then all vote (`_decide.protocol`), and then all reduce, once. Nobody waits for a rank that has given up:
+  it votes too, with the text of its error, and all ranks raise with everything as before the call.
+- An error between the vote and the end of the reduction is an error on all ranks, never a second try.
+- Every share of a loss is of the global batch: what one process would have added for the joined batch.
+  Losses are made as if all ranks had the same weight, and gradients are corrected after the vote where they
+  have not: one agreement a batch, and no pass over the gradients in the usual case.
+- The user's `ddp.no_sync()` is honoured: gradients stay local until a call outside of it reduces them all.
+- In one process, and without DDP, `Alone` does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Literal, final
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from batchfit._decide.protocol import Settled, StepVote, Vote, settle, settle_zeros
+from batchfit._torch import oom
+from batchfit._torch.attempt import recover, twice
+from batchfit._torch.device import Device
+from batchfit._torch.ranks import Ranks
+from batchfit._torch.reduce import Reduction
+from batchfit._torch.rewind import Rewind
+from batchfit.errors import BatchfitError, RankFailedError, RankMissingError
+
+Outcome = Literal["kept", "nothing"]
+
+_foreach_mul: Any = torch._foreach_mul_
+_foreach_add: Any = torch._foreach_add_
+
+# As long as nccl waits by default: a rank may compile its model while the others wait for its vote.
+TIMEOUT_S: Final = 600.0
+# How long those who lost a connection wait for each other, to find out who it was.
+_ROLL_CALL_S: Final = 10.0
+_BATCH: Final = "the gradients of a batch"
+_STEP: Final = "an optimizer step"
+
+
+@final
+class Alone:
+    """One process, or models that are not wrapped: nobody to agree with."""
+
+    guess = 1.0
+    joins_empty = False
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """All leaves are this process's own."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def turn(self, device: Device) -> Iterator[Alone]:
+        yield self
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        yield None
+
+    def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        """All gradients are this process's own."""
+
+    def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
+        """The try was right."""
+        rewind.keep()
+
+    def settle(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Outcome:
+        return "kept" if weight else "nothing"
+
+
+@final
+class Together:
+    """All ranks of the program, with models wrapped in DDP."""
+
+    joins_empty = True
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel], *, sums: bool, timeout_s: float) -> None:
+        self._wrapped = wrapped
+        self.ranks = Ranks.current(timeout_s)
+        # Losses that are means count one part in `world_size` each, those that are sums count fully.
+        self.guess = 1.0 if sums else 1.0 / self.ranks.world_size
+        self.sums = sums
+        self.group: Any = wrapped[0].process_group
+        # Gradients that are local so far, by their leaf. Not held: `zero_grad` must free them.
+        self.waiting: dict[int, ref[torch.Tensor]] = {}
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Refuse leaves whose gradients nobody would reduce."""
+        known = {id(one) for model in self._wrapped for one in _reduced_by(model)}
+        outside = [leaf for leaf in leaves if id(leaf) not in known]
+        if outside:
+            shown = ", ".join(str(tuple(leaf.shape)) for leaf in outside[:3])
+            raise BatchfitError(
+                f"{len(outside)} of the parameters that get gradients are in no DistributedDataParallel "
+                f"(shapes {shown}): they would become different on each rank. Wrap their module too, or "
+                "freeze them"
+            )
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that DDP sends from rank 0 to all: each once."""
+        found: dict[int, torch.Tensor] = {}
+        for model in self._wrapped:
+            if not model.broadcast_buffers:
+                continue
+            ignored = set(getattr(model, "parameters_to_ignore", ()))
+            for name, buffer in model.module.named_buffers():
+                if name not in ignored and buffer.numel():
+                    found[id(buffer)] = buffer
+        return list(found.values())
+
+    def syncs(self) -> bool:
+        """Whether gradients are to be reduced in this call: False under the user's `no_sync()`."""
+        asked = {bool(model.require_backward_grad_sync) for model in self._wrapped}
+        if len(asked) > 1:
+            raise BatchfitError("no_sync() must cover all models that are wrapped, not some of them")
+        return asked.pop()
+
+    def waits(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Whether this gradient of the leaf has not been reduced."""
+        left = self.waiting.get(id(leaf))
+        return left is not None and gradient is not None and left() is gradient
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, forward and backward of the models have no collective.
+
+        Not only `no_sync()`: the first forward under it still broadcasts buffers, and so does one in eval
+        mode without gradients.
+        """
+        names = ("require_backward_grad_sync", "require_forward_param_sync")
+        before = [[getattr(model, name) for name in names] for model in self._wrapped]
+        for model in self._wrapped:
+            _refuse_now(model)
+        try:
+            for model in self._wrapped:
+                for name in names:
+                    setattr(model, name, False)
+            yield
+        finally:
+            for model, values in zip(self._wrapped, before, strict=True):
+                for name, value in zip(names, values, strict=True):
+                    setattr(model, name, value)
+
+    @contextmanager
+    def turn(self, device: Device) -> Iterator[Turn]:
+        """One batch: whatever happens inside, this rank votes."""
+        turn = Turn(self, device)
+        try:
+            yield turn
+        except BaseException as error:
+            turn.gave_up(error)
+            raise
+
+    @contextmanager
+    def step(self) -> Iterator[StepTurn]:
+        """One optimizer step: as long as others wait for this rank's vote, it votes."""
+        turn = StepTurn(self.ranks)
+        try:
+            yield turn
+        except BaseException as error:
+            turn.gave_up(error)
+            raise
+
+    def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse to step on gradients that differ from rank to rank."""
+        if any(self.waits(one, one.grad) for one in parameters):
+            raise BatchfitError(
+                "gradients are local to each rank, since the last backward was under no_sync(): a step "
+                "would make the ranks different. Call backward once outside of it first"
+            )
+
+
+@final
+class Turn:
+    """One batch of one rank, from its first sample to the reduction."""
+
+    def __init__(self, together: Together, device: Device) -> None:
+        self._all = together
+        self._device = device
+        self._voted = False
+        self._reduction: Reduction | None = None
+        self._buffers: list[torch.Tensor] = []
+        self.syncs = True
+        self.guess = together.guess
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Inside, the models have no collective."""
+        self.syncs = self._all.syncs()
+        return self._all.quiet()
+
+    def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
+        """Take what the reduction needs; it may run out of memory, so this belongs to a try.
+
+        `leaves` are the models', the same on all ranks.
+        """
+        self._reduction = None
+        for leaf in leaves:
+            if leaf.grad is not None and leaf.grad.layout is not torch.strided:
+                raise BatchfitError(
+                    "sparse gradients are not reduced over ranks: use sparse=False for embeddings"
+                )
+        if not self.syncs or self._all.ranks.world_size == 1:
+            return
+        self._buffers = self._all.buffers()
+        for leaf, old in zip(leaves, rewind.old, strict=False):
+            if leaf.grad is None and self._all.waits(leaf, old):
+                leaf.grad = _zeros(leaf)
+        note = "batchfit: raised while the reduction's buckets were allocated"
+        self._reduction = twice(
+            lambda: Reduction(leaves, self._buffers, group=self._all.group), device=self._device, note=note
+        )
+
+    def settle(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Outcome:
+        """Vote, and do what all have decided: afterwards gradients are those of the global batch."""
+        settled = self._vote(self._mine(rewind, weight, leaves))
+        if settled.action == "nothing":
+            return "nothing"
+        if settled.action == "zeros":
+            settled = self._with_zeros(settled, leaves)
+        world_size = self._all.ranks.world_size
+        correction = 1.0 if self._all.sums else weight * world_size / (settled.total or 1.0)
+        try:
+            self._finish(settled, rewind, leaves, correction)
+        except Exception as error:
+            raise self._broken(error) from error
+        return "kept"
+
+    def gave_up(self, error: BaseException) -> None:
+        """This rank raises: the others are told, and nobody waits for it."""
+        if self._voted:
+            return
+        text = f"{type(error).__name__}: {error}"[:500]
+        if not isinstance(error, Exception):
+            self._all.ranks.leave(text)
+            return
+        try:
+            self._vote(Vote(error=text))
+        except BatchfitError as other:
+            if not isinstance(other, RankFailedError):
+                error.add_note(f"batchfit: the other ranks could not be told: {other}")
+
+    def _mine(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Vote:
+        new = waiting = reduced = 0
+        for at, leaf in enumerate(leaves):
+            old = rewind.old[at]
+            new |= (leaf.grad is not None) << at
+            if old is not None:
+                waits = self._all.waits(leaf, old)
+                waiting |= waits << at
+                reduced |= (not waits) << at
+        return Vote("", weight, len(leaves), new, waiting, reduced, self.syncs)
+
+    def _vote(self, mine: Vote) -> Settled:
+        self._voted = True
+        votes = self._all.ranks.gather(mine.to_json(), doing=_BATCH)
+        return self._all_go(settle([Vote.from_json(one) for one in votes]))
+
+    def _all_go(self, settled: Settled) -> Settled:
+        if settled.failed:
+            raise RankFailedError(settled.failed, doing=_BATCH)
+        if settled.action == "fail":
+            raise BatchfitError(settled.why)
+        return settled
+
+    def _with_zeros(self, settled: Settled, leaves: Sequence[torch.Tensor]) -> Settled:
+        """Zeros for gradients that only other ranks have; a second vote, for they may not fit here."""
+        failed = ""
+        for _ in range(2):
+            failed = _made_zeros([leaf for at, leaf in enumerate(leaves) if settled.reduces >> at & 1])
+            if not failed:
+                break
+            recover(self._device)
+        errors = self._all.ranks.gather(failed, doing=_BATCH)
+        return self._all_go(settle_zeros(errors, settled))
+
+    def _finish(
+        self, settled: Settled, rewind: Rewind, leaves: Sequence[torch.Tensor], correction: float
+    ) -> None:
+        """What follows a vote that all go on. Allocates nothing on the device."""
+        gradients = [leaf.grad for leaf in rewind.leaves if leaf.grad is not None]
+        if correction != 1.0 and gradients:
+            with torch.no_grad():
+                _foreach_mul(gradients, correction)
+        world_size = self._all.ranks.world_size
+        chosen = [at for at in range(len(leaves)) if settled.reduces >> at & 1]
+        waiting = [at for at in chosen if self._all.waits(leaves[at], rewind.old[at])]
+        if settled.action == "keep":
+            self._keep_local(rewind, leaves, chosen, waiting)
+            return
+        if self._reduction is not None:
+            if waiting:
+                with torch.no_grad():
+                    _foreach_add([leaves[at].grad for at in waiting], [rewind.old[at] for at in waiting])
+            slow = None if _is_nccl(self._all.group) else self._all.ranks.timeout_s
+            self._reduction.run(
+                [leaves[at] for at in chosen],
+                [leaves[at].grad for at in chosen],  # type: ignore[misc]
+                self._buffers,
+                timeout_s=slow,
+            )
+            self._reduction = None
+        rewind.keep(instead=waiting if world_size > 1 else ())
+        for at in waiting:
+            self._all.waiting.pop(id(leaves[at]), None)
+
+    def _keep_local(
+        self, rewind: Rewind, leaves: Sequence[torch.Tensor], chosen: list[int], waiting: list[int]
+    ) -> None:
+        """Gradients wait for a reduction: one that is reduced already becomes this rank's part of it."""
+        parts = [rewind.old[at] for at in chosen if at not in waiting and rewind.old[at] is not None]
+        if parts:
+            with torch.no_grad():
+                _foreach_mul(parts, 1.0 / self._all.ranks.world_size)
+        rewind.keep()
+        for at in chosen:
+            gradient = leaves[at].grad
+            if gradient is not None and self._all.ranks.world_size > 1:
+                self._all.waiting[id(leaves[at])] = ref(gradient)
+
+    def _broken(self, error: Exception) -> Exception:
+        """The reduction failed: who is to blame, or this rank's own error."""
+        return broken(self._all.ranks, error)
+
+
+@final
+class StepTurn:
+    """One optimizer step of one rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._phase: Literal["before", "voting", "moving"] = "before"
+
+    def vote(self, mine: StepVote) -> list[StepVote]:
+        """Everybody's votes."""
+        self._phase = "voting"
+        entry = [mine.error, mine.out_of_memory, mine.protected]
+        votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=_STEP)]
+        self._phase = "before"
+        return votes
+
+    def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
+        """The error where others have failed."""
+        return RankFailedError(
+            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=_STEP
+        )
+
+    def moves(self) -> None:
+        """From here on nobody waits for this rank before its next call, and nobody can go back."""
+        self._phase = "moving"
+
+    def gave_up(self, error: BaseException) -> None:
+        """This rank raises: the others are told."""
+        text = f"{type(error).__name__}: {error}"[:500]
+        if self._phase == "voting":
+            return
+        if self._phase == "moving" or not isinstance(error, Exception):
+            self._ranks.leave(text)
+            return
+        try:
+            self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
+        except BatchfitError as other:
+            error.add_note(f"batchfit: the other ranks could not be told: {other}")
+
+
+def together(modules: Sequence[nn.Module], *, sums: bool, timeout_s: float | None) -> Together | Alone:
+    """Who takes part, from the modules of a Microbatcher; refuses what cannot be done together."""
+    wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if not wrapped:
+        return Alone()
+    for model in wrapped:
+        _refuse(model)
+        _refuse_now(model)
+    return Together(wrapped, sums=sums, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
+
+
+def _refuse(model: DistributedDataParallel) -> None:
+    """What DDP can do and this cannot."""
+    if dist.get_world_size(model.process_group) != dist.get_world_size():
+        raise BatchfitError(
+            "a model is wrapped for a part of the ranks (process_group=...), and all ranks must agree on a "
+            "batch. Wrap it for all of them"
+        )
+    if model.static_graph:
+        raise BatchfitError(
+            "DistributedDataParallel(static_graph=True) reduces inside backward whatever it is told, and "
+            "crashes after a forward that ran out of memory. Use static_graph=False"
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise BatchfitError(
+            "DistributedDataParallel(mixed_precision=...) casts gradients in its own reduction. Use autocast"
+        )
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise BatchfitError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces inside backward: leave it out"
+        )
+    if hasattr(model, "buffer_hook"):
+        raise BatchfitError("a buffer hook is registered, which only a forward of DDP's own calls: remove it")
+
+
+def _refuse_now(model: DistributedDataParallel) -> None:
+    """What may be switched on later."""
+    if getattr(model, "_comm_hooks", None):
+        raise BatchfitError(
+            "a communication hook is registered, and gradients are reduced outside of "
+            "DistributedDataParallel, which would never call it. Leave the hook out"
+        )
+    if getattr(getattr(model, "_join_config", None), "enable", False):
+        raise BatchfitError(
+            "ddp.join() puts collectives into forward. Leave it out: ranks may have unequal batches here, "
+            "and one without samples passes None or an empty batch"
+        )
+
+
+def _reduced_by(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    for name, parameter in model.module.named_parameters():
+        if name not in ignored:
+            yield parameter
+
+
+def _zeros(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(leaf, requires_grad=False)
+
+
+def _made_zeros(leaves: Sequence[torch.Tensor]) -> str:
+    """Give all of them a gradient; the text of the error where that fails."""
+    try:
+        for leaf in leaves:
+            if leaf.grad is None:
+                leaf.grad = _zeros(leaf)
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks must hear of it
+        return oom.describe(error)
+    return ""
+
+
+def _is_nccl(group: Any) -> bool:
+    """Whether a wait with a time-out would keep the host waiting, which it otherwise does not."""
+    return "nccl" in str(dist.get_backend(group))
+
+
+# What a collective says when another rank is to blame.
+_OTHERS: Final = ("connection", "peer", "timed out", "timeout", "nccl", "broken pipe", "socket", "abort")
+
+
+def broken(ranks: Ranks, error: Exception) -> Exception:
+    """A collective failed: the error to raise in its place, which names who has left or is missing."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    if not any(word in text.lower() for word in _OTHERS):
+        ranks.leave(text)
+        return BatchfitError(f"{_BATCH} could not be reduced, so the ranks are no longer alike: {text}")
+    call = Ranks(ranks._meeting, min(ranks.timeout_s, _ROLL_CALL_S))
+    try:
+        call.gather(text, doing="who is left after a collective failed")
+    except RankMissingError as missing:
+        return missing
+    except BatchfitError as other:
+        text = f"{text} ({other})"
+    return BatchfitError(f"a collective failed on all ranks, and none of them knows why: {text}")
