@@ -214,7 +214,7 @@ class RankFailedError(BatchfitError):
         self.failed = tuple(failed)
         self.doing = doing
         told = "; ".join(f"rank {rank} raised {text}" for rank, text in self.failed)
-        super().__init__(f"{doing} was given up on all ranks, and everything is as before the call: {told}")
+        super().__init__(f"all ranks gave up {doing}, and everything is as before the call: {told}")
 
 
 class ResultFileError(BatchfitError):

@@ -113,6 +113,7 @@ def _agreed(work: Work, turn: StepTurn, snapshot: Snapshot | None, made: list[Un
         votes = turn.vote(StepVote(protected=True))
         action = settle_ready(votes)
     if action == "fail":
+        turn.over()
         undo_all(made)
         raise _failed_elsewhere(votes, turn)
     return snapshot
@@ -136,6 +137,8 @@ def _protected(
         if turn is not None:
             votes = _tried(turn, votes[0], snapshot)
         action = settle_tried(votes, tries=tries)
+        if turn is not None and action != "again":
+            turn.over()
         if action == "done":
             return
         snapshot.restore()

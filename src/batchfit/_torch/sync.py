@@ -338,15 +338,19 @@ class StepTurn:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._phase: Literal["before", "voting", "moving"] = "before"
+        self._phase: Literal["before", "over", "moving"] = "before"
 
     def vote(self, mine: StepVote) -> list[StepVote]:
         """Everybody's votes."""
-        self._phase = "voting"
+        self._phase = "over"  # where it fails, all know
         entry = [mine.error, mine.out_of_memory, mine.protected]
         votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=_STEP)]
         self._phase = "before"
         return votes
+
+    def over(self) -> None:
+        """All have taken the last decision of this step: whatever is raised now, nobody waits."""
+        self._phase = "over"
 
     def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
         """The error where others have failed."""
@@ -361,7 +365,7 @@ class StepTurn:
     def gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told."""
         text = f"{type(error).__name__}: {error}"[:500]
-        if self._phase == "voting":
+        if self._phase == "over":
             return
         if self._phase == "moving" or not isinstance(error, Exception):
             self._ranks.leave(text)
