@@ -111,6 +111,9 @@ class Microbatcher:
             still that of each microbatch), or "ignore".
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         device: where microbatches go and whose memory counts; default: where the models are.
+        sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
+            ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
+            microbatch is in backward, and running out there is an error on all ranks.
         timeout_s: under DDP, how long this rank waits for the others' work on a batch; default: 600.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
@@ -133,6 +136,7 @@ class Microbatcher:
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
         on_event: Callable[[MicrobatchEvent], object] | None = None,
         device: str | torch.device | Device | None = None,
+        sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
     ) -> None:
         check_models(models)
@@ -169,7 +173,9 @@ class Microbatcher:
         self._generators = generators_of(models)
         modules = leaves_of(models)[2]
         self._compiled = any(is_compiled(module) for module in modules)
-        self._sync: Together | Alone = together(modules, sums=reduction == "sum", timeout_s=timeout_s)
+        self._sync: Together | Alone = together(
+            modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
+        )
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._reduction_checked = False
         self._leaf_count = -1
@@ -333,21 +339,29 @@ class Microbatcher:
             with self._rewinding(leaves, opened.tables, scaler) as rewind:
                 finish = partial(turn.reserve, rewind, shared)
 
-                def attempt(plan: Sequence[Piece]) -> Any:
+                def weigh() -> float:
+                    prepare(self._sizer(call).plan(call))
+                    return weight
+
+                def prepare(plan: Sequence[Piece]) -> Any:
                     nonlocal weight
                     assert call is not None
                     layers, watch = self._layers(call, opened.modules, plan), call.watch or NOBODY
-                    around = Around(self._target, rewind, finish, turn.guess, scaler, layers, look, watch)
+                    around = Around(
+                        self._target, rewind, finish, turn.guess, turn.last, scaler, layers, look, watch
+                    )
                     made, weight = make(call.whole, plan, around)
                     if made is None:
                         finish()
                     return made
 
                 with turn.quiet():
-                    if call is None:
+                    if turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
+                        plan, done = self._overlapped(call, prepare, turn)
+                    elif call is None:
                         finish()
                     else:
-                        plan, done = self._until_it_fits(call, rewind, attempt)
+                        plan, done = self._until_it_fits(call, rewind, prepare)
                 outcome = turn.settle(rewind, weight, shared)
         return opened, plan, done, outcome
 
@@ -395,7 +409,7 @@ class Microbatcher:
                 "optimizer that steps there steps on a part of the batch's gradient",
             )
 
-    def _sizer(self, call: AnyCall) -> Any:
+    def _sizer(self, call: AnyCall | None) -> Any:
         """Who decides on the microbatches of this call."""
         return self._packing if isinstance(call, RaggedCall) else self._sizing
 
@@ -438,6 +452,24 @@ class Microbatcher:
                     loss_failed = True
                 else:
                     sizer.shrink(call, failure, at)
+
+    def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
+        """Whether a batch can be trusted to run without a second try."""
+        return kind == "backward" and call is not None and bool(self._sizer(call).is_proven(call))
+
+    def _overlapped(
+        self, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
+    ) -> tuple[tuple[Piece, ...], Any]:
+        """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
+        sizer = self._sizer(call)
+        plan = sizer.plan(call)
+        run = Planned(make, plan)
+        with self._inside(call), turn.overlapping():
+            failure = sizer.attempt(call, run)
+            if failure is not None:
+                raise turn.cut_off(failure.message)
+        sizer.finish(call, plan)
+        return plan, run.made
 
     def _joined(self, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
         answer: list[Any] = []

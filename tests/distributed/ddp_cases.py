@@ -767,3 +767,77 @@ def soak(rank: int, steps: int) -> dict[str, Any]:
     pairs = zip(inner.parameters(), wanted.parameters(), strict=True)
     worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
     return {"error": worst, "same": len(set(digests(digest(inner.parameters())))) == 1, "fired": faults.fired}
+
+
+# sync="overlap"
+
+
+def overlap(rank: int) -> Any:
+    """Exact, with DDP's own reductions once sizes are known; unequal, empty and accumulated batches too."""
+    settled_down()
+    world_size = dist.get_world_size()
+    found = []
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        inner, wanted = make_model(), make_model()
+        model = DistributedDataParallel(inner, **options)
+        mb = Microbatcher(model, microbatch_size=3, sync="overlap", timeout_s=20)
+        ours = []
+        for step in range(6):
+            quiet, empty, more = step == 3, step == 4 and rank == 1, step == 5
+            if not more:
+                model.zero_grad()
+                wanted.zero_grad()
+            rows = [4, 5, 7][rank]
+            batch = None if empty else batch_of(rank, step, rows)
+            with counted_collectives() as seen, model.no_sync() if quiet else nullcontext():
+                mb.backward(lambda m: loss_of(model, m), batch)  # noqa: B023
+            ours.append(len(seen))
+            if quiet:  # reduced with the next one
+                mb.backward(lambda m: loss_of(model, m), batch)  # noqa: B023
+            who = [r for r in range(world_size) if not (step == 4 and r == 1)]
+            for _ in range(1 + quiet):
+                loss_of(wanted, joined([batch_of(r, step, [4, 5, 7][r]) for r in who])).backward()
+            found.append(answer(inner, wanted))
+        found[-1]["ours"] = ours
+    return found
+
+
+def overlap_fails(rank: int, how: str) -> Any:
+    """Rank 1 runs out, or has a bug, in a batch that is reduced while it runs."""
+    settled_down()
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    mb = Microbatcher(model, sync="overlap", timeout_s=20)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+
+    def fn(micro: Any) -> Any:
+        out = (model.module if how == "unwrapped" and step == 1 else model)(micro["x"])
+        if rank == 1 and step == 1 and how == "forward":
+            raise simulated_oom("cuda")
+        if rank == 1 and step == 1 and how == "backward":
+            inner[0].weight.register_hook(lambda _: (_ for _ in ()).throw(simulated_oom("cuda")))  # type: ignore[union-attr]
+        if rank == 1 and step == 1 and how == "bug":
+            raise KeyError("a bug of mine")
+        return nn.functional.cross_entropy(out, micro["y"])
+
+    def run() -> None:
+        nonlocal step
+        for step in range(3):
+            optimizer.zero_grad()
+            mb.backward(fn, batch_of(rank, step % 1, 4))
+            mb.step(optimizer)
+
+    step = 0
+    begun = time.monotonic()
+    outcome = outcome_of(run)
+    elapsed_s = time.monotonic() - begun
+    if rank == 1:
+        os._exit(write_and_leave(outcome))
+    if rank == 0:
+        time.sleep(1)
+    return *outcome, elapsed_s
+
+
+def write_and_leave(outcome: list[str]) -> int:
+    """The exit status of a rank that ends at once, as one does that raises: 3 for our own clean error."""
+    return {"BatchfitError": 3, "KeyError": 4}.get(outcome[0], 5)

@@ -39,7 +39,8 @@ from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.step_memory import Need, Recorder, free_memory, guess
 from batchfit._torch.step_run import Work
 from batchfit._torch.step_state import Undo, can_make_state, make_state, remembered, undo_all
-from batchfit._torch.sync import Alone, StepTurn, Together
+from batchfit._torch.step_turn import StepTurn
+from batchfit._torch.sync import Alone, Together
 from batchfit.errors import BatchfitError, SnapshotError
 
 logger = logging.getLogger("batchfit")

@@ -14,8 +14,8 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Literal, final
 from weakref import ref
 
@@ -24,26 +24,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._decide.protocol import Settled, StepVote, Vote, settle, settle_zeros
+from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
+from batchfit._torch.blame import broken, is_of_others
 from batchfit._torch.device import Device
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
-from batchfit.errors import BatchfitError, RankFailedError, RankMissingError
+from batchfit._torch.step_turn import StepTurn
+from batchfit._torch.wrapped import Wrapped
+from batchfit.errors import BatchfitError, RankFailedError
 
 Outcome = Literal["kept", "nothing"]
+Sync = Literal["safe", "overlap"]
+Weigh = Callable[[], float]
 
 _foreach_mul: Any = torch._foreach_mul_
 _foreach_add: Any = torch._foreach_add_
 
 # As long as nccl waits by default: a rank may compile its model while the others wait for its vote.
 TIMEOUT_S: Final = 600.0
-# How long those who lost a connection wait for each other, to find out who it was.
-_ROLL_CALL_S: Final = 10.0
 _BATCH: Final = "the gradients of a batch"
-_STEP: Final = "an optimizer step"
 
 
 @final
@@ -52,6 +54,7 @@ class Alone:
 
     guess = 1.0
     joins_empty = False
+    last = staticmethod(nullcontext)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """All leaves are this process's own."""
@@ -74,6 +77,10 @@ class Alone:
         """The try was right."""
         rewind.keep()
 
+    def overlaps(self, rewind: Rewind, leaves: Sequence[torch.Tensor], weigh: Weigh | None) -> bool:
+        """There is nothing to overlap with."""
+        return False
+
     def settle(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Outcome:
         return "kept" if weight else "nothing"
 
@@ -84,8 +91,11 @@ class Together:
 
     joins_empty = True
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel], *, sums: bool, timeout_s: float) -> None:
-        self._wrapped = wrapped
+    def __init__(
+        self, wrapped: Sequence[DistributedDataParallel], *, sums: bool, sync: Sync, timeout_s: float
+    ) -> None:
+        self.wrapped = Wrapped(wrapped)
+        self.overlaps = sync == "overlap"
         self.ranks = Ranks.current(timeout_s)
         # Losses that are means count one part in `world_size` each, those that are sums count fully.
         self.guess = 1.0 if sums else 1.0 / self.ranks.world_size
@@ -96,60 +106,16 @@ class Together:
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse leaves whose gradients nobody would reduce."""
-        known = {id(one) for model in self._wrapped for one in _reduced_by(model)}
-        outside = [leaf for leaf in leaves if id(leaf) not in known]
-        if outside:
-            shown = ", ".join(str(tuple(leaf.shape)) for leaf in outside[:3])
-            raise BatchfitError(
-                f"{len(outside)} of the parameters that get gradients are in no DistributedDataParallel "
-                f"(shapes {shown}): they would become different on each rank. Wrap their module too, or "
-                "freeze them"
-            )
-
-    def buffers(self) -> list[torch.Tensor]:
-        """Those that DDP sends from rank 0 to all: each once."""
-        found: dict[int, torch.Tensor] = {}
-        for model in self._wrapped:
-            if not model.broadcast_buffers:
-                continue
-            ignored = set(getattr(model, "parameters_to_ignore", ()))
-            for name, buffer in model.module.named_buffers():
-                if name not in ignored and buffer.numel():
-                    found[id(buffer)] = buffer
-        return list(found.values())
-
-    def syncs(self) -> bool:
-        """Whether gradients are to be reduced in this call: False under the user's `no_sync()`."""
-        asked = {bool(model.require_backward_grad_sync) for model in self._wrapped}
-        if len(asked) > 1:
-            raise BatchfitError("no_sync() must cover all models that are wrapped, not some of them")
-        return asked.pop()
+        self.wrapped.check(leaves)
 
     def waits(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> bool:
         """Whether this gradient of the leaf has not been reduced."""
         left = self.waiting.get(id(leaf))
         return left is not None and gradient is not None and left() is gradient
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Inside, forward and backward of the models have no collective.
-
-        Not only `no_sync()`: the first forward under it still broadcasts buffers, and so does one in eval
-        mode without gradients.
-        """
-        names = ("require_backward_grad_sync", "require_forward_param_sync")
-        before = [[getattr(model, name) for name in names] for model in self._wrapped]
-        for model in self._wrapped:
-            _refuse_now(model)
-        try:
-            for model in self._wrapped:
-                for name in names:
-                    setattr(model, name, False)
-            yield
-        finally:
-            for model, values in zip(self._wrapped, before, strict=True):
-                for name, value in zip(names, values, strict=True):
-                    setattr(model, name, value)
+    def quiet(self) -> AbstractContextManager[None]:
+        """Inside, forward and backward of the models have no collective."""
+        return self.wrapped.quiet()
 
     @contextmanager
     def turn(self, device: Device) -> Iterator[Turn]:
@@ -190,12 +156,13 @@ class Turn:
         self._voted = False
         self._reduction: Reduction | None = None
         self._buffers: list[torch.Tensor] = []
+        self._overlapped = False
         self.syncs = True
         self.guess = together.guess
 
     def quiet(self) -> AbstractContextManager[None]:
         """Inside, the models have no collective."""
-        self.syncs = self._all.syncs()
+        self.syncs = self._all.wrapped.syncs()
         return self._all.quiet()
 
     def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
@@ -203,6 +170,9 @@ class Turn:
 
         `leaves` are the models', the same on all ranks.
         """
+        if self._overlapped:
+            rewind.keep()
+            return
         self._reduction = None
         for leaf in leaves:
             if leaf.grad is not None and leaf.grad.layout is not torch.strided:
@@ -211,7 +181,7 @@ class Turn:
                 )
         if not self.syncs or self._all.ranks.world_size == 1:
             return
-        self._buffers = self._all.buffers()
+        self._buffers = self._all.wrapped.buffers()
         for leaf, old in zip(leaves, rewind.old, strict=False):
             if leaf.grad is None and self._all.waits(leaf, old):
                 leaf.grad = _zeros(leaf)
@@ -222,6 +192,8 @@ class Turn:
 
     def settle(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Outcome:
         """Vote, and do what all have decided: afterwards gradients are those of the global batch."""
+        if self._overlapped:
+            return "kept"
         settled = self._vote(self._mine(rewind, weight, leaves))
         if settled.action == "nothing":
             return "nothing"
@@ -232,8 +204,60 @@ class Turn:
         try:
             self._finish(settled, rewind, leaves, correction)
         except Exception as error:
-            raise self._broken(error) from error
+            raise broken(self._all.ranks, error) from error
         return "kept"
+
+    def overlaps(self, rewind: Rewind, leaves: Sequence[torch.Tensor], weigh: Weigh | None) -> bool:
+        """Whether DDP reduces this batch itself: agreed beforehand, where every rank's sizes have run before.
+
+        `weigh` is None where a rank is not ready for it.
+        """
+        everybody = self._all
+        world_size = everybody.ranks.world_size
+        if not everybody.overlaps or world_size == 1:
+            return False
+        pairs = zip(leaves, rewind.old, strict=False)
+        # Gradients that are views of DDP's buckets, set aside now, would be written over.
+        viewed = everybody.wrapped.views and any(old is not None for old in rewind.old)
+        weight = 0.0
+        waits = any(everybody.waits(leaf, old) for leaf, old in pairs)
+        if weigh is not None and self.syncs and not (viewed or waits):
+            with suppress(Exception):  # it comes again where all are told of it
+                weight = weigh()
+        weights = everybody.ranks.gather(weight, doing="how to reduce a batch")
+        self._overlapped = all(weights)
+        if self._overlapped:  # DDP divides by the number of ranks
+            self.guess = float(world_size) if everybody.sums else weight * world_size / sum(weights)
+        return self._overlapped
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Inside, an error is one of all ranks: this one tells them, or finds out who is to blame."""
+        self._voted = True
+        ranks = self._all.ranks
+        try:
+            with self._all.wrapped.watched():
+                yield
+            self._all.wrapped.settle_buckets()
+        except Exception as error:
+            if is_of_others(error):
+                raise broken(ranks, error) from error
+            ranks.leave(f"{type(error).__name__}: {error}"[:500])
+            raise
+        except BaseException as error:
+            ranks.leave(type(error).__name__)
+            raise
+
+    def last(self) -> AbstractContextManager[None]:
+        """Around the last microbatch: where this batch overlaps, DDP reduces in it."""
+        return self._all.wrapped.loud() if self._overlapped else nullcontext()
+
+    def cut_off(self, message: str) -> BatchfitError:
+        """The error where memory ran out in a batch that DDP reduces."""
+        return BatchfitError(
+            "memory ran out in a batch that was reduced while it ran (sync='overlap'), so no rank can do it "
+            f"again: start from a checkpoint. sync='safe' survives this. ({message})"
+        )
 
     def gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told, and nobody waits for it."""
@@ -327,109 +351,18 @@ class Turn:
             if gradient is not None and self._all.ranks.world_size > 1:
                 self._all.waiting[id(leaves[at])] = ref(gradient)
 
-    def _broken(self, error: Exception) -> Exception:
-        """The reduction failed: who is to blame, or this rank's own error."""
-        return broken(self._all.ranks, error)
 
-
-@final
-class StepTurn:
-    """One optimizer step of one rank."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._phase: Literal["before", "over", "moving"] = "before"
-
-    def vote(self, mine: StepVote) -> list[StepVote]:
-        """Everybody's votes."""
-        self._phase = "over"  # where it fails, all know
-        entry = [mine.error, mine.out_of_memory, mine.protected]
-        votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=_STEP)]
-        self._phase = "before"
-        return votes
-
-    def over(self) -> None:
-        """All have taken the last decision of this step: whatever is raised now, nobody waits."""
-        self._phase = "over"
-
-    def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
-        """The error where others have failed."""
-        return RankFailedError(
-            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=_STEP
-        )
-
-    def moves(self) -> None:
-        """From here on nobody waits for this rank before its next call, and nobody can go back."""
-        self._phase = "moving"
-
-    def gave_up(self, error: BaseException) -> None:
-        """This rank raises: the others are told."""
-        text = f"{type(error).__name__}: {error}"[:500]
-        if self._phase == "over":
-            return
-        if self._phase == "moving" or not isinstance(error, Exception):
-            self._ranks.leave(text)
-            return
-        try:
-            self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
-        except BatchfitError as other:
-            error.add_note(f"batchfit: the other ranks could not be told: {other}")
-
-
-def together(modules: Sequence[nn.Module], *, sums: bool, timeout_s: float | None) -> Together | Alone:
+def together(
+    modules: Sequence[nn.Module], *, sums: bool, sync: Sync, timeout_s: float | None
+) -> Together | Alone:
     """Who takes part, from the modules of a Microbatcher; refuses what cannot be done together."""
+    if sync not in ("safe", "overlap"):
+        raise ValueError(f"sync must be one of 'safe', 'overlap', not {sync!r}")
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped:
         return Alone()
-    for model in wrapped:
-        _refuse(model)
-        _refuse_now(model)
-    return Together(wrapped, sums=sums, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
-
-
-def _refuse(model: DistributedDataParallel) -> None:
-    """What DDP can do and this cannot."""
-    if dist.get_world_size(model.process_group) != dist.get_world_size():
-        raise BatchfitError(
-            "a model is wrapped for a part of the ranks (process_group=...), and all ranks must agree on a "
-            "batch. Wrap it for all of them"
-        )
-    if model.static_graph:
-        raise BatchfitError(
-            "DistributedDataParallel(static_graph=True) reduces inside backward whatever it is told, and "
-            "crashes after a forward that ran out of memory. Use static_graph=False"
-        )
-    if getattr(model, "mixed_precision", None) is not None:
-        raise BatchfitError(
-            "DistributedDataParallel(mixed_precision=...) casts gradients in its own reduction. Use autocast"
-        )
-    if getattr(model, "_delay_all_reduce_params", None):
-        raise BatchfitError(
-            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces inside backward: leave it out"
-        )
-    if hasattr(model, "buffer_hook"):
-        raise BatchfitError("a buffer hook is registered, which only a forward of DDP's own calls: remove it")
-
-
-def _refuse_now(model: DistributedDataParallel) -> None:
-    """What may be switched on later."""
-    if getattr(model, "_comm_hooks", None):
-        raise BatchfitError(
-            "a communication hook is registered, and gradients are reduced outside of "
-            "DistributedDataParallel, which would never call it. Leave the hook out"
-        )
-    if getattr(getattr(model, "_join_config", None), "enable", False):
-        raise BatchfitError(
-            "ddp.join() puts collectives into forward. Leave it out: ranks may have unequal batches here, "
-            "and one without samples passes None or an empty batch"
-        )
-
-
-def _reduced_by(model: DistributedDataParallel) -> Iterator[torch.Tensor]:
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
-    for name, parameter in model.module.named_parameters():
-        if name not in ignored:
-            yield parameter
+    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
+    return Together(wrapped, sums=sums, sync=sync, timeout_s=limit_s)
 
 
 def _zeros(leaf: torch.Tensor) -> torch.Tensor:
@@ -450,23 +383,3 @@ def _made_zeros(leaves: Sequence[torch.Tensor]) -> str:
 def _is_nccl(group: Any) -> bool:
     """Whether a wait with a time-out would keep the host waiting, which it otherwise does not."""
     return "nccl" in str(dist.get_backend(group))
-
-
-# What a collective says when another rank is to blame.
-_OTHERS: Final = ("connection", "peer", "timed out", "timeout", "nccl", "broken pipe", "socket", "abort")
-
-
-def broken(ranks: Ranks, error: Exception) -> Exception:
-    """A collective failed: the error to raise in its place, which names who has left or is missing."""
-    text = f"{type(error).__name__}: {error}"[:500]
-    if not any(word in text.lower() for word in _OTHERS):
-        ranks.leave(text)
-        return BatchfitError(f"{_BATCH} could not be reduced, so the ranks are no longer alike: {text}")
-    call = Ranks(ranks._meeting, min(ranks.timeout_s, _ROLL_CALL_S))
-    try:
-        call.gather(text, doing="who is left after a collective failed")
-    except RankMissingError as missing:
-        return missing
-    except BatchfitError as other:
-        text = f"{text} ({other})"
-    return BatchfitError(f"a collective failed on all ranks, and none of them knows why: {text}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
@@ -86,6 +87,7 @@ class Around:
     rewind: Rewind
     finish: Callable[[], None]  # called once, at the end of a try that was right; it may need memory too
     scale: float  # what a rank's part counts in the losses; gradients are made of losses times this
+    last: Callable[[], AbstractContextManager[None]]  # around the last microbatch
     scaler: Any
     layers: Sequence[BatchNorm]
     look: Look | None
@@ -135,7 +137,11 @@ class BackwardTry:
                 self.at = index
                 exact.next_microbatch()
                 around.watch.begin(index)
-                loss = self._run_one(micro, index)
+                if index == self._indices[-1]:
+                    with around.last():
+                        loss = self._run_one(micro, index)
+                else:
+                    loss = self._run_one(micro, index)
                 around.watch.end(index)
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
