@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from batchfit._microbatch import Microbatcher
 from batchfit._torch import stepping, sync, tries
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import BatchfitError
-from batchfit.testing import count_operations, fail_at, simulated_oom, virtual_memory
+from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
 
 FEATURES = 6
 PHASES = ("copy", "forward", "backward", "reserve", "state", "step")
@@ -192,42 +193,43 @@ def run_cases(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
 # a fault at every operation before the vote
 
 
-def sweep(rank: int, stride: int) -> dict[str, Any]:
-    """Rank 1 runs out before each operation of a batch in turn, up to its vote."""
+def sweep(rank: int) -> list[dict[str, Any]]:
+    """Each rank in turn runs out before each operation of a batch, up to its vote."""
     settled_down()
     inner = make_model()
     model = DistributedDataParallel(inner)
     rows = [4, 3]
     wanted = make_model()
     loss_of(wanted, joined([batch_of(r, 0, rows[r]) for r in range(2)])).backward()
-    at_vote: list[int] = []
-    operations = 0
-    fired, worst, last = 0, 0.0, None
-    at = 0
-    while last is None or at < last:
-        mb = Microbatcher(model, timeout_s=20)
+    batch = batch_of(rank, 0, rows[rank])
+
+    def run(at: int | None) -> Operations:
+        """Fail before that operation; None: only count those before the vote."""
+        mb = Microbatcher(model, microbatch_size=2, timeout_s=20)
         model.zero_grad()
-        batch = batch_of(rank, 0, rows[rank])
-        with fail_at(at) if rank == 1 and last is not None else count_operations() as seen:
-            gather = Ranks.gather
+        gather, before_vote = Ranks.gather, []
+        with count_operations() if at is None else fail_at(at) as seen:
 
             def counting(self: Ranks, value: Any, *, doing: str) -> list[Any]:
-                at_vote.append(seen.operations)
-                return gather(self, value, doing=doing)  # noqa: B023
+                before_vote.append(seen.operations)
+                return gather(self, value, doing=doing)
 
-            Ranks.gather = counting  # type: ignore[method-assign]
+            Ranks.gather = counting if at is None else gather  # type: ignore[method-assign]
             try:
                 mb.backward(lambda micro: loss_of(model, micro), batch)
             finally:
                 Ranks.gather = gather  # type: ignore[method-assign]
-        fired += seen.fired
-        for a, b in zip(inner.parameters(), wanted.parameters(), strict=True):
-            worst = max(worst, float((a.grad - b.grad).abs().max()))  # type: ignore[operator]
-        if last is None:
-            last = operations = int(max(digests(str(at_vote[0] if rank == 1 else 0)), key=int))
-        else:
-            at += stride
-    return {"operations": operations, "fired": fired, "error": worst}
+        return Operations(before_vote[0] if at is None else 0, "", seen.fired)
+
+    found = []
+    for failing in range(2):
+        counts = [int(one) for one in digests(str(run(None).operations))]
+        fired, worst = 0, 0.0
+        for at in range(counts[failing]):
+            fired += run(at if rank == failing else None).fired
+            worst = max(worst, compared(inner, wanted))
+        found.append({"operations": counts[failing], "fired": fired, "error": worst})
+    return found
 
 
 # what is exact
@@ -806,13 +808,14 @@ def overlap_fails(rank: int, how: str) -> Any:
     """Rank 1 runs out, or has a bug, in a batch that is reduced while it runs."""
     settled_down()
     inner = make_model()
-    model = DistributedDataParallel(inner)
+    patience = dist.new_group(timeout=timedelta(seconds=3)) if how == "lives" else None
+    model = DistributedDataParallel(inner, process_group=patience)
     mb = Microbatcher(model, sync="overlap", timeout_s=20)
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
 
     def fn(micro: Any) -> Any:
         out = (model.module if how == "unwrapped" and step == 1 else model)(micro["x"])
-        if rank == 1 and step == 1 and how == "forward":
+        if rank == 1 and step == 1 and how in ("forward", "lives"):
             raise simulated_oom("cuda")
         if rank == 1 and step == 1 and how == "backward":
             inner[0].weight.register_hook(lambda _: (_ for _ in ()).throw(simulated_oom("cuda")))  # type: ignore[union-attr]
@@ -832,6 +835,7 @@ def overlap_fails(rank: int, how: str) -> Any:
     outcome = outcome_of(run)
     elapsed_s = time.monotonic() - begun
     if rank == 1:
+        time.sleep(6 if how == "lives" else 0)  # a program that goes on after the error
         os._exit(write_and_leave(outcome))
     if rank == 0:
         time.sleep(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import random
@@ -611,16 +612,36 @@ def test_exact_running_statistics(momentum: float | None, call: str) -> None:
         assert torch.allclose(one, two, rtol=1e-10)
 
 
-def test_wrapped_models_are_refused() -> None:
+def test_a_wrapped_model_of_one_rank_is_as_the_bare_one() -> None:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("needs gloo")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-        with pytest.raises(BatchfitError, match="DistributedDataParallel is not supported by Microbatcher"):
-            Microbatcher(wrapped)
-        del wrapped
+        bare = nn.Linear(2, 1)
+        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(bare))
+        batch = torch.randn(5, 2)
+        for model in (bare, wrapped):
+            mb = Microbatcher(model, microbatch_size=2)
+            for _ in range(2):
+                mb.backward(lambda x: model(x).square().mean(), batch)  # noqa: B023
+            mb.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert torch.equal(bare.weight, wrapped.module.weight)
+        with pytest.raises(BatchfitError, match="static_graph=True"):
+            Microbatcher(nn.parallel.DistributedDataParallel(nn.Linear(2, 1), static_graph=True))
+        with pytest.raises(BatchfitError, match="2 of the parameters .* are in no DistributedDataParallel"):
+            Microbatcher(wrapped, bare).backward(lambda x: (wrapped(x) + bare(x)).mean(), batch)
+        with pytest.raises(ValueError, match="sync must be one of 'safe', 'overlap', not 'fast'"):
+            Microbatcher(wrapped, sync="fast")  # type: ignore[arg-type]
+        hooked = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        mb = Microbatcher(hooked)
+        hooked._join_config = hooked._join_config._replace(enable=True)
+        with pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
+            mb.backward(lambda x: hooked(x).mean(), batch)
+        hooked._comm_hooks.append(("hook", None))  # type: ignore[arg-type]
+        with pytest.raises(BatchfitError, match="a communication hook is registered"):
+            mb.backward(lambda x: hooked(x).mean(), batch)
+        del wrapped, hooked, mb, model
     finally:
         distributed.destroy_process_group()
 
