@@ -455,7 +455,10 @@ class Microbatcher:
 
     def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
         """Whether a batch can be trusted to run without a second try."""
-        return kind == "backward" and call is not None and bool(self._sizer(call).is_proven(call))
+        if kind != "backward" or call is None:
+            return False
+        self._sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
+        return bool(self._sizer(call).is_proven(call))
 
     def _overlapped(
         self, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any

@@ -618,32 +618,44 @@ def test_a_wrapped_model_of_one_rank_is_as_the_bare_one() -> None:
         pytest.skip("needs gloo")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        bare = nn.Linear(2, 1)
-        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(bare))
-        batch = torch.randn(5, 2)
-        for model in (bare, wrapped):
-            mb = Microbatcher(model, microbatch_size=2)
-            for _ in range(2):
-                mb.backward(lambda x: model(x).square().mean(), batch)  # noqa: B023
-            mb.step(torch.optim.SGD(model.parameters(), lr=0.1))
-        assert torch.equal(bare.weight, wrapped.module.weight)
-        with pytest.raises(BatchfitError, match="static_graph=True"):
-            Microbatcher(nn.parallel.DistributedDataParallel(nn.Linear(2, 1), static_graph=True))
-        with pytest.raises(BatchfitError, match="2 of the parameters .* are in no DistributedDataParallel"):
-            Microbatcher(wrapped, bare).backward(lambda x: (wrapped(x) + bare(x)).mean(), batch)
-        with pytest.raises(ValueError, match="sync must be one of 'safe', 'overlap', not 'fast'"):
-            Microbatcher(wrapped, sync="fast")  # type: ignore[arg-type]
-        hooked = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-        mb = Microbatcher(hooked)
-        hooked._join_config = hooked._join_config._replace(enable=True)
-        with pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
-            mb.backward(lambda x: hooked(x).mean(), batch)
-        hooked._comm_hooks.append(("hook", None))  # type: ignore[arg-type]
-        with pytest.raises(BatchfitError, match="a communication hook is registered"):
-            mb.backward(lambda x: hooked(x).mean(), batch)
-        del wrapped, hooked, mb, model
+        as_the_bare_one()
+        refused_as_wrapped()
     finally:
         distributed.destroy_process_group()
+
+
+def as_the_bare_one() -> None:
+    bare = nn.Linear(2, 1)
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(bare))
+    batch = torch.randn(5, 2)
+    for model in (bare, wrapped):
+        mb = Microbatcher(model, microbatch_size=2)
+        for _ in range(2):
+            mb.backward(lambda x: model(x).square().mean(), batch)  # noqa: B023
+        mb.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(bare.weight, wrapped.module.weight)
+    with pytest.raises(BatchfitError, match="2 of the parameters that get gradients are in no Distributed"):
+        Microbatcher(wrapped, bare).backward(lambda x: (wrapped(x) + bare(x)).mean(), batch)
+    with pytest.raises(ValueError, match="sync must be one of 'safe', 'overlap', not 'fast'"):
+        Microbatcher(wrapped, sync="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s must be positive, not 0"):
+        Microbatcher(wrapped, timeout_s=0)
+
+
+def refused_as_wrapped() -> None:
+    with pytest.raises(BatchfitError, match="static_graph=True"):
+        Microbatcher(nn.parallel.DistributedDataParallel(nn.Linear(2, 1), static_graph=True))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    mb = Microbatcher(model)
+    batch = torch.randn(5, 2)
+    joins = model._join_config
+    model._join_config = joins._replace(enable=True)
+    with pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
+        mb.backward(lambda x: model(x).mean(), batch)
+    model._join_config = joins
+    model._comm_hooks.append(("hook", None))  # type: ignore[arg-type]
+    with pytest.raises(BatchfitError, match="a communication hook is registered"):
+        mb.backward(lambda x: model(x).mean(), batch)
 
 
 def test_models_that_talk_to_other_ranks_are_refused() -> None:
