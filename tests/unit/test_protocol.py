@@ -1,4 +1,4 @@
-"""The protocol of `Microbatcher` under DDP, in every interleaving of 2 and 3 ranks with failures at any point.
+"""The protocol of `Microbatcher` under DDP: every interleaving of 2 and 3 ranks, failures at every point.
 
 Each rank is a small machine that does what `_torch/sync.py` and `_torch/stepping.py` do, one visible act at a
 time: work alone, cast a vote, wait for the verdict, take part in a collective, end. The checker runs all
@@ -9,7 +9,7 @@ deadlock), for ranks that took different branches, and for a collective that not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
@@ -65,9 +65,10 @@ def step(number: int, script: dict[str, Any]) -> Any:
     votes = yield ("vote", "step", mine)
     if votes is None:
         return "missing"
-    action = settle_ready(votes)
+    action, copied = settle_ready(votes), script["copy"]
     if action == "protect":
         fails = not script["copy"] and script["copy_fails"]
+        copied = not fails
         votes = yield ("vote", "step", StepVote("no room", True) if fails else StepVote("", False, True))
         if votes is None:
             return "missing"
@@ -79,6 +80,7 @@ def step(number: int, script: dict[str, Any]) -> Any:
             yield ("leave", "cut off")
             return "cut off"
         return "moved"
+    assert copied, "a step that others may take back has nothing to go back to here"
     for tries in (1, 2):
         error = script["tries"][tries - 1]
         votes = yield ("vote", "step", StepVote(error, error == "oom", True))
@@ -190,13 +192,12 @@ def step_scripts() -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "every"), [(2, 1), (3, 3)])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["batch", "step"])
-def test_no_deadlock_and_one_branch(kind: str, world_size: int, every: int) -> None:
+def test_no_deadlock_and_one_branch(kind: str, world_size: int) -> None:
     make, scripts = (batch, batch_scripts()) if kind == "batch" else (step, step_scripts())
-    for number, chosen in enumerate(product(scripts, repeat=world_size)):
-        if number % every:
-            continue
+    # All ranks do the same, so who is who does not matter.
+    for chosen in combinations_with_replacement(scripts, world_size):
         ends = explore(make, chosen)
         assert len(ends) == 1, f"the outcome depends on the order: {chosen}, {ends}"
         (end,) = ends
