@@ -5,6 +5,9 @@ Every case is compared with one process on the joined batches (fp64: 1e-10) and,
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import ddp_cases as cases
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
 )
 
+ROOT = Path(__file__).parents[2]
 CASES_AT_LEAST = 200
 OPERATIONS_AT_LEAST = 60  # of a batch of two microbatches, up to the vote
 
@@ -210,6 +214,43 @@ def test_short_soak_is_the_run_without_faults() -> None:
     for told in answers:
         assert told["error"] < 1e-10
         assert told["same"]
+
+
+def test_the_example_runs_under_torchrun() -> None:
+    path = ROOT / "examples" / "ddp.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rank 0, step 0: 2048, out of memory 0 times" in done.stdout
+    assert "rank 1, step 0: 896 + 896, out of memory 1 times" in done.stdout
+    assert "rank 1, step 9: no samples" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    script, out = ROOT / "benchmarks" / "ranks_gpu.py", tmp_path / "smoke.json"
+    for arguments in (["run", "--smoke", "--out", str(out)], ["page", str(out)]):
+        done = subprocess.run(
+            [sys.executable, str(script), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    for part in ("many", "one"):
+        for name in ("ddp", "late", "safe", "overlap"):
+            assert f"| {part} | `{name}` |" in done.stdout
 
 
 @pytest.mark.slow
