@@ -26,7 +26,7 @@ from batchfit._decide.split import MicrobatchEvent, Piece
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
-from batchfit._torch.coverage import Coverage
+from batchfit._torch.coverage import Coverage, modules_held
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
@@ -336,6 +336,8 @@ class Microbatcher:
             opened = self._open(batch, kind, next(iter(fns.values())), lengths)
             call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
             look = self._coverage.look(list(fns.values()), leaves, kind)
+            if look is not None:
+                self._sync.check_reached(modules_held(fns.values()))
             with self._rewinding(leaves, opened.tables, scaler) as rewind:
                 finish = partial(turn.reserve, rewind, shared)
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._microbatch import Microbatcher
 from batchfit._torch import stepping, sync, tries
@@ -511,7 +512,56 @@ def exact_map(rank: int, world_size: int) -> Any:
     return ok, model.require_forward_param_sync, model.require_backward_grad_sync
 
 
+def exact_buckets(rank: int, world_size: int) -> Any:
+    """Many buckets in few slots, several types, odd strides on one rank only, large tensors in place."""
+    found = []
+    for cap_bytes in (1 << 20, 512, 64):
+        generator = torch.Generator().manual_seed(3)
+        parameters: list[torch.Tensor] = []
+        for number, dtype in enumerate([torch.float64, torch.float32, torch.float64, torch.bfloat16] * 6):
+            shape = [(3,), (2, 3, 2, 2), (5, 4), ()][number % 4] if number % 7 else (4, 6, 3, 3)
+            tensor = torch.zeros(shape, dtype=dtype)
+            if tensor.dim() == 4 and number % 3 == 0:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+            parameters.append(nn.Parameter(tensor))
+        parameters.append(nn.Parameter(torch.zeros(10, 8, dtype=torch.float64)[:, ::2]))  # with holes
+        wanted = []
+        for number, one in enumerate(parameters):
+            drawn = [torch.randint(-8, 9, one.shape, generator=generator).to(one.dtype) for _ in range(4)]
+            wanted.append(torch.stack(drawn[:world_size]).sum(0))
+            mine = drawn[rank]
+            if one.dim() == 4 and number % 2 and rank == 1:  # another layout than on the other ranks
+                mine = mine.contiguous(memory_format=torch.channels_last)
+            elif one.dim() > 1:
+                mine = torch.empty_like(one).copy_(mine)
+            one.grad = mine
+        buffers = [torch.full((70,), float(rank)), torch.full((2,), rank), torch.full((9,), rank + 1.0)]
+        reduction = sync.Reduction(parameters, buffers, group=dist.group.WORLD, cap_bytes=cap_bytes)
+        with count_operations() as seen, no_new_memory():
+            count = reduction.run(parameters, [one.grad for one in parameters], buffers)  # type: ignore[misc]
+        right = all(torch.equal(one.grad, sum_) for one, sum_ in zip(parameters, wanted, strict=True))  # type: ignore[arg-type]
+        sent = [float(buffer.unique()) for buffer in buffers] == [0.0, 0.0, 1.0]
+        found.append({"right": right, "sent": sent, "collectives": count, "operations": seen.operations > 0})
+    return found
+
+
+@contextmanager
+def no_new_memory() -> Iterator[None]:
+    """Inside, an operation that makes a tensor with memory of its own is an error."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(func)
+            made = ("empty", "zeros", "clone", "new_", "cat", "stack", "_to_copy", "contiguous")
+            assert not any(word in name for word in made), name
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield
+
+
 EXACT = (
+    exact_buckets,
     exact_tokens,
     exact_empty,
     exact_accumulation,

@@ -99,6 +99,11 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
             assert one["error"] < 1e-10, one
         sizes = [one["sizes"] for one in told["exact_empty"][0]]
         assert sizes == ([[], []] if rank == 1 else [[2, 2, 1]] * 2)
+        whole, some, many = told["exact_buckets"]
+        assert all(one["right"] and one["sent"] for one in (whole, some, many))
+        # three types of gradients and two of buffers; below, more buckets than slots
+        assert whole["collectives"] == 5
+        assert whole["collectives"] < some["collectives"] < many["collectives"]
         (raised, skipped), untouched = told["exact_empty"][1], told["exact_empty"][2]
         assert "the weight of the batch is zero" in raised
         assert skipped is True

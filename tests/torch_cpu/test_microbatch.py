@@ -636,6 +636,11 @@ def as_the_bare_one() -> None:
     assert torch.equal(bare.weight, wrapped.module.weight)
     with pytest.raises(BatchfitError, match="2 of the parameters that get gradients are in no Distributed"):
         Microbatcher(wrapped, bare).backward(lambda x: (wrapped(x) + bare(x)).mean(), batch)
+    with pytest.raises(BatchfitError, match="Pass the wrapped model"):
+        Microbatcher(wrapped.module).backward(lambda x: wrapped(x).mean(), batch)
+    other = nn.parallel.DistributedDataParallel(nn.Linear(2, 1).requires_grad_())
+    with pytest.raises(BatchfitError, match="that Microbatcher was not given"):
+        Microbatcher(wrapped).backward(lambda x: (wrapped(x) + other(x)).mean(), batch)
     with pytest.raises(ValueError, match="sync must be one of 'safe', 'overlap', not 'fast'"):
         Microbatcher(wrapped, sync="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s must be positive, not 0"):

@@ -59,6 +59,15 @@ class Alone:
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """All leaves are this process's own."""
 
+    def check_reached(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse a function that runs a wrapped model which was not given: it would reduce by itself."""
+        if any(isinstance(module, DistributedDataParallel) for module in modules):
+            raise BatchfitError(
+                "fn runs a model in DistributedDataParallel, and Microbatcher was given the one inside: it "
+                "would reduce in every microbatch, and a rank that tries again would wait for the others. "
+                "Pass the wrapped model"
+            )
+
     def quiet(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -107,6 +116,10 @@ class Together:
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse leaves whose gradients nobody would reduce."""
         self.wrapped.check(leaves)
+
+    def check_reached(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse a wrapped model that is not one of ours."""
+        self.wrapped.check_reached(modules)
 
     def waits(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> bool:
         """Whether this gradient of the leaf has not been reduced."""
@@ -325,12 +338,12 @@ class Turn:
             if waiting:
                 with torch.no_grad():
                     _foreach_add([leaves[at].grad for at in waiting], [rewind.old[at] for at in waiting])
-            slow = None if _is_nccl(self._all.group) else self._all.ranks.timeout_s
+            limit_s = self._all.ranks.timeout_s if _host_waits(self._all.group) else None
             self._reduction.run(
                 [leaves[at] for at in chosen],
                 [leaves[at].grad for at in chosen],  # type: ignore[misc]
                 self._buffers,
-                timeout_s=slow,
+                timeout_s=limit_s,
             )
             self._reduction = None
         rewind.keep(instead=waiting if world_size > 1 else ())
@@ -358,6 +371,8 @@ def together(
     """Who takes part, from the modules of a Microbatcher; refuses what cannot be done together."""
     if sync not in ("safe", "overlap"):
         raise ValueError(f"sync must be one of 'safe', 'overlap', not {sync!r}")
+    if timeout_s is not None:
+        Ranks.current(timeout_s)  # refuses what is no time
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped:
         return Alone()
@@ -380,6 +395,6 @@ def _made_zeros(leaves: Sequence[torch.Tensor]) -> str:
     return ""
 
 
-def _is_nccl(group: Any) -> bool:
-    """Whether a wait with a time-out would keep the host waiting, which it otherwise does not."""
-    return "nccl" in str(dist.get_backend(group))
+def _host_waits(group: Any) -> bool:
+    """Whether the host waits for a collective anyhow: with nccl, a time-out is what would make it wait."""
+    return str(dist.get_backend(group)) == "gloo"

@@ -8,12 +8,13 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfit.errors import BatchfitError
@@ -47,6 +48,16 @@ class Wrapped:
                 f"(shapes {shown}): they would become different on each rank. Wrap their module too, or "
                 "freeze them"
             )
+
+    def check_reached(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse another wrapped model than these: it would reduce by itself."""
+        for module in modules:
+            if isinstance(module, DistributedDataParallel) and module not in self._models:
+                raise BatchfitError(
+                    "fn runs a model in DistributedDataParallel that Microbatcher was not given: it would "
+                    "reduce in every microbatch, and a rank that tries again would wait for the others. "
+                    "Pass it too"
+                )
 
     def buffers(self) -> list[torch.Tensor]:
         """Those that DDP sends from rank 0 to all: each once."""
@@ -99,7 +110,7 @@ class Wrapped:
         """Inside, a model that gets gradients must be called through its wrapper, or DDP reduces nothing."""
         seen: set[int] = set()
 
-        def note(model: torch.nn.Module, inputs: object) -> None:
+        def note(model: nn.Module, inputs: object) -> None:
             seen.add(id(model))
 
         hooks = [model.register_forward_pre_hook(note) for model in self._models]
