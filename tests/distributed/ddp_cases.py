@@ -704,7 +704,7 @@ def killed(rank: int, how: str) -> Any:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "hangs":
-                time.sleep(8)
+                time.sleep(5)
         return loss_of(model, micro)
 
     run = sync.Reduction.run
@@ -885,7 +885,7 @@ def overlap_fails(rank: int, how: str) -> Any:
     outcome = outcome_of(run)
     elapsed_s = time.monotonic() - begun
     if rank == 1:
-        time.sleep(6 if how == "lives" else 0)  # a program that goes on after the error
+        time.sleep(4.5 if how == "lives" else 0)  # a program that goes on after the error
         os._exit(write_and_leave(outcome))
     if rank == 0:
         time.sleep(1)

@@ -183,7 +183,10 @@ def test_overlap_is_exact() -> None:
         assert [one["ours"] for one in told if "ours" in one] == [plain, views, plain]
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "bug", "lives", "unwrapped"])
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "bug", "unwrapped")]
+
+
+@pytest.mark.parametrize("how", ["backward", "lives", *SLOW])
 def test_an_oom_under_overlap_is_a_clean_error_on_all_ranks(how: str) -> None:
     outcomes = run_ranks(cases.overlap_fails, world_size=3, args=(how,), timeout_s=60)
     assert outcomes[1].exitcode == (4 if how == "bug" else 3)
@@ -224,15 +227,8 @@ def test_short_soak_is_the_run_without_faults() -> None:
 def test_the_example_runs_under_torchrun() -> None:
     path = ROOT / "examples" / "ddp.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(path),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0, step 0: 2048, out of memory 0 times" in done.stdout
