@@ -692,7 +692,7 @@ def interrupted(rank: int) -> Any:
 
 
 def killed(rank: int, how: str) -> Any:
-    """Rank 1 dies or hangs in its second batch, or in the reduction."""
+    """Rank 1 dies or hangs in its second batch, or in the reduction, or fails there by itself."""
     settled_down()
     inner = make_model()
     model = DistributedDataParallel(inner)
@@ -712,6 +712,8 @@ def killed(rank: int, how: str) -> Any:
     def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
         if how == "reducing" and rank == 1 and step == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "breaks" and rank == 1 and step == 1:
+            raise simulated_oom("cuda")
         return run(self, *args, **kwargs)
 
     sync.Reduction.run = dying  # type: ignore[method-assign]

@@ -173,6 +173,16 @@ def test_a_rank_that_dies_or_hangs_is_named(how: str) -> None:
         assert elapsed_s < 20
 
 
+def test_an_error_after_the_vote_is_one_of_all_ranks() -> None:
+    outcomes = run_ranks(cases.killed, world_size=3, args=("breaks",), timeout_s=60)
+    told = values(outcomes)
+    assert told[1][0] == "BatchfitError"
+    assert "could not be reduced, so the ranks are no longer alike" in told[1][1]
+    for rank in (0, 2):
+        assert told[rank][0] == "RankMissingError"
+        assert "rank 1 has left: OutOfMemoryError" in told[rank][1]
+
+
 def test_overlap_is_exact() -> None:
     for told in values(run_ranks(cases.overlap, world_size=2, timeout_s=100)):
         for one in told:
