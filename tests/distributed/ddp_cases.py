@@ -560,7 +560,25 @@ def no_new_memory() -> Iterator[None]:
         yield
 
 
+def exact_count(rank: int, world_size: int) -> Any:
+    """As many collectives as DDP has buckets, and no vote among them."""
+    inner = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    model = DistributedDataParallel(inner, bucket_cap_mb=1)
+    for _ in range(3):
+        model(torch.randn(2, 256)).mean().backward()
+    told = model._get_ddp_logging_data()
+    buckets = str(told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(",")
+    mb = Microbatcher(model, microbatch_size=2)
+    counts = []
+    for _ in range(2):
+        with counted_collectives() as seen:
+            mb.backward(lambda x: model(x).square().mean(), torch.randn(6, 256))
+        counts.append(len(seen))
+    return counts, len(buckets)
+
+
 EXACT = (
+    exact_count,
     exact_buckets,
     exact_tokens,
     exact_empty,

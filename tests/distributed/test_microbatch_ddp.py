@@ -99,6 +99,9 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
             assert one["error"] < 1e-10, one
         sizes = [one["sizes"] for one in told["exact_empty"][0]]
         assert sizes == ([[], []] if rank == 1 else [[2, 2, 1]] * 2)
+        counts, buckets = told["exact_count"]
+        assert counts == [counts[0]] * 2
+        assert 1 < counts[0] <= buckets
         whole, some, many = told["exact_buckets"]
         assert all(one["right"] and one["sent"] for one in (whole, some, many))
         # three types of gradients and two of buffers; below, more buckets than slots

@@ -5,10 +5,11 @@ Rules
 - What is sent, in which order and in which collective, is a function of the parameters alone, never of the
   gradients of one rank: all ranks issue the same collectives. Two ranks whose gradients have different
   strides send the same layout, the parameter's.
-- Small tensors share a bucket (25 MiB, torch's own size); one as large as a bucket is summed where it is.
+- Small tensors share a bucket (25 MiB, torch's own size, or DDP's `bucket_cap_mb`); one as large as a bucket
+  is summed where it is.
   Buckets go round in few slots: while some are on their way, the next is filled and the last is emptied.
   Cost: at most four buckets of memory for a moment, not a second copy of all gradients.
-- The number of collectives is about that of DistributedDataParallel: one a bucket.
+- The number of collectives is that of DistributedDataParallel: one a bucket, filled as DDP fills its own.
 """
 
 from __future__ import annotations
@@ -41,16 +42,18 @@ def buckets_of(tensors: Sequence[torch.Tensor], cap_bytes: int = BUCKET_BYTES) -
     for number in reversed(range(len(tensors))):
         tensor = tensors[number]
         size = tensor.numel() * tensor.element_size()
+        if not size:  # nothing to sum, and some back-ends refuse it
+            continue
         if size >= cap_bytes:
             found.append(_Bucket((number,), True))
             continue
         kind = (tensor.device, tensor.dtype)
-        members, filled = open_.get(kind, ([], 0))
-        if members and filled + size > cap_bytes:
-            found.append(_Bucket(tuple(members), False))
-            members, filled = [], 0
+        members, filled = open_.pop(kind, ([], 0))
         members.append(number)
-        open_[kind] = members, filled + size
+        if filled + size >= cap_bytes:  # full once it has that much, as DDP's are
+            found.append(_Bucket(tuple(members), False))
+        else:
+            open_[kind] = members, filled + size
     found.extend(_Bucket(tuple(members), False) for members, _ in open_.values())
     return found
 
@@ -86,7 +89,7 @@ class Reduction:
                 self._odd[id(tensor)] = torch.empty_like(tensor, memory_format=_format(tensor))
         most = len(buckets_of((*parameters, *buffers), cap_bytes))
         for device, sizes in small.items():
-            slot_bytes = min(cap_bytes, sum(sizes))
+            slot_bytes = min(cap_bytes + max(sizes), sum(sizes))  # whichever of them are reduced
             self._slots[device] = deque(
                 torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(min(_SLOTS, most))
             )

@@ -199,8 +199,11 @@ class Turn:
             if leaf.grad is None and self._all.waits(leaf, old):
                 leaf.grad = _zeros(leaf)
         note = "batchfit: raised while the reduction's buckets were allocated"
+        group, bucket_bytes = self._all.group, self._all.wrapped.bucket_bytes
         self._reduction = twice(
-            lambda: Reduction(leaves, self._buffers, group=self._all.group), device=self._device, note=note
+            lambda: Reduction(leaves, self._buffers, group=group, cap_bytes=bucket_bytes),
+            device=self._device,
+            note=note,
         )
 
     def settle(self, rewind: Rewind, weight: float, leaves: Sequence[torch.Tensor]) -> Outcome:

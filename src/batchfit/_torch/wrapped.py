@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._torch.reduce import BUCKET_BYTES
 from batchfit.errors import BatchfitError
 
 _FLAGS = ("require_backward_grad_sync", "require_forward_param_sync")
@@ -36,6 +37,12 @@ class Wrapped:
     def views(self) -> bool:
         """Whether gradients may be views of DDP's buckets."""
         return any(model.gradient_as_bucket_view for model in self._models)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of buckets that the user has asked DDP for, or torch's own."""
+        asked = [getattr(model, "bucket_bytes_cap", None) for model in self._models]
+        return min((one for one in asked if isinstance(one, int) and one > 0), default=BUCKET_BYTES)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse leaves whose gradients nobody would reduce."""
