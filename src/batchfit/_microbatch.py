@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from batchfit._decide.units import parse_bytes
 from batchfit._noise import GradientNoise
 from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
-from batchfit._torch.coverage import Coverage
+from batchfit._torch.coverage import Coverage, modules_held
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
@@ -45,6 +46,7 @@ from batchfit._torch.splittable import (
     where,
 )
 from batchfit._torch.stepping import step
+from batchfit._torch.sync import Alone, Outcome, Together, together
 from batchfit._torch.tries import (
     NOBODY,
     Around,
@@ -53,7 +55,6 @@ from batchfit._torch.tries import (
     Judgement,
     MapTry,
     Planned,
-    Watch,
     judge_loss,
 )
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
@@ -64,6 +65,16 @@ log = logging.getLogger("batchfit")
 
 Tables = list[dict[str, Any]]
 AnyCall = Call | RaggedCall
+
+
+class _Opened(NamedTuple):
+    """A batch and the models, as a call finds them."""
+
+    call: AnyCall | None  # None: this rank has no samples
+    leaves: list[torch.Tensor]
+    shared: int  # how many of the leaves are the models': the others are the batch's own
+    tables: Tables
+    modules: list[nn.Module]
 
 
 @final
@@ -103,6 +114,13 @@ class Microbatcher:
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
+        sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
+            ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
+            microbatch is in backward, and running out there is an error on all ranks.
+        timeout_s: under DDP, how long this rank waits for the others' work on a batch; default: 600.
+
+    Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
+    of one process with the joined batch, whatever the sizes. A rank without samples passes None.
     """
 
     def __init__(
@@ -122,6 +140,8 @@ class Microbatcher:
         on_event: Callable[[MicrobatchEvent], object] | None = None,
         noise: GradientNoise | None = None,
         device: str | torch.device | Device | None = None,
+        sync: Literal["safe", "overlap"] = "safe",
+        timeout_s: float | None = None,
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
@@ -158,7 +178,11 @@ class Microbatcher:
         self._buffers = Buffers()
         self._marks = Buffers()  # those of one microbatch of `map`
         self._generators = generators_of(models)
-        self._compiled = any(is_compiled(module) for module in leaves_of(models)[2])
+        modules = leaves_of(models)[2]
+        self._compiled = any(is_compiled(module) for module in modules)
+        self._sync: Together | Alone = together(
+            modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
+        )
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._reduction_checked = False
         self._leaf_count = -1
@@ -179,29 +203,27 @@ class Microbatcher:
         Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
         the call found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
         """
-        check_callable(fn, "fn")
-        call, leaves, tables, modules = self._open(batch, "backward", fn, lengths)
-        look = self._coverage.look([fn], leaves, "backward")
-        with self._rewinding(leaves, tables, scaler) as rewind:
 
-            def make(plan: Sequence[Piece]) -> BackwardTry | None:
-                micros = call.whole.micros(plan)
-                shares = self._weighing.shares(micros, plan)
-                if shares is None:
-                    return None
-                layers = self._layers(call, modules, plan)
-                watch: Watch = call.watch or NOBODY
-                if self._noise is not None:
-                    sizes = [piece.size for piece in plan]
-                    factors = sizes if self._reduction == "sum" else shares
-                    watch = self._noise.watching(watch, sizes, factors, scaler)
-                around = Around(self._target, rewind, scaler, layers, look, watch)
-                return BackwardTry(fn, micros, shares, around)
+        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
+            micros = whole.micros(plan)
+            shares, weight = self._weighing.shares(micros, plan)
+            if shares is None:
+                return None, weight
+            if self._noise is not None and around.is_local:
+                sizes = [piece.size for piece in plan]
+                factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
+                watch = self._noise.watching(around.watch, sizes, factors, scaler)
+                around = replace(around, watch=watch)
+            return BackwardTry(fn, micros, shares, around), weight
 
-            plan, done = self._until_it_fits(call, rewind, make)
-        if done is None:
-            self._sizing.tell("skipped", plan[0].size, plan[0].size, "the batch has no weight")
-            return StepReport(torch.zeros((), device=self._target), (), skipped=True)
+        opened, plan, done, outcome = self._run(batch, "backward", {"fn": fn}, lengths, scaler, make)
+        call = opened.call
+        if outcome == "nothing":
+            self._weighing.check_zero()
+            size = plan[0].size if plan else 0
+            self._sizing.tell("skipped", size, size, "the batch has no weight")
+        if call is None or done is None:
+            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
         if self._noise is not None:
             self._noise.keep(is_sorted=call.whole.trimmer is not None)
         if len(plan) > 1:
@@ -210,7 +232,7 @@ class Microbatcher:
                 self._sizing.warn_once("tokens", advice)
         # Not for compiled code: it would be compiled again for sizes that are never needed.
         if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
-            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), tables)
+            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), opened.tables)
         return _report(call, plan, done)
 
     def backward_cached(
@@ -231,19 +253,15 @@ class Microbatcher:
         width. More than one chunk costs one forward more, without a graph; dropout is the
         same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
         """
-        check_callable(encode, "encode")
-        check_callable(loss_fn, "loss_fn")
-        call, leaves, tables, modules = self._open(batch, "cached", encode, lengths)
-        look = self._coverage.look([encode, loss_fn], leaves, "cached")
-        with self._rewinding(leaves, tables, scaler) as rewind:
 
-            def make(plan: Sequence[Piece]) -> CachedTry:
-                layers = self._layers(call, modules, plan)
-                around = Around(self._target, rewind, scaler, layers, look, call.watch or NOBODY)
-                return CachedTry(encode, loss_fn, call.whole, plan, around)
+        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
+            return CachedTry(encode, loss_fn, whole, plan, around), float(whole.length)
 
-            plan, done = self._until_it_fits(call, rewind, make)
-        return _report(call, plan, done)
+        fns = {"encode": encode, "loss_fn": loss_fn}
+        opened, plan, done, outcome = self._run(batch, "cached", fns, lengths, scaler, make)
+        if opened.call is None:
+            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
+        return _report(opened.call, plan, done)
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
@@ -258,13 +276,20 @@ class Microbatcher:
         with zeros up to the batch's width.
         """
         check_callable(fn, "fn")
-        call, _, tables, _ = self._open(batch, "map", fn, lengths)
+        opened = self._open(batch, "map", fn, lengths)
+        call, tables = opened.call, opened.tables
+        assert call is not None
         sizer = self._sizer(call)
         outputs: list[Any] = []
         done: list[Piece] = []
         marks = Buffers() if self._buffers.busy else self._marks
         begin = partial(self._rewinding, [], tables, None, marks)
-        with torch.inference_mode(), self._rewinding([], tables, None) as rewind, self._inside(call):
+        with (
+            torch.inference_mode(),
+            self._sync.quiet(),
+            self._rewinding([], tables, None) as rewind,
+            self._inside(call),
+        ):
             while sum(piece.size for piece in done) < call.whole.length:
                 plan = sizer.plan(call, done)
                 run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch or NOBODY)
@@ -296,7 +321,7 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback)
+        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=self._sync)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -309,28 +334,85 @@ class Microbatcher:
         else:
             self._packing.forget()
 
-    def _open(
-        self, batch: Any, kind: str, fn: Any, lengths: Lengths | None
-    ) -> tuple[AnyCall, list[torch.Tensor], Tables, list[nn.Module]]:
+    def _run(
+        self,
+        batch: Any,
+        kind: str,
+        fns: Mapping[str, Callable[[Any], Any]],
+        lengths: Lengths | None,
+        scaler: Any,
+        make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
+    ) -> tuple[_Opened, tuple[Piece, ...], Any, Outcome]:
+        """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`)."""
+        plan: tuple[Piece, ...] = ()
+        done, weight = None, 0.0
+        with self._sync.turn(self._device) as turn:
+            for name, fn in fns.items():
+                check_callable(fn, name)
+            opened = self._open(batch, kind, next(iter(fns.values())), lengths)
+            call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
+            look = self._coverage.look(list(fns.values()), leaves, kind)
+            if look is not None:
+                self._sync.check_reached(modules_held(fns.values()))
+            with self._rewinding(leaves, opened.tables, scaler) as rewind:
+                finish = partial(turn.reserve, rewind, shared)
+
+                def weigh() -> float:
+                    prepare(self._sizer(call).plan(call))
+                    return weight
+
+                def prepare(plan: Sequence[Piece]) -> Any:
+                    nonlocal weight
+                    assert call is not None
+                    layers, watch = self._layers(call, opened.modules, plan), call.watch or NOBODY
+                    around = Around(
+                        device=self._target,
+                        rewind=rewind,
+                        finish=finish,
+                        scale=turn.guess,
+                        last=turn.last,
+                        is_local=not turn.overlapped,
+                        scaler=scaler,
+                        layers=layers,
+                        look=look,
+                        watch=watch,
+                    )
+                    made, weight = make(call.whole, plan, around)
+                    if made is None:
+                        finish()
+                    return made
+
+                with turn.quiet():
+                    if turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
+                        plan, done = self._overlapped(call, prepare, turn)
+                    elif call is None:
+                        finish()
+                    else:
+                        plan, done = self._until_it_fits(call, rewind, prepare)
+                outcome = turn.settle(rewind, weight, shared)
+        return opened, plan, done, outcome
+
+    def _open(self, batch: Any, kind: str, fn: Any, lengths: Lengths | None) -> _Opened:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self._device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
                 "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
             )
-        whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
-        if whole.length == 0:
-            raise ValueError("batch must hold at least one sample, not 0")
+        whole = None
+        if batch is not None or kind == "map" or not self._sync.joins_empty:
+            whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
+            if whole.length == 0 and (kind == "map" or not self._sync.joins_empty):
+                raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
+        shared = len(leaves)
         if kind != "map":
             # Looked at again where others get gradients than before: it takes as long as all else here.
-            fresh, self._leaf_count = len(leaves) != self._leaf_count, len(leaves)
-            if fresh and any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-                self._sizing.warn_once(
-                    "hooks",
-                    "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
-                    "optimizer that steps there steps on a part of the batch's gradient",
-                )
-            leaves += whole.gradient_leaves()
+            if shared != self._leaf_count:
+                self._look_at(leaves)
+            self._leaf_count = shared
+            leaves += [] if whole is None else whole.gradient_leaves()
+        if whole is None or whole.length == 0:
+            return _Opened(None, leaves, shared, tables, modules)
         compiled = self._compiled or is_compiled(fn)
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
@@ -342,9 +424,19 @@ class Microbatcher:
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return call, leaves, tables, modules
+        return _Opened(call, leaves, shared, tables, modules)
 
-    def _sizer(self, call: AnyCall) -> Any:
+    def _look_at(self, leaves: list[torch.Tensor]) -> None:
+        """What gets gradients is not what it was: may it?"""
+        self._sync.check(leaves)
+        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            self._sizing.warn_once(
+                "hooks",
+                "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
+                "optimizer that steps there steps on a part of the batch's gradient",
+            )
+
+    def _sizer(self, call: AnyCall | None) -> Any:
         """Who decides on the microbatches of this call."""
         return self._packing if isinstance(call, RaggedCall) else self._sizing
 
@@ -369,11 +461,9 @@ class Microbatcher:
                 versions = call.whole.versions()
                 run = Planned(make, plan)
                 failure = sizer.attempt(call, run)
-                if failure is None and run.made is None:
-                    rewind.keep()
-                    return plan, None
                 if failure is None:
-                    sizer.finish(call, plan)
+                    if run.made is not None:
+                        sizer.finish(call, plan)
                     return plan, run.made
                 at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
                 del run
@@ -389,6 +479,27 @@ class Microbatcher:
                     loss_failed = True
                 else:
                     sizer.shrink(call, failure, at)
+
+    def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
+        """Whether a batch can be trusted to run without a second try."""
+        if kind != "backward" or call is None:
+            return False
+        self._sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
+        return bool(self._sizer(call).is_proven(call))
+
+    def _overlapped(
+        self, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
+    ) -> tuple[tuple[Piece, ...], Any]:
+        """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
+        sizer = self._sizer(call)
+        plan = sizer.plan(call)
+        run = Planned(make, plan)
+        with self._inside(call), turn.overlapping():
+            failure = sizer.attempt(call, run)
+            if failure is not None:
+                raise turn.cut_off(failure.message)
+        sizer.finish(call, plan)
+        return plan, run.made
 
     def _joined(self, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
         answer: list[Any] = []
@@ -410,7 +521,7 @@ class Microbatcher:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
         found: Judgement = "unclear"
-        with self._rewinding([], tables, None), self._attention(whole):
+        with self._rewinding([], tables, None), self._attention(whole), self._sync.quiet():
             try:
                 found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing

@@ -13,6 +13,7 @@
     ├── SettingsDifferError   a file to resume from holds a search with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
+    ├── RankFailedError       another rank raised, so what all had to do together did not happen
     └── ResultFileError       a result file cannot be read
 
 Wrong arguments are `ValueError` or `TypeError`, raised before any device work. An error of the
@@ -204,6 +205,16 @@ class RankMissingError(BatchfitError):
             f"{named} {happened} while all ranks had to agree on {doing}. "
             "Look at that rank's own output: it has most likely failed or is stuck."
         )
+
+
+class RankFailedError(BatchfitError):
+    """Other ranks raised errors of their own (`failed`: which, and their texts); nothing has changed here."""
+
+    def __init__(self, failed: Iterable[tuple[int, str]], *, doing: str) -> None:
+        self.failed = tuple(failed)
+        self.doing = doing
+        told = "; ".join(f"rank {rank} raised {text}" for rank, text in self.failed)
+        super().__init__(f"all ranks gave up {doing}, and everything is as before the call: {told}")
 
 
 class ResultFileError(BatchfitError):

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["pytest", "torch", "torch.distributed", "batchfit._torch.ranks"]
+PRELOAD = ["pytest", "torch", "torch.distributed", "batchfit._torch.ranks", "batchfit._microbatch"]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import random
 from collections import namedtuple
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -612,18 +612,55 @@ def test_exact_running_statistics(momentum: float | None, call: str) -> None:
         assert torch.allclose(one, two, rtol=1e-10)
 
 
-def test_wrapped_models_are_refused() -> None:
+def test_a_wrapped_model_of_one_rank_is_as_the_bare_one() -> None:
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_gloo_available():
         pytest.skip("needs gloo")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-        with pytest.raises(BatchfitError, match="DistributedDataParallel is not supported by Microbatcher"):
-            Microbatcher(wrapped)
-        del wrapped
+        as_the_bare_one()
+        refused_as_wrapped()
     finally:
         distributed.destroy_process_group()
+
+
+def as_the_bare_one() -> None:
+    bare = nn.Linear(2, 1)
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(bare))
+    batch = torch.randn(5, 2)
+    for model in (bare, wrapped):
+        mb = Microbatcher(model, microbatch_size=2)
+        for _ in range(2):
+            mb.backward(lambda x: model(x).square().mean(), batch)  # noqa: B023
+        mb.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(bare.weight, wrapped.module.weight)
+    with pytest.raises(BatchfitError, match="2 of the parameters that get gradients are in no Distributed"):
+        Microbatcher(wrapped, bare).backward(lambda x: (wrapped(x) + bare(x)).mean(), batch)
+    with pytest.raises(BatchfitError, match="Pass the wrapped model"):
+        Microbatcher(wrapped.module).backward(lambda x: wrapped(x).mean(), batch)
+    other = nn.parallel.DistributedDataParallel(nn.Linear(2, 1).requires_grad_())
+    with pytest.raises(BatchfitError, match="that Microbatcher was not given"):
+        Microbatcher(wrapped).backward(lambda x: (wrapped(x) + other(x)).mean(), batch)
+    with pytest.raises(ValueError, match="sync must be one of 'safe', 'overlap', not 'fast'"):
+        Microbatcher(wrapped, sync="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="timeout_s must be positive, not 0"):
+        Microbatcher(wrapped, timeout_s=0)
+
+
+def refused_as_wrapped() -> None:
+    with pytest.raises(BatchfitError, match="static_graph=True"):
+        Microbatcher(nn.parallel.DistributedDataParallel(nn.Linear(2, 1), static_graph=True))
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    mb = Microbatcher(model)
+    batch = torch.randn(5, 2)
+    joins = model._join_config
+    model._join_config = joins._replace(enable=True)
+    with pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
+        mb.backward(lambda x: model(x).mean(), batch)
+    model._join_config = joins
+    model._comm_hooks.append(("hook", None))  # type: ignore[arg-type]
+    with pytest.raises(BatchfitError, match="a communication hook is registered"):
+        mb.backward(lambda x: model(x).mean(), batch)
 
 
 def test_models_that_talk_to_other_ranks_are_refused() -> None:
@@ -695,7 +732,7 @@ def test_an_error_comes_out_and_leaves_everything_as_it_was(error: BaseException
     held = [p.grad for p in model.parameters()]
     before = ([h.clone() for h in held], [b.clone() for b in model.buffers()])
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-    fn = faulty(lambda x: model(x).mean() * random.random() * np.random.rand(), {2: copy(error)})
+    fn = faulty(lambda x: model(x).mean() * random.random() * np.random.rand(), {2: copy.copy(error)})
     mb = Microbatcher(model, microbatch_size=2, batch_norm="ignore")
     with pytest.raises(type(error)) as raised:
         mb.backward(fn, torch.ones(8, 3))
@@ -789,7 +826,7 @@ def test_an_ambiguous_error_counts_only_if_a_smaller_size_runs() -> None:
 def test_fatal_errors_and_host_memory_do_not_shrink(error: Exception) -> None:
     model = nn.Linear(1, 1)
     mb = Microbatcher(model, device=FakeDevice(1000))
-    calls = faulty(lambda x: model(x).mean(), {0: copy(error)})
+    calls = faulty(lambda x: model(x).mean(), {0: copy.copy(error)})
     with pytest.raises(type(error)):
         mb.backward(calls, torch.ones(8, 1))
     assert calls.calls == 1

@@ -49,6 +49,14 @@ class Coverage:
         return look
 
 
+def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
+    """The modules that these functions can reach by name."""
+    for fn in fns:
+        for _, value in _held(fn):
+            if isinstance(value, nn.Module):
+                yield value
+
+
 def _code(fn: Any) -> object:
     """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
     plain = getattr(fn, "__func__", fn)

@@ -245,10 +245,11 @@ class Packing:
 
     def limited(self, call: RaggedCall) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where a shape is new."""
-        seen = set(call.known.shapes.seen)
-        if seen.issuperset(map(_extent, call.plan)):
-            return nullcontext()
-        return self._sizing.within_budget(call.whole)
+        return nullcontext() if self.is_proven(call) else self._sizing.within_budget(call.whole)
+
+    def is_proven(self, call: RaggedCall) -> bool:
+        """Whether all shapes of this batch have run."""
+        return set(call.known.shapes.seen).issuperset(map(_extent, call.plan))
 
     def _after(self, known: _Known, retries: int) -> None:
         """Allocation retries in the last batch leave more room in the next ones."""

@@ -110,7 +110,7 @@ class Rewind:
     Leaving the block without `keep` puts everything back, gradients too.
     """
 
-    __slots__ = ("_buffers", "_generators", "_kept", "_leaves", "_old", "_scaler", "_scaler_state")
+    __slots__ = ("_buffers", "_generators", "_kept", "_scaler", "_scaler_state", "leaves", "old")
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Rewind:
         scaler: Any = None,
         generators: Sequence[object] = (),
     ) -> None:
-        self._leaves = leaves
+        self.leaves = leaves
         self._buffers = buffers
         self._scaler = scaler
         self._generators: list[rng.Undo] = []
@@ -131,13 +131,13 @@ class Rewind:
             if found is not None:
                 self._generators.append(found)
         self._scaler_state = _scaler_state(scaler)
-        self._old: list[torch.Tensor | None] = []
+        self.old: list[torch.Tensor | None] = []
         self._kept = False
 
     def __enter__(self) -> Rewind:
         self._buffers.busy = True
-        self._old = [leaf.grad for leaf in self._leaves]
-        for leaf, old in zip(self._leaves, self._old, strict=True):
+        self.old = [leaf.grad for leaf in self.leaves]
+        for leaf, old in zip(self.leaves, self.old, strict=True):
             if old is not None:
                 leaf.grad = None
         return self
@@ -145,7 +145,7 @@ class Rewind:
     def back(self, *, gradients: bool = True) -> None:
         """To where the call began. Frees first, then copies; allocates nothing."""
         if gradients:
-            for leaf in self._leaves:
+            for leaf in self.leaves:
                 leaf.grad = None
         self._buffers.put()
         for undo in self._generators:
@@ -158,23 +158,28 @@ class Rewind:
         """Only the buffers: a second forward of the same samples must not move them twice."""
         self._buffers.put()
 
-    def keep(self) -> None:
-        """The try was right: old gradients get the new ones added."""
-        if any(old is not None for old in self._old):
-            self._merge()
+    def keep(self, *, instead: Sequence[int] = ()) -> None:
+        """The try was right: old gradients get the new ones added; those numbered `instead` become them."""
+        if any(old is not None for old in self.old):
+            self._merge(set(instead))
         self._kept = True
 
-    def _merge(self) -> None:
+    def _merge(self, instead: set[int]) -> None:
         old_grads, new_grads = [], []
+        replaced: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
-            for leaf, old in zip(self._leaves, self._old, strict=True):
+            for at, (leaf, old) in enumerate(zip(self.leaves, self.old, strict=True)):
                 new = leaf.grad
                 if old is None:
                     continue
                 waiting.append((leaf, old))
                 if new is None:
+                    continue
+                if at in instead:
+                    replaced[0].append(old)
+                    replaced[1].append(new)
                     continue
                 if old.layout is torch.strided and new.layout is torch.strided and not old.requires_grad:
                     old_grads.append(old)
@@ -183,6 +188,8 @@ class Rewind:
                     sums.append((leaf, old + new))
             if old_grads:
                 _foreach_add(old_grads, new_grads)
+            if instead:
+                _foreach_copy(*replaced)
         # From here on nothing can fail.
         self._kept = True
         for leaf, old in waiting:
@@ -193,14 +200,14 @@ class Rewind:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if not self._kept:
-                for leaf, old in zip(self._leaves, self._old, strict=True):
+                for leaf, old in zip(self.leaves, self.old, strict=True):
                     leaf.grad = old
                 if not _is_dead(error):
                     self.back(gradients=False)
         finally:
             self._buffers.busy = False
             self._buffers.forget()
-            self._old = []
+            self.old = []
 
 
 def _is_dead(error: BaseException | None) -> bool:

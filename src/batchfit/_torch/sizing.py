@@ -145,6 +145,10 @@ class Sizing:
             call.size = sizes[0]
         return pieces(sizes, start)
 
+    def is_proven(self, call: Call) -> bool:
+        """Whether this size has run for this shape."""
+        return not call.is_new
+
     def attempt(self, call: Call, run: Any) -> Failure | None:
         """Call `run`, measuring it where its size is new."""
         new = call.is_new

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.ragged import check_padding
@@ -34,7 +35,7 @@ def check_models(models: Sequence[Any]) -> None:
             raise TypeError("models must be modules or parameters, not a tensor that was computed")
     leaves, _, modules = leaves_of(models)
     for module in modules:
-        if is_parallel(module):
+        if is_parallel(module) and not isinstance(module, DistributedDataParallel):
             raise BatchfitError(f"{type(module).__name__} is not supported by Microbatcher so far: {_ALONE}")
         if isinstance(module, nn.SyncBatchNorm):
             raise BatchfitError(

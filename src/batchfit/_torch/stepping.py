@@ -11,6 +11,9 @@ Rules:
 - Steps are taken with the public `optimizer.step` and `scaler.step`: hooks, counters of LR schedulers and
   compiled steps stay what they are. Errors that are not memory come out unchanged.
 - In the steady state nothing waits for the device and nothing is copied.
+- Ranks (`sync`): a vote before anything moves, so that all step or none does; where one of them needs a host
+  copy all take one, and vote after the step too. A rank whose step was cut off without one tells the others,
+  which raise at their next agreement.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
+from batchfit._decide.protocol import StepVote, settle_ready, settle_tried
 from batchfit._decide.units import format_bytes
 from batchfit._torch import oom
 from batchfit._torch.ram import read_ram
@@ -35,9 +39,13 @@ from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.step_memory import Need, Recorder, free_memory, guess
 from batchfit._torch.step_run import Work
 from batchfit._torch.step_state import Undo, can_make_state, make_state, remembered, undo_all
-from batchfit.errors import SnapshotError
+from batchfit._torch.step_turn import StepTurn
+from batchfit._torch.sync import Alone, Together
+from batchfit.errors import BatchfitError, SnapshotError
 
 logger = logging.getLogger("batchfit")
+
+_ALONE: Final = Alone()
 
 # RAdam takes more from its sixth step on, when its variance is tractable.
 _RECORDED_STEPS: Final = 8
@@ -49,6 +57,7 @@ def step(
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
     rollback: bool = False,
+    ranks: Together | Alone = _ALONE,
 ) -> torch.Tensor | None:
     """Clip and step, all of it or nothing: `unscale_`, clip, `optimizer.step()`, `scaler.update()`.
 
@@ -68,26 +77,96 @@ def step(
     A step that is tried again after a rollback runs the optimizer's step hooks again. A first step that
     the scaler skips leaves the new optimizer state behind, untouched (its moments are zero).
     """
-    optimizers = _checked(optimizer, scaler, clip_norm, rollback)
-    work = Work(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
-    plan = _plan_of(work)
-    learned = plan.need if plan.covers(work) else None
-    made = [] if learned is not None else _prepared(work)
-    snapshot = _protection(work, plan, learned, made, rollback=rollback)
-    recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
-    failed = _attempt(work, snapshot, plan, recording=recording)
-    if failed is None:
+    with ranks.step() as turn:
+        optimizers = _checked(optimizer, scaler, clip_norm, rollback)
+        work = Work(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
+        ranks.check_reduced(parameter for some in work.parameters for parameter in some)
+        plan = _plan_of(work)
+        learned = plan.need if plan.covers(work) else None
+        made = [] if learned is not None else _prepared(work)
+        snapshot = _protection(work, plan, learned, made, rollback=rollback)
+        if turn is not None:
+            snapshot = _agreed(work, turn, snapshot, made)
+        recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
+        if snapshot is not None:
+            _protected(work, snapshot, plan, made, turn, recording=recording)
+            return work.norm
+        if turn is not None:
+            turn.moves()
+        failed = _attempt(work, None, plan, recording=recording)
+        if failed is not None:
+            raise work.interrupted(failed) from torch.OutOfMemoryError(failed)
         return work.norm
-    if snapshot is None:
-        raise work.interrupted(failed) from torch.OutOfMemoryError(failed)
-    snapshot.restore()
-    free_memory(work.devices())
-    failed = _attempt(work, snapshot, plan, recording=recording)
-    if failed is None:
-        return work.norm
-    snapshot.restore()
+
+
+def _agreed(work: Work, turn: StepTurn, snapshot: Snapshot | None, made: list[Undo]) -> Snapshot | None:
+    """All ranks are ready, or all raise; a host copy on all of them, or on none."""
+    votes = turn.vote(StepVote(protected=snapshot is not None))
+    action = settle_ready(votes)
+    if action == "protect":
+        if snapshot is None:
+            try:
+                snapshot = _copied(work)
+            except (SnapshotError, TypeError) as error:
+                undo_all(made)
+                why = f"another rank needs a host copy on all of them, and here: {oom.describe(error)}"
+                raise _nothing_moved(why, None) from error
+        votes = turn.vote(StepVote(protected=True))
+        action = settle_ready(votes)
+    if action == "fail":
+        turn.over()
+        undo_all(made)
+        raise _failed_elsewhere(votes, turn)
+    return snapshot
+
+
+def _protected(
+    work: Work,
+    snapshot: Snapshot,
+    plan: _Plan,
+    made: list[Undo],
+    turn: StepTurn | None,
+    *,
+    recording: bool,
+) -> None:
+    """Take a step that can be taken back: on all ranks, after at most two tries, or on none."""
+    failed: str | None = None
+    votes: list[StepVote] = []
+    for tries in (1, 2):
+        failed = _attempt(work, snapshot, plan, recording=recording)
+        votes = [StepVote(failed or "", failed is not None, True)]
+        if turn is not None:
+            votes = _tried(turn, votes[0], snapshot)
+        action = settle_tried(votes, tries=tries)
+        if turn is not None and action != "again":
+            turn.over()
+        if action == "done":
+            return
+        snapshot.restore()
+        free_memory(work.devices())
+        if action == "undo":
+            break
     undo_all(made)
-    raise _nothing_moved(failed, plan)
+    if failed is None and turn is not None:
+        raise _failed_elsewhere(votes, turn)
+    raise _nothing_moved(failed or "", plan)
+
+
+def _tried(turn: StepTurn, mine: StepVote, snapshot: Snapshot) -> list[StepVote]:
+    """How the try went on all ranks; where nobody can say, the step is taken back here."""
+    try:
+        return turn.vote(mine)
+    except BatchfitError:
+        snapshot.restore()
+        raise
+
+
+def _failed_elsewhere(votes: Sequence[StepVote], turn: StepTurn) -> Exception:
+    """What a rank raises that did nothing wrong itself: the same kind of error as those that did."""
+    error = turn.failed(votes)
+    if all(vote.out_of_memory for vote in votes if vote.error):
+        return _nothing_moved(str(error), None)
+    return error
 
 
 def warm(optimizer: Optimizer | Sequence[Optimizer]) -> None:

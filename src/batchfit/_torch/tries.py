@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
@@ -84,21 +85,33 @@ class Around:
 
     device: torch.device | None
     rewind: Rewind
+    finish: Callable[[], None]  # called once, at the end of a try that was right; it may need memory too
+    scale: float  # what a rank's part counts in the losses; gradients are made of losses times this
+    last: Callable[[], AbstractContextManager[None]]  # around the last microbatch
+    is_local: bool  # gradients are this rank's alone at the end of a try
     scaler: Any
     layers: Sequence[BatchNorm]
     look: Look | None
     watch: Watch
 
     def backward(self, loss: Any, name: str, *, share: float = 1.0, look: Look | None = None) -> torch.Tensor:
-        """Backward of what the user's function `name` returned; the loss without its graph."""
+        """Backward of what the user's function `name` returned; the loss, scaled, without its graph."""
         check_loss(loss, name)
         if look is not None:
             look([loss])
+        share *= self.scale
         if share != 1.0:
             loss = loss * share
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept.float() if kept.dtype in _LOW else kept
+
+    def told(self, loss: Any) -> Any:
+        """The loss as the user knows it, and `finish`."""
+        if loss is not None and self.scale != 1.0:
+            loss = loss / self.scale
+        self.finish()
+        return loss
 
 
 @final
@@ -125,13 +138,16 @@ class BackwardTry:
                 self.at = index
                 exact.next_microbatch()
                 around.watch.begin(index)
-                loss = self._run_one(micro, index)
+                if index == self._indices[-1]:
+                    with around.last():
+                        loss = self._run_one(micro, index)
+                else:
+                    loss = self._run_one(micro, index)
                 around.watch.end(index)
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
             exact.apply()
-        around.rewind.keep()
-        self.loss = total
+        self.loss = around.told(total)
 
     def _run_one(self, micro: Any, index: int) -> torch.Tensor:
         look = self._around.look if index == self._indices[0] else None
@@ -166,8 +182,7 @@ class CachedTry:
 
     def __call__(self) -> None:
         loss = self._in_one() if len(self._micros) == 1 else self._chunked()
-        self._around.rewind.keep()
-        self.loss = loss
+        self.loss = self._around.told(loss)
 
     def _in_one(self) -> torch.Tensor:
         (micro,) = feed(self._micros, self._around.device)

@@ -46,23 +46,26 @@ class Weighing:
         self._looks += 1
         return _advice_on_tokens(batch, is_ragged=is_ragged, looks=self._looks)
 
-    def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> list[float] | None:
-        """The share of each microbatch in the batch's mean; None: the batch has no weight and is skipped."""
+    def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> tuple[list[float] | None, float]:
+        """The share of each microbatch in the batch's mean, None where it has no weight; and that weight."""
         if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
-            return [1.0] * len(plan)
+            return [1.0] * len(plan), float(sum(piece.size for piece in plan))
         if self._weight is None:
             weights = [float(piece.size) for piece in plan]
         else:
             weights = _numbers([self._weigh(micro) for micro in micros])
         total = math.fsum(weights)
         if total == 0:
-            if self._skips:
-                return None
+            return None, 0.0
+        return [weight / total for weight in weights], total
+
+    def check_zero(self) -> None:
+        """A batch has no weight, on any rank: an error unless such batches are skipped."""
+        if not self._skips:
             raise BatchfitError(
                 "the weight of the batch is zero, so its mean is not defined. Leave such batches out, or "
                 "pass on_zero_weight='skip'"
             )
-        return [weight / total for weight in weights]
 
     def _weigh(self, micro: Any) -> Any:
         if callable(self._weight):

@@ -1,0 +1,145 @@
+"""What ranks decide together about one batch and one optimizer step: pure functions of everybody's votes.
+
+Rules
+- All ranks hold the same list of votes and call the same function, so all take the same branch.
+- Between two votes a rank works alone: no collective, nothing that another rank can see. It may run out of
+  memory and try again there as often as it likes; the others wait in the vote, and nobody else has to redo
+  anything. A vote is cast when the work is done, or when the rank has given up.
+- A vote that ends well is followed by the collectives, on all ranks, the same ones in the same order: which
+  ones is a function of the votes. What they need in memory was taken before the vote.
+- A batch has one vote, and a second one only where ranks have gradients for different parameters. A step has
+  one, and one more after each try where a host copy protects it.
+
+`docs/ranks_microbatch.md` says the same in words, and `tests/unit/test_protocol.py` runs every interleaving
+of 2 and 3 ranks with a failure at every point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+Action = Literal["fail", "zeros", "reduce", "keep", "nothing"]
+StepAction = Literal["fail", "protect", "go", "again", "undo", "done"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """How a rank's own work on a batch ended. A set of parameters is a number: bit 0 is the first one."""
+
+    error: str = ""  # why it has given up
+    weight: float = 0.0  # of its local batch
+    parameters: int = 0  # how many get gradients here
+    new: int = 0  # those that this batch gave a gradient
+    waiting: int = 0  # those with gradients of earlier batches that nobody has reduced so far
+    reduced: int = 0  # those with gradients that are the same on all ranks already
+    syncs: bool = True  # False under the user's `no_sync()`
+
+    def to_json(self) -> dict[str, Any]:
+        """As it travels; what is as usual is left out."""
+        usual = Vote(parameters=self.parameters, new=(1 << self.parameters) - 1)
+        return {
+            name: f"{value:x}" if name in _SETS else value
+            for name, value in asdict(self).items()
+            if value != getattr(usual, name) or name == "parameters"
+        }
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Vote:
+        """What `to_json` wrote."""
+        usual = {"new": (1 << told["parameters"]) - 1}
+        return cls(**{**usual, **{name: int(v, 16) if name in _SETS else v for name, v in told.items()}})
+
+
+_SETS = ("new", "waiting", "reduced")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks do next.
+
+    `fail`: all raise, and everything is as before the call. `zeros`: some rank must make zeros for `reduces`
+    first, and then all vote once more. `reduce`: sum the gradients of `reduces` over the ranks. `keep`: leave
+    them local (the user's `no_sync`). `nothing`: the batch has no weight on any rank.
+    """
+
+    action: Action
+    reduces: int = 0
+    total: float = 0.0
+    why: str = ""  # of `fail`, where no rank has an error of its own
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+def settle(votes: Sequence[Vote]) -> Settled:
+    """What follows from the votes on a batch."""
+    failed = tuple((rank, vote.error) for rank, vote in enumerate(votes) if vote.error)
+    if failed:
+        return Settled("fail", failed=failed)
+    why = _out_of_step(votes)
+    if why:
+        return Settled("fail", why=why)
+    syncs, total = votes[0].syncs, sum(vote.weight for vote in votes)
+    waiting = _union(vote.waiting for vote in votes)
+    if total == 0 and not (syncs and waiting):
+        return Settled("nothing")
+    new = _union(vote.new for vote in votes)
+    if not syncs:
+        return Settled("keep", new, total)
+    wanted = new | waiting
+    lacking = any(wanted & ~vote.new for vote in votes)
+    return Settled("zeros" if lacking else "reduce", wanted, total)
+
+
+def settle_zeros(errors: Sequence[str], before: Settled) -> Settled:
+    """What follows when all have made the zeros that they lack, or not ("" for made)."""
+    failed = tuple((rank, error) for rank, error in enumerate(errors) if error)
+    return Settled("fail", failed=failed) if failed else Settled("reduce", before.reduces, before.total)
+
+
+def _out_of_step(votes: Sequence[Vote]) -> str:
+    counts = [vote.parameters for vote in votes]
+    if len(set(counts)) > 1:
+        return f"ranks give gradients to different numbers of parameters ({counts}): freeze them alike"
+    if len({vote.syncs for vote in votes}) > 1:
+        inside = [rank for rank, vote in enumerate(votes) if not vote.syncs]
+        return f"only some ranks are inside no_sync() ({inside}): all or none must be"
+    waiting = _union(vote.waiting for vote in votes)
+    if waiting & _union(vote.reduced for vote in votes):
+        return "gradients wait for a reduction on some ranks, and are reduced on others: call zero_grad alike"
+    return ""
+
+
+def _union(sets: Any) -> int:
+    found = 0
+    for one in sets:
+        found |= one
+    return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepVote:
+    """How far a rank is with an optimizer step."""
+
+    error: str = ""
+    out_of_memory: bool = False  # the error is that, and nothing of this rank has moved
+    protected: bool = False  # it holds a host copy to go back to
+
+
+def settle_ready(votes: Sequence[StepVote]) -> StepAction:
+    """Before anything moves. A rank that may go back needs all others to be able to."""
+    if any(vote.error for vote in votes):
+        return "fail"
+    protected = [vote.protected for vote in votes]
+    return "protect" if any(protected) and not all(protected) else "go"
+
+
+def settle_tried(votes: Sequence[StepVote], *, tries: int) -> StepAction:
+    """After a protected try: done on all ranks, or on none."""
+    if not any(vote.error for vote in votes):
+        return "done"
+    memory_only = all(vote.out_of_memory for vote in votes if vote.error)
+    return "again" if memory_only and tries == 1 else "undo"

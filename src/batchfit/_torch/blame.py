@@ -1,0 +1,44 @@
+"""A collective failed: because of this rank, or of another one, and of which.
+
+Rules
+- A rank that fails by itself leaves with its reason, so that the others need not wait for their time-out.
+- One that lost its connection asks who is still there, for a few seconds: the answer names who is not.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from batchfit._torch.ranks import Ranks
+from batchfit.errors import BatchfitError, RankMissingError
+
+# How long those who lost a connection wait for each other.
+_ROLL_CALL_S: Final = 10.0
+# What a collective says when another rank is to blame.
+_OTHERS: Final = ("connection", "peer", "timed out", "timeout", "nccl", "broken pipe", "socket", "abort")
+
+
+def is_of_others(error: Exception) -> bool:
+    """Whether a collective failed because of another rank; an out-of-memory is always this one's."""
+    text = str(error).lower()
+    return not isinstance(error, torch.OutOfMemoryError) and any(word in text for word in _OTHERS)
+
+
+def broken(ranks: Ranks, error: Exception) -> Exception:
+    """A collective failed: the error to raise in its place, which names who has left or is missing."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    if not is_of_others(error):
+        ranks.leave(text)
+        return BatchfitError(
+            f"the gradients of a batch could not be reduced, so the ranks are no longer alike: {text}"
+        )
+    call = Ranks(ranks._meeting, min(ranks.timeout_s, _ROLL_CALL_S))
+    try:
+        call.gather(text, doing="who is left after a collective failed")
+    except RankMissingError as missing:
+        return missing
+    except BatchfitError as other:
+        text = f"{text} ({other})"
+    return BatchfitError(f"a collective failed on all ranks, and none of them knows why: {text}")

@@ -1,0 +1,63 @@
+"""One optimizer step that all ranks take, or none: this rank's part in the votes.
+
+Rules
+- As long as the others wait for a vote of this rank, it votes, also when it raises.
+- Once it moves and nobody can go back, an error makes it leave: the others raise at their next agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, final
+
+import torch
+
+from batchfit._decide.protocol import StepVote
+from batchfit._torch.ranks import Ranks
+from batchfit.errors import BatchfitError, RankFailedError
+
+_STEP: Final = "an optimizer step"
+
+
+@final
+class StepTurn:
+    """One optimizer step of one rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._phase: Literal["before", "over", "moving"] = "before"
+
+    def vote(self, mine: StepVote) -> list[StepVote]:
+        """Everybody's votes."""
+        self._phase = "over"  # where it fails, all know
+        entry = [mine.error, mine.out_of_memory, mine.protected]
+        votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=_STEP)]
+        self._phase = "before"
+        return votes
+
+    def over(self) -> None:
+        """All have taken the last decision of this step: whatever is raised now, nobody waits."""
+        self._phase = "over"
+
+    def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
+        """The error where others have failed."""
+        return RankFailedError(
+            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=_STEP
+        )
+
+    def moves(self) -> None:
+        """From here on nobody waits for this rank before its next call, and nobody can go back."""
+        self._phase = "moving"
+
+    def gave_up(self, error: BaseException) -> None:
+        """This rank raises: the others are told."""
+        text = f"{type(error).__name__}: {error}"[:500]
+        if self._phase == "over":
+            return
+        if self._phase == "moving" or not isinstance(error, Exception):
+            self._ranks.leave(text)
+            return
+        try:
+            self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
+        except BatchfitError as other:
+            error.add_note(f"batchfit: the other ranks could not be told: {other}")
