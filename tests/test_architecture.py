@@ -36,6 +36,7 @@ LAYERS = {
     "batchfit._recall": 2,
     "batchfit._find": 2,
     "batchfit._microbatch": 2,
+    "batchfit._loader": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -49,6 +50,7 @@ THIRD_PARTY = {
         "batchfit._explain",
         "batchfit._find",
         "batchfit._microbatch",
+        "batchfit._loader",
         "batchfit._cli",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),

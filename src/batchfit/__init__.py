@@ -21,6 +21,7 @@ _EXPORTS = {
     "MicrobatchEvent": "batchfit._decide.split",
     "Microbatcher": "batchfit._microbatch",
     "Prediction": "batchfit.results",
+    "ResizableLoader": "batchfit._loader",
     "StepReport": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
@@ -41,6 +42,7 @@ __all__ = [
     "MicrobatchEvent",
     "Microbatcher",
     "Prediction",
+    "ResizableLoader",
     "StepReport",
     "Trial",
     "Workload",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from batchfit._decide.split import MicrobatchEvent
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
+    from batchfit._loader import ResizableLoader
     from batchfit._microbatch import Microbatcher
     from batchfit._predict import predict_batch_size
     from batchfit._torch.virtual import virtual_memory
