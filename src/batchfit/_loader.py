@@ -282,15 +282,16 @@ class ResizableLoader:
             return SampledOrder(self.sampler, epoch, saved)
         return FixedOrder(self._length(), self._seed + epoch if self._shuffle else None)
 
-    def _new_loader(self, places: tuple[Place, ...] = ()) -> DataLoader[Any]:
+    def _new_loader(self) -> DataLoader[Any]:
         fetch: Any
-        if self._streams:
+        if isinstance(self._dealer, StreamDealer):
             fetch = StreamFetch(
                 self.dataset,
                 self._collate_fn,
                 self._void_below,
                 drop_last=self._settings.drop_last,
-                places=places,
+                places=tuple(self._dealer.places),
+                run=self._dealer.run,
             )
         else:
             fetch = IndexFetch(self.dataset, self._collate_fn, self._void_below)
@@ -351,7 +352,7 @@ class ResizableLoader:
             self._dealer = self._new_dealer(begun, ledger, state)
             self._begun, self._next_epoch = False, None
             if self._streams:  # workers that live must begin anew
-                self._loader = self._new_loader(places)
+                self._loader = self._new_loader()
 
     @property
     def _order_name(self) -> str:

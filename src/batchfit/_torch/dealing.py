@@ -270,7 +270,7 @@ class StreamDealer(Dealer):
     ) -> None:
         super().__init__(settings, begun, ledger, void_below)
         self.places = list(places)
-        self._run = ledger.serial
+        self.run = ledger.serial
         self._ended: set[int] = set()
 
     def _deal(self) -> StreamTask | None:
@@ -281,7 +281,7 @@ class StreamDealer(Dealer):
         start, stop = share(size, settings.rank, settings.world_size)
         handed = tuple(place.handed for place in self.places)
         self.ledger = ledger.deal(size)
-        return StreamTask(ledger.serial, self.begun.epoch, self._run, ledger.void_below, stop - start, handed)
+        return StreamTask(ledger.serial, self.begun.epoch, self.run, ledger.void_below, stop - start, handed)
 
     def arrive(self, batch: IndexBatch | StreamBatch) -> bool:
         assert isinstance(batch, StreamBatch)

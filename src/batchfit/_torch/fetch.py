@@ -147,13 +147,15 @@ class StreamFetch:
         void_below: Number,
         *,
         drop_last: bool,
-        places: Sequence[Place] = (),
+        places: Sequence[Place],
+        run: int,
     ) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
         self._void_below = void_below
         self._drop_last = drop_last
-        self._places = places
+        self._places = places  # where to begin in that run; other runs begin at the beginning
+        self._placed_run = run
         self._run = -1
         self._seen_void = 0
         self._tape: Tape[Any] = Tape(iter(()))
@@ -190,12 +192,11 @@ class StreamFetch:
         return StreamBatch(task.serial, data, worker, len(samples), ended, place)
 
     def _begin(self, task: StreamTask, worker: int) -> None:
-        place = self._places[worker] if self._places else Place()
+        place = self._places[worker] if task.run == self._placed_run else Place()
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(task.epoch)
         self._tape = open_stream(self.dataset, place)
         self._run, self._seen_void = task.run, task.void_below
-        self._places = ()  # for the first pass only
 
 
 def open_stream(dataset: Iterable[Any], place: Place) -> Tape[Any]:
