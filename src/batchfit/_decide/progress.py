@@ -1,4 +1,4 @@
-"""How far a run has come, and what a loader asks about it: the size of the next batch is a function of this."""
+"""How far a run has come, and what a loader asks about it."""
 
 from __future__ import annotations
 
