@@ -28,16 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from batchfit._decide.deal import Deal, Ledger, count_batches, share
 from batchfit._decide.progress import Plan, Progress
 from batchfit._torch.dealing import Dealer, FixedOrder, SampledOrder, Settings, StreamDealer, checked_size
-from batchfit._torch.fetch import (
-    IndexBatch,
-    IndexFetch,
-    Number,
-    Place,
-    StartWorker,
-    StreamBatch,
-    StreamFetch,
-    as_it_is,
-)
+from batchfit._torch.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
 from batchfit._torch.loadable import check_data, look_ahead, place_among_ranks
 
 _log = logging.getLogger("batchfit")
@@ -378,12 +369,12 @@ class _Iteration(Iterator[Any]):
         self,
         loader: ResizableLoader,
         dealer: Dealer,
-        batches: Iterator[IndexBatch | StreamBatch],
+        batches: Iterator[Arrived],
         lock: threading.RLock,
     ) -> None:
         self._loader = loader
         self._dealer = dealer
-        self._batches: Iterator[IndexBatch | StreamBatch] | None = batches
+        self._batches: Iterator[Arrived] | None = batches
         self._lock = lock
 
     def __next__(self) -> Any:
@@ -397,9 +388,9 @@ class _Iteration(Iterator[Any]):
                     "this iterator has ended: its loader was iterated anew, or got another state or epoch. "
                     "Use two loaders to read the data twice at the same time."
                 )
-            for batch in self._batches:
-                if dealer.arrive(batch):
-                    return batch.data
+            for serial, data in self._batches:
+                if handed := dealer.arrive(serial, data):
+                    return handed[0]
             self._batches = None
             if dealer.failure is not None:
                 raise dealer.failure

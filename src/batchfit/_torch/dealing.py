@@ -21,7 +21,6 @@ import torch
 from batchfit._decide.deal import Deal, Ledger, cut, share
 from batchfit._decide.progress import Plan, Progress
 from batchfit._torch.fetch import (
-    IndexBatch,
     IndexTask,
     Number,
     Place,
@@ -207,10 +206,12 @@ class Dealer(Iterator[Any]):
                 return task
         raise StopIteration  # for now: after a `cancel` there may be more
 
-    def _deal(self) -> Any:
+    def _deal(self) -> IndexTask | StreamTask | None:
         """The next task, or None where there is none."""
         settings, ledger = self.settings, self.ledger
-        wanted = settings.wanted(self.progress_at(ledger.number, ledger.cursor))
+        wanted = settings.batch_size
+        if settings.schedule is not None:
+            wanted = settings.wanted(self.progress_at(ledger.number, ledger.cursor))
         world_size = settings.world_size
         left = self.order.left(ledger.cursor, wanted + world_size)
         size = cut(wanted, left, world_size=world_size, drop_last=settings.drop_last)
@@ -221,18 +222,18 @@ class Dealer(Iterator[Any]):
         start, part = ledger.cursor, share(size, settings.rank, world_size)
         indices = self.order.indices(start, start + size, part)
         self.ledger = ledger.deal(size)
-        return IndexTask(ledger.serial, indices)
+        return ledger.serial, indices
 
-    def arrive(self, batch: IndexBatch | StreamBatch) -> bool:
-        """Whether what has arrived goes to the user; otherwise it is void."""
-        ledger = self.ledger.arrived(batch.serial)
-        if ledger.is_void(batch.serial):
+    def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
+        """What goes to the user: one batch, or nothing where it is void."""
+        ledger = self.ledger.arrived(serial)
+        if ledger.is_void(serial):
             self.ledger = ledger.throw_away()
-            return False
+            return ()
         self.current = ledger.in_flight[0]
         self.ledger = ledger.hand()
         self.order.forget(self.ledger.handed)
-        return True
+        return (data,)
 
     def cancel(self) -> None:
         """Make void what is in flight, if the sizes of now are not those that it was dealt with."""
@@ -283,23 +284,23 @@ class StreamDealer(Dealer):
         self.ledger = ledger.deal(size)
         return StreamTask(ledger.serial, self.begun.epoch, self.run, ledger.void_below, stop - start, handed)
 
-    def arrive(self, batch: IndexBatch | StreamBatch) -> bool:
-        assert isinstance(batch, StreamBatch)
-        ledger = self.ledger.arrived(batch.serial)
-        if ledger.is_void(batch.serial):
+    def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
+        batch = StreamBatch(*data)
+        ledger = self.ledger.arrived(serial)
+        if ledger.is_void(serial):
             self.ledger = ledger.throw_away()
-            return False
+            return ()
         if batch.ended:
             self._ended.add(batch.worker)
         if batch.place is None:
             self.ledger = ledger.hand_part(0)
-            return False
+            return ()
         self.current = deal = ledger.in_flight[0]
         self.places[batch.worker] = batch.place
         start, stop = share(deal.size, self.settings.rank, self.settings.world_size)
         # Other ranks are taken to be as far as this one: nobody can know.
         self.ledger = ledger.hand_part(deal.size * batch.got // (stop - start))
-        return True
+        return (batch.data,)
 
     def _rewind(self) -> None:
         self._ended.clear()  # they may have read to the end for batches that are void now

@@ -30,11 +30,10 @@ class Number(Protocol):
     value: int
 
 
-class IndexTask(NamedTuple):
-    """A batch of a map-style dataset."""
-
-    serial: int
-    indices: Sequence[int]
+# What goes to the workers and comes back for every batch: plain tuples, which pickle fastest. The first of
+# them is the number of the deal; torch pins what is inside of the second.
+IndexTask = tuple[int, Sequence[int]]
+Arrived = tuple[int, Any]
 
 
 class StreamTask(NamedTuple):
@@ -56,22 +55,14 @@ class Place(NamedTuple):
     skip: int = 0  # samples from there on
 
 
-class IndexBatch(NamedTuple):
-    """What a worker sends back for an `IndexTask`; a named tuple, so that torch pins what is inside."""
-
-    serial: int
-    data: Any
-
-
 class StreamBatch(NamedTuple):
     """What a worker sends back for a `StreamTask`."""
 
-    serial: int
-    data: Any
     worker: int
-    got: int
-    ended: bool
-    place: Place | None
+    got: int = 0
+    ended: bool = False
+    place: Place | None = None
+    data: Any = None
 
 
 def as_it_is(batch: Any) -> Any:
@@ -105,18 +96,19 @@ class IndexFetch:
         self._void_below = void_below
         self._pace = 1  # samples between two looks
 
-    def __getitems__(self, task: IndexTask) -> IndexBatch:
+    def __getitems__(self, task: IndexTask) -> Arrived:
+        serial, indices = task
         try:
-            samples = self._samples(task)
-            if samples is None or task.serial < self._void_below.value:
-                return IndexBatch(task.serial, None)
-            return IndexBatch(task.serial, self._collate_fn(samples))
+            samples = self._samples(serial, indices)
+            if samples is None or serial < self._void_below.value:
+                return serial, None
+            return serial, self._collate_fn(samples)
         except StopIteration as error:
             # It would end the epoch without a word (as a generator's would, before PEP 479).
             raise RuntimeError("a sample or the collate_fn raised StopIteration") from error
 
-    def _samples(self, task: IndexTask) -> Any:
-        dataset, (serial, indices) = self.dataset, task
+    def _samples(self, serial: int, indices: Sequence[int]) -> Any:
+        dataset = self.dataset
         if getattr(dataset, "__getitems__", None):
             return None if serial < self._void_below.value else dataset.__getitems__(list(indices))
         samples: list[Any] = []
@@ -160,12 +152,14 @@ class StreamFetch:
         self._seen_void = 0
         self._tape: Tape[Any] = Tape(iter(()))
 
-    def __getitems__(self, task: StreamTask) -> StreamBatch:
+    def __getitems__(self, task: StreamTask) -> Arrived:
+        return task.serial, self._batch(task)
+
+    def _batch(self, task: StreamTask) -> StreamBatch:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        void = StreamBatch(task.serial, None, worker, 0, False, None)
         if task.serial < self._void_below.value:
-            return void
+            return StreamBatch(worker)
         if task.run != self._run:
             self._begin(task, worker)
         tape = self._tape
@@ -177,19 +171,19 @@ class StreamFetch:
         ready = 0
         while ready < task.wanted and not tape.ended:
             if task.serial < self._void_below.value:
-                return void  # what was read stays on the tape
+                return StreamBatch(worker)  # what was read stays on the tape
             ready = min(task.wanted, ready + _AT_A_TIME)
             tape.ready(ready)
         samples = tape.take(task.wanted)
         ended = len(samples) < task.wanted
         if not samples or (ended and self._drop_last):
-            return StreamBatch(task.serial, None, worker, 0, ended, None)
+            return StreamBatch(worker, ended=ended)
         place = Place(tape.position, *tape.mark(tape.position))
         try:
             data = self._collate_fn(samples)
         except StopIteration as error:
             raise RuntimeError("the collate_fn raised StopIteration") from error
-        return StreamBatch(task.serial, data, worker, len(samples), ended, place)
+        return StreamBatch(worker, len(samples), ended, place, data)
 
     def _begin(self, task: StreamTask, worker: int) -> None:
         place = self._places[worker] if task.run == self._placed_run else Place()
