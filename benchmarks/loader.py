@@ -7,7 +7,7 @@ time of all processes over the whole epoch, which neighbours on the machine dist
 over ours, of epochs that follow each other; the median counts: 1.00 is DataLoader's throughput.
 
 Changes: a loop that "trains" a fixed time on each batch, so that the workers are ahead. The stall is the wait
-for the first batch of the new size, from the moment when the size is set (or the old DataLoader is dropped) on.
+for the first batch of the new size, from when the size is set (or the old DataLoader is dropped) on.
 `lost` adds the waits for the seven batches after it. To make one batch is part of every unplanned change: how
 long that takes in one process, alone, is in the column before.
 """
@@ -195,7 +195,7 @@ def page(found: dict[str, Any]) -> str:
         "# A loader whose batch size changes",
         "",
         f"Made by `python benchmarks/loader.py`; {found['about']}; {WORKERS} workers. Medians of "
-        f"{found['rounds']} rounds, all ways in turn in each. The raw numbers are in the JSON file beside this.",
+        f"{found['rounds']} rounds, all ways in turn in each. The raw numbers are in the JSON file beside.",
         "",
         "## Steady throughput, DataLoader = 1",
         "",
@@ -225,7 +225,8 @@ def page(found: dict[str, Any]) -> str:
             lost = statistics.median(sum(one) for one in rows)
             ratio = f"{stalls['re-created'] / stalls[name]:.1f} x as long" if "re-cr" not in name else ""
             lines.append(
-                f"| {case['name']} | {case['batch_size']}, {case['changed']} ({case['making_s'] * 1e3:.1f} ms) "
+                f"| {case['name']} | {case['batch_size']}, {case['changed']} "
+                f"({case['making_s'] * 1e3:.1f} ms) "
                 f"| {name} | {stalls[name] * 1e3:.1f} | {lost * 1e3:.1f} | {ratio} |"
             )
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -857,6 +858,28 @@ def test_nothing_is_left_when_it_is_dropped_mid_epoch(persistent: bool) -> None:
     finally:
         if was:
             gc.enable()
+
+
+# The example
+
+
+def test_the_example_grows_and_goes_on_from_its_checkpoint() -> None:
+    path = Path(__file__).parents[2] / "examples" / "resize.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
+    example = runpy.run_path(str(path))
+    state = torch.get_rng_state()
+    try:
+        result = example["train"](samples=1024, epochs=2, workers=0)
+    finally:
+        torch.set_rng_state(state)
+    sizes = result["sizes"]
+    assert sizes[:24] == [32] * 16 + [64] * 8
+    assert sum(sizes) == 2048 == result["progress"].samples
+    again = example["make_loader"](1024, 0)
+    again.load_state_dict(result["checkpoint"]["loader"])
+    done = again.progress.samples
+    assert done >= 1024 + 512
+    assert sum(len(x) for x, _ in again) == 2048 - done
 
 
 # Wrong arguments

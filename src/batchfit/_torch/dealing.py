@@ -303,7 +303,7 @@ class StreamDealer(Dealer):
         return (batch.data,)
 
     def _rewind(self) -> None:
-        self._ended.clear()  # they may have read to the end for batches that are void now
+        pass  # each worker does so itself, when it gets the next task
 
     def state(self) -> dict[str, Any]:
         return {"workers": [place._asdict() for place in self.places]}
