@@ -239,8 +239,9 @@ class ResizableLoader:
             if not self._streams:
                 dealer.order = self._new_order(dealer)
             self._deals.dealer = dealer
+            iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
             self._begun = True
-            return _Iteration(self, dealer, iter(self._loader), self._lock)
+            return iteration
 
     def _renew(self, epoch: int | None = None) -> None:
         """Another epoch comes next."""
@@ -304,7 +305,7 @@ class ResizableLoader:
                 "batches": ledger.batches,
                 "step": progress.step,
                 "samples": progress.samples,
-                "batch_size": self.batch_size,
+                "batch_size": self._settings.batch_size,
                 "seed": self._seed,
                 "order": self._order_name,
                 "length": None if self._streams or self.sampler is not None else self._length(),

@@ -420,6 +420,19 @@ def test_what_is_wrong_with_a_schedule_is_said_when_its_batch_is_due() -> None:
         ResizableLoader(Numbers(40), schedule=Sizes(lambda progress: 2.5))  # type: ignore[arg-type, return-value]
 
 
+def test_a_schedule_set_mid_way_may_be_wrong_about_what_is_in_flight() -> None:
+    """The error comes when its batch is due, not from the line that sets the schedule."""
+    loader = ResizableLoader(Numbers(60), 4, num_workers=1, prefetch_factor=4)
+    loop = iter(loader)
+    next(loop)
+    loader.schedule = Sizes(lambda progress: 4 if progress.samples < 12 else -1)
+    assert flat([numbers(next(loop)) for _ in range(2)]) == list(range(4, 12))
+    state = loader.state_dict()  # where the schedule has no answer
+    assert (state["position"], state["batch_size"]) == (12, 4)
+    with pytest.raises(ValueError, match="must be an integer of at least 1, not -1"):
+        next(loop)
+
+
 def test_a_schedule_that_leaves_a_rank_without_a_sample_is_said_before_training() -> None:
     plan = Sizes(lambda progress: 8 if progress.epoch < 50 else 2)
     with pytest.warns(UserWarning, match=r"a batch of 2 at Progress\(epoch=50, .*there are 4 ranks") as told:

@@ -238,12 +238,17 @@ class Dealer(Iterator[Any]):
     def cancel(self) -> None:
         """Make void what is in flight, if the sizes of now are not those that it was dealt with."""
         self.failure = None
-        fresh = self.ledger.fresh
-        if all(self.settings.wanted(self.progress_at(d.number, d.start)) == d.size for d in fresh):
+        if all(self._still_wanted(deal) for deal in self.ledger.fresh):
             return
         self.ledger = self.ledger.cancel()
         self._void_below.value = self.ledger.void_below
         self._rewind()
+
+    def _still_wanted(self, deal: Deal) -> bool:
+        try:
+            return self.settings.wanted(self.progress_at(deal.number, deal.start)) == deal.size
+        except Exception:  # noqa: BLE001 - it will be raised when that batch is dealt again
+            return False
 
     def abandon(self) -> None:
         """Nobody will see what is in flight: workers need not end it."""
