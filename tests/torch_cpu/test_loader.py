@@ -720,6 +720,15 @@ def test_ranks_take_their_part_of_the_size_of_a_stream() -> None:
     assert [len(batch) for batch in loader] == [3] * 6 + [2]
 
 
+def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    loader = ResizableLoader(Numbers(17), 8)
+    assert (loader.rank, loader.world_size) == (2, 3)
+    assert epoch_of(loader) == [[6, 7], [12, 13], [16]]
+
+
 # Loops
 
 
