@@ -215,8 +215,8 @@ def page(found: dict[str, Any]) -> str:
         alone = {clock: times["dataloader"] for clock, times in case["steady"].items()}
         cpu, wall = alone["cpu_ms_a_batch"], alone["wall_ms_a_batch"]
         lines.append(
-            f"{case['name']} {max(cpu) / min(cpu):.2f} x by CPU time, {max(wall) / min(wall):.2f} x by the wall "
-            "clock. Ratios that are nearer to 1 than this say nothing."
+            f"{case['name']} {max(cpu) / min(cpu):.2f} x by CPU time, {max(wall) / min(wall):.2f} x by the "
+            "wall clock. Ratios that are nearer to 1 than this say nothing."
         )
     lines += [
         "",
