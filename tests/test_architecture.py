@@ -41,6 +41,7 @@ LAYERS = {
     "batchfit._microbatch": 2,
     "batchfit._noise": 2,
     "batchfit._schedule": 2,
+    "batchfit._loader": 2,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -56,6 +57,7 @@ THIRD_PARTY = {
         "batchfit._microbatch",
         "batchfit._noise",
         "batchfit._schedule",
+        "batchfit._loader",
         "batchfit._cli",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),

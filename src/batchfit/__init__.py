@@ -32,6 +32,7 @@ _EXPORTS = {
     "Prediction": "batchfit.results",
     "ScheduleEvent": "batchfit._decide.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
+    "ResizableLoader": "batchfit._loader",
     "StepReport": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
@@ -64,6 +65,7 @@ __all__ = [
     "Prediction",
     "ScheduleEvent",
     "StepBatchSizeConfig",
+    "ResizableLoader",
     "StepReport",
     "Trial",
     "Workload",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from batchfit._decide.split import MicrobatchEvent
     from batchfit._explain import explain_memory
     from batchfit._find import find_batch_size
+    from batchfit._loader import ResizableLoader
     from batchfit._microbatch import Microbatcher
     from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size

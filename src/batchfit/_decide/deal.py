@@ -1,0 +1,221 @@
+"""Who gets which samples of an epoch: batches, ranks, and what is still on its way.
+
+Rules
+- An epoch is a row of samples, the same on all ranks. A batch is the next piece of it, and each rank gets a
+  piece of that batch: sizes differ by one at most, the larger ones first (17 over 4 ranks is 5, 4, 4, 4).
+- Every rank has a sample in every batch, the last one too, and no sample is lost or repeated: where fewer
+  samples than ranks would be left, the batch before gives some of its own, or takes them in.
+- Positions count samples over all ranks. What was handed to the user is the position that is saved; what was
+  dealt runs ahead of it by what is in flight.
+- A change of size makes what is in flight void, by number: everything below `void_below`. Its samples are
+  dealt again, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, final
+
+Item = TypeVar("Item")
+
+
+def share(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Where the part of `rank` begins and ends in a batch of `size`."""
+    whole, extra = divmod(size, world_size)
+    start = rank * whole + min(rank, extra)
+    return start, start + whole + (rank < extra)
+
+
+def cut(wanted: int, left: int, *, world_size: int = 1, drop_last: bool = False) -> int:
+    """The size of the next batch where `left` samples are left; 0 ends the epoch.
+
+    `left` may be capped at `wanted + world_size`: what lies beyond changes nothing.
+    """
+    if left <= wanted:
+        return left if left >= (wanted if drop_last else world_size) else 0
+    rest = left - wanted
+    if drop_last or rest >= world_size:
+        return wanted
+    # The last batch would leave a rank without a sample, and DDP would wait for it for ever.
+    shorter = wanted - (world_size - rest)
+    return shorter if shorter >= world_size else left
+
+
+def count_batches(
+    left: int, wanted: Callable[[int, int], int], *, world_size: int = 1, drop_last: bool = False
+) -> int:
+    """How many batches `left` samples make, with `wanted(number, position)` the size of each."""
+    number = position = 0
+    while size := cut(wanted(number, position), left - position, world_size=world_size, drop_last=drop_last):
+        number += 1
+        position += size
+    return number
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """One batch: the samples from `start` to `stop` of the epoch, the `number`th batch of it."""
+
+    serial: int  # over all epochs and changes, never used twice
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Samples over all ranks."""
+        return self.stop - self.start
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What was handed out of an epoch, and what is in flight, in the order in which it will arrive."""
+
+    handed: int = 0
+    batches: int = 0  # handed
+    cursor: int = 0  # the next deal begins here
+    number: int = 0  # and is this batch of the epoch
+    serial: int = 0
+    void_below: int = 0
+    in_flight: tuple[Deal, ...] = ()
+
+    def next_epoch(self) -> Ledger:
+        """A new epoch; what is in flight of this one is void."""
+        return Ledger(serial=self.serial, void_below=self.serial)
+
+    def resumed(self, handed: int, batches: int) -> Ledger:
+        """The same epoch, so far on."""
+        return Ledger(handed, batches, handed, batches, self.serial, self.serial)
+
+    def deal(self, size: int) -> Ledger:
+        """The next `size` samples are on their way: the last of `in_flight`."""
+        stop = self.cursor + size
+        new = Deal(self.serial, self.number, self.cursor, stop)
+        flight = (*self.in_flight, new)
+        return Ledger(
+            self.handed, self.batches, stop, self.number + 1, self.serial + 1, self.void_below, flight
+        )
+
+    def is_void(self, serial: int) -> bool:
+        """Whether that deal is to be thrown away when it arrives."""
+        return serial < self.void_below
+
+    @property
+    def fresh(self) -> tuple[Deal, ...]:
+        """What is in flight and not void."""
+        return tuple(deal for deal in self.in_flight if not self.is_void(deal.serial))
+
+    def arrived(self, serial: int) -> Ledger:
+        """That deal is the next: those before it failed, and the user was told."""
+        flight = self.in_flight
+        while flight[0].serial != serial:
+            flight = flight[1:]
+        if flight is self.in_flight:
+            return self
+        return replace(self, in_flight=flight)
+
+    def throw_away(self) -> Ledger:
+        """The first in flight is void."""
+        return replace(self, in_flight=self.in_flight[1:])
+
+    def hand(self) -> Ledger:
+        """The first in flight goes to the user."""
+        first, flight = self.in_flight[0], self.in_flight[1:]
+        return Ledger(
+            first.stop, first.number + 1, self.cursor, self.number, self.serial, self.void_below, flight
+        )
+
+    def hand_part(self, size: int) -> Ledger:
+        """The first in flight came with `size` samples only (0: no batch), near the end of a stream."""
+        first, later = self.in_flight[0], self.in_flight[1:]
+        missing, none = first.size - size, int(size == 0)
+        return Ledger(
+            first.start + size,
+            first.number + 1 - none,
+            self.cursor - missing,
+            self.number - none,
+            self.serial,
+            self.void_below,
+            tuple(Deal(d.serial, d.number - none, d.start - missing, d.stop - missing) for d in later),
+        )
+
+    def cancel(self) -> Ledger:
+        """What is in flight is void: the next deal begins where the last one that was handed out ended."""
+        return Ledger(
+            self.handed, self.batches, self.handed, self.batches, self.serial, self.serial, self.in_flight
+        )
+
+
+@final
+class Tape(Generic[Item]):
+    """A stream that can be read again from any point that was not yet forgotten.
+
+    With `snapshot`, the source's own state is noted after every read from it, so that a position can be
+    told as that state and a number of items to skip.
+    """
+
+    def __init__(
+        self, source: Iterator[Item], *, position: int = 0, snapshot: Callable[[], Any] | None = None
+    ) -> None:
+        self._source = source
+        self._kept: list[Item] = []
+        self._first = position  # position of the first kept item
+        self._snapshot = snapshot
+        self._marks: list[tuple[int, Any]] = [(position, snapshot())] if snapshot is not None else []
+        self.position = position  # of the next item to be taken
+        self.ended = False
+        self._broken: Exception | None = None
+
+    def ready(self, count: int) -> int:
+        """How many items can be taken, `count` at most; reads as many as that takes."""
+        have = self._first + len(self._kept) - self.position
+        if have < count and self._broken is not None:
+            raise self._broken  # a generator that has raised would say that it has ended
+        if have < count and not self.ended:
+            for _ in range(count - have):
+                try:
+                    self._kept.append(next(self._source))
+                except StopIteration:
+                    self.ended = True
+                    break
+                except Exception as error:
+                    self._broken = error
+                    raise
+            if self._snapshot is not None:
+                self._marks.append((self._first + len(self._kept), self._snapshot()))
+            have = self._first + len(self._kept) - self.position
+        return min(have, count)
+
+    def take(self, count: int) -> list[Item]:
+        """The next items: `count`, or fewer at the end."""
+        start = self.position - self._first
+        taken = self._kept[start : start + self.ready(count)]
+        self.position += len(taken)
+        return taken
+
+    def rewind(self, position: int) -> None:
+        """Go back to `position`: what was taken from there on will be taken again."""
+        if not self._first <= position <= self.position:
+            raise ValueError(f"position must be from {self._first} to {self.position}, not {position!r}")
+        self.position = position
+
+    def forget(self, position: int) -> None:
+        """Nobody will go back to before `position`."""
+        count = min(position, self.position) - self._first
+        if count > 0:
+            del self._kept[:count]
+            self._first += count
+        while len(self._marks) > 1 and self._marks[1][0] <= self._first:
+            del self._marks[0]
+
+    def mark(self, position: int) -> tuple[Any, int]:
+        """A state of the source, and how many items to skip from there to `position`."""
+        state, behind = None, 0
+        for at, state_at in self._marks:
+            if at > position:
+                break
+            state, behind = state_at, position - at
+        return state, behind
