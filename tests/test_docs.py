@@ -23,6 +23,7 @@ GUIDES = (
     "microbatch.md",
     "noise.md",
     "schedules.md",
+    "loader.md",
 )  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

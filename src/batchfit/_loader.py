@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchfit._decide.deal import Deal, Ledger, count_batches, share
 from batchfit._decide.progress import Plan, Progress
+from batchfit._schedule_base import PlannedConfig
 from batchfit._torch.dealing import Dealer, FixedOrder, SampledOrder, Settings, StreamDealer, checked_size
 from batchfit._torch.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
 from batchfit._torch.loadable import check_data, look_ahead, place_among_ranks
@@ -47,7 +48,8 @@ class ResizableLoader:
     too mean what they mean there; the others:
 
     - `batch_size`: samples of a batch over all ranks; not used while there is a schedule.
-    - `schedule`: an object with `size_at(progress) -> int`.
+    - `schedule`: a `BatchSizeConfig` that starts from `batch_size`, the `plan` of a `BatchSizeScheduler`, or
+      any object with `size_at(progress) -> int`.
     - `rank`, `world_size`: those of `torch.distributed`, or one process, if they are not given.
     - `seed`: of the shuffled order, which is a function of seed and epoch alone; the same on all ranks.
     - `defer`: a size that is set waits until what workers have in flight was handed out.
@@ -59,7 +61,7 @@ class ResizableLoader:
         dataset: Any,
         batch_size: int = 256,
         *,
-        schedule: Plan | None = None,
+        schedule: Plan | PlannedConfig | None = None,
         shuffle: bool = False,
         sampler: Any = None,
         num_workers: int = 0,
@@ -145,7 +147,13 @@ class ResizableLoader:
         return self._settings.schedule
 
     @schedule.setter
-    def schedule(self, schedule: Plan | None) -> None:
+    def schedule(self, schedule: Plan | PlannedConfig | None) -> None:
+        if isinstance(schedule, PlannedConfig):
+            # A config that begins with a size of its own needs none.
+            initial = None if schedule.starts_by_itself else self._settings.batch_size
+            schedule = schedule.bind(
+                initial, world_size=self.world_size, tokens_per_sample=self._settings.tokens_per_sample
+            )
         if schedule is not None and not callable(getattr(schedule, "size_at", None)):
             raise TypeError(f"schedule must have a method size_at(progress), not {schedule!r}")
         with self._lock:

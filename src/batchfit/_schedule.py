@@ -34,7 +34,6 @@ from batchfit._torch.lr_clock import LRClock
 from batchfit._torch.noise_choice import NoiseChoice
 from batchfit.schedules import (
     IncreaseBatchSizeConfig,
-    MilestoneBatchSizeConfig,
     NoiseBatchSizeConfig,
     load_schedule,
 )
@@ -269,7 +268,7 @@ class BatchSizeScheduler:
     # --- how
 
     def _starts_by_itself(self) -> bool:
-        return isinstance(self.config, MilestoneBatchSizeConfig) and self.config.milestones[0][0] == 0
+        return isinstance(self.config, PlannedConfig) and self.config.starts_by_itself
 
     def _bind(
         self,

@@ -115,6 +115,11 @@ class PlannedConfig(BatchSizeConfig):
         plan.check()
         return plan
 
+    @property
+    def starts_by_itself(self) -> bool:
+        """Whether it says the size that a run starts from."""
+        return False
+
     def checked_initial(self, initial_batch_size: int | None) -> int:
         """The size that a run starts from."""
         return checked_size(initial_batch_size, name="initial_batch_size")

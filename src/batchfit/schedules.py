@@ -118,9 +118,13 @@ class MilestoneBatchSizeConfig(PlannedConfig):
         most = data.get("max_batch_size")
         return {**data, "milestones": parse_milestones(given, most=most), **({"unit": unit} if unit else {})}
 
+    @property
+    def starts_by_itself(self) -> bool:
+        return self.milestones[0][0] == 0
+
     def checked_initial(self, initial_batch_size: int | None) -> int:
-        count, size = self.milestones[0]
-        if count > 0:
+        size = self.milestones[0][1]
+        if not self.starts_by_itself:
             return super().checked_initial(initial_batch_size)
         if initial_batch_size is not None and initial_batch_size != size:
             raise ValueError(

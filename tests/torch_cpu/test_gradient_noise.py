@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -297,16 +296,6 @@ def test_a_microbatch_without_weight_is_left_out() -> None:
     assert told(noise)[:2] == close(world.expected(rest, [3, 3], only_first=False))
 
 
-@pytest.fixture
-def _quick_collections() -> Iterator[None]:
-    """Every recovery collects garbage: what was there before the test need not be looked at each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_quick_collections")
 @pytest.mark.parametrize("mode", ["cheap", "exact"])
 def test_a_fault_anywhere_leaves_only_the_try_that_stayed(mode: Any) -> None:
     world = World()

@@ -405,6 +405,18 @@ def test_tokens_and_epochs_reach_the_schedule() -> None:
     assert loader.progress == Progress(epoch=2, step=4, samples=32, tokens=32 * 128)
 
 
+def test_a_config_starts_from_the_loaders_own_size() -> None:
+    step = batchfit.StepBatchSizeConfig(step_size=1, gamma=2, max_batch_size=32)
+    loader = ResizableLoader(Numbers(64), 8, schedule=step)
+    assert [[len(batch) for batch in loader][0] for _ in range(4)] == [8, 16, 32, 32]
+    milestones = batchfit.MilestoneBatchSizeConfig(milestones="0:4 32:8", unit="samples")
+    assert [len(batch) for batch in ResizableLoader(Numbers(64), schedule=milestones)] == [4] * 8 + [8] * 4
+    with pytest.raises(ValueError, match="rank"):
+        ResizableLoader(Numbers(64), 2, schedule=step, rank=0, world_size=4)
+    with pytest.raises(TypeError, match=r"size_at\(progress\)"):
+        ResizableLoader(Numbers(64), schedule=batchfit.NoiseBatchSizeConfig(max_batch_size=64))  # type: ignore[arg-type]
+
+
 def test_what_is_wrong_with_a_schedule_is_said_when_its_batch_is_due() -> None:
     def size(progress: Progress) -> int:
         return 4 if progress.samples < 12 else 0

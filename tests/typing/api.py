@@ -231,3 +231,11 @@ noise.microbatch(8, share=0.5, scaler=scaler)
 noise.total(norm=torch.tensor(1.0))
 assert_type(noise.reading().scale, float | None)
 noise.load_state_dict(noise.state_dict())
+
+# A loader that changes its size.
+loader = batchfit.ResizableLoader([1, 2, 3], 2, schedule=batchfit.StepBatchSizeConfig(step_size=1, gamma=2))
+loader.batch_size = 4
+loader.resize(8, defer=True)
+assert_type(loader.batch_size, int)
+assert_type(loader.progress.samples, int)
+loader.load_state_dict(loader.state_dict())

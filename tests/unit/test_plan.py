@@ -19,9 +19,10 @@ from batchfit import (
     load_schedule,
 )
 from batchfit._decide.bound import BoundPlan
+from batchfit._decide.deal import cut
 from batchfit._decide.increase import Increases
 from batchfit._decide.lr_rules import LRRule
-from batchfit._decide.plan import Constant, ScheduleEvent, last_batch, phases, updates_of
+from batchfit._decide.plan import Constant, ScheduleEvent, phases, updates_of
 from batchfit._decide.progress import Progress
 
 quick = settings(max_examples=120, deadline=None)
@@ -58,7 +59,7 @@ def one_by_one(
         while True:
             now = Progress(epoch, step, total, total * (plan.tokens_per_sample or 1))
             size = plan.size_at(now)
-            dealt = last_batch(size, left, world_size=ranks, drop_last=drop_last)
+            dealt = cut(size, left, world_size=ranks, drop_last=drop_last)
             if dealt == 0:
                 break
             found.append((epoch, size, dealt))
@@ -124,18 +125,11 @@ def test_the_last_batches_have_a_sample_for_every_rank(
     wanted = max(wanted, ranks)
     sizes = []
     rest = left
-    while size := last_batch(wanted, rest, world_size=ranks, drop_last=drop_last):
+    while size := cut(wanted, rest, world_size=ranks, drop_last=drop_last):
         sizes.append(size)
         rest -= size
     assert all(size >= ranks for size in sizes)
     assert rest == (left % wanted if drop_last else left if left < ranks else 0)
-    try:
-        from batchfit._decide.deal import cut  # the loader's own
-    except ImportError:
-        return
-    assert last_batch(wanted, left, world_size=ranks, drop_last=drop_last) == cut(
-        wanted, left, world_size=ranks, drop_last=drop_last
-    )
 
 
 def test_a_size_changes_in_the_middle_of_an_epoch_at_a_batch() -> None:

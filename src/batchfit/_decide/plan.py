@@ -13,6 +13,7 @@ from typing import Literal, Protocol, final
 
 from batchfit._decide.bound import count_in, where
 from batchfit._decide.counts import Rounding, whole
+from batchfit._decide.deal import cut
 from batchfit._decide.progress import Progress
 
 EventKind = Literal["changed", "skipped", "limited", "kept"]
@@ -119,7 +120,7 @@ def phases(
                 batches = int(min(batches, _batches_alike(plan, at, size)))
             dealt = batches * size
             if batches == 0:
-                batches, dealt = 1, last_batch(size, left, world_size=world_size, drop_last=drop_last)
+                batches, dealt = 1, cut(size, left, world_size=world_size, drop_last=drop_last)
                 if dealt == 0:
                     break
             _add(found, size, at, batches, dealt, short=dealt < size)
@@ -131,17 +132,6 @@ def phases(
 def updates_of(found: tuple[Phase, ...]) -> int:
     """Optimizer steps of all phases."""
     return sum(phase.updates for phase in found)
-
-
-def last_batch(wanted: int, left: int, *, world_size: int = 1, drop_last: bool = False) -> int:
-    """The size of the next batch where the epoch may end with it; 0: it has ended. As the loader deals."""
-    if left <= wanted:
-        return left if left >= (wanted if drop_last else world_size) else 0
-    rest = left - wanted
-    if drop_last or rest >= world_size:
-        return wanted
-    shorter = wanted - (world_size - rest)  # so that the last one has a sample for every rank
-    return shorter if shorter >= world_size else left
 
 
 def _whole_batches(size: int, left: int, world_size: int, *, drop_last: bool) -> int:
