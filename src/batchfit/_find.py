@@ -176,6 +176,8 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
+        if isinstance(runs, Here) and search.ask() is not None:
+            runs.rehearse(ranks, search.sizes)
         before = Recall()
         if isinstance(runs, Here) and (store or key is not None):
             make_digest = partial(
