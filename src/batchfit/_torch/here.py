@@ -14,9 +14,10 @@ from functools import partial
 from typing import Self, final
 
 import torch
+from torch import nn
 
 from batchfit._decide.state import Sizes
-from batchfit._torch import oom
+from batchfit._torch import oom, parallel
 from batchfit._torch.child import count_elements
 from batchfit._torch.collectives import Counted, Owed, is_lost_connection
 from batchfit._torch.device import Device, tensors_in
@@ -38,6 +39,7 @@ class Here:
         self.state_elements = count_elements(work.state)
         self.work = work
         self._owed: Owed | None = None  # what a step sends to other ranks
+        self._low = 1  # a small size that all ranks have run
 
     def rehearse(self, ranks: Ranks, sizes: Sizes) -> None:
         """Learn what steps send to other ranks, all ranks together; in one process there is nothing to."""
@@ -45,6 +47,7 @@ class Here:
             return
         # Not 1 where others are allowed: BatchNorm raises there, and the search itself may never go so low.
         low = sizes.at(1) if sizes.first == 1 and sizes.count > 1 else sizes.first
+        self._low = low
         few = [size for size in (low, 2 * low, 4 * low) if size <= sizes.last]
         run = partial(
             run_trial,
@@ -104,12 +107,36 @@ class Here:
         with self.place.limit(budget_bytes), QuickCollections() as collections:
             yield run_one
 
+    def regroup(self) -> None:
+        """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
+
+        DDP forgets its layout when it is reset, and lays its buckets out again in its second step. All ranks
+        do that now, in small steps: in a trial it could run out there, and that cannot be undone.
+        """
+        wrapped = any(isinstance(one, nn.Module) and _arranges(one) for one in self.work.state)
+        if self._owed is None or not wrapped:
+            return
+        snapshot = Snapshot.take(self.work.state)
+        snapshot.restore()
+        run_trial(
+            self.work.step,
+            self._low,
+            device=self.place,
+            snapshot=snapshot,
+            parameters=self._parameters(),
+            steps=2,
+        )
+
     def _serve(self, step: object, size: int, snapshot: Snapshot) -> None:
         """Send what the other ranks wait for; what that has changed here is put back too."""
         if self._owed is None or not isinstance(step, Counted):
             return
         step.serve(self._owed, size)
-        snapshot.restore()
+        snapshot.restore(cut_off=False)
+
+
+def _arranges(module: nn.Module) -> bool:
+    return any(parallel.arranges(one) for one in module.modules())
 
 
 @final

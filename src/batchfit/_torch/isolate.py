@@ -238,6 +238,9 @@ class Children:
         """What was reachable when the last trial had ended, if it could still tell; else before it."""
         return self._seen_bytes
 
+    def regroup(self) -> None:
+        """Nothing of a trial outlives its process."""
+
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""

@@ -144,6 +144,8 @@ class Trials:
             doing=f"the trial of batch size {ask.size}",
         )
         trial = worst([Trial.model_validate(answer) for answer, _ in answers])
+        if not trial.fits:
+            self.runs.regroup()
         return trial, min(reachable for _, reachable in answers)
 
     def _tell(self, trial: Trial) -> Told:
