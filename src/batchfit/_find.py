@@ -17,7 +17,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -30,7 +30,6 @@ from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
-from batchfit._torch import oom
 from batchfit._torch.conclude import fit_result as fit_result
 from batchfit._torch.conclude import told as told
 from batchfit._torch.device import Device, DeviceSpec, resolve_device
@@ -38,6 +37,7 @@ from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.here import Here
 from batchfit._torch.isolate import Children, Factory
 from batchfit._torch.lock import used_alone
+from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.trials import OnTrial, Trials
 from batchfit.results import FitResult, Trial
@@ -124,7 +124,7 @@ def find_batch_size(
     """
     begun = time.perf_counter()
     ranks = Ranks.current()
-    with _telling_others(ranks), contextlib.ExitStack() as stack:
+    with telling_others(ranks) as everyone, contextlib.ExitStack() as stack:
         check_isolation(isolate, timeout_s, resume)
         work = None if isolate else as_workload(workload)
         factory = Factory.of(workload) if isolate else None
@@ -161,6 +161,7 @@ def find_batch_size(
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
+        everyone.meet()
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
         search = replace(search, budget_bytes=budget_bytes)
         trials: list[Trial] = []
@@ -277,16 +278,6 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
             return search
     found = sight.largest(search.max_size)
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
-
-
-@contextlib.contextmanager
-def _telling_others(ranks: Ranks) -> Iterator[None]:
-    """An error here ends the search on the other ranks too: now, not at their time-out."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.leave(oom.describe(error))
-        raise
 
 
 def check_steps(

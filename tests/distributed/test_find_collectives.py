@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
+
+from batchfit._torch import lost
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
@@ -19,12 +26,15 @@ def fails_alone(rank: int, kind: str, points: int, who: list[int]) -> Any:
     found = []
     world = make(kind)
     seeded(world, rank, steps=3)
+    gc.freeze()  # what torch has loaded by now is not looked at in each trial
     count = operations(world)
     where = sorted({count * point // points for point in range(points)} | {count - 1})
     for number, at in enumerate(where):
         plain = make(kind)
         world = make(kind)
-        warm = number % 2 * 3
+        # Of three ranks or more the order of a sum depends on the layout of DDP's buckets, which changes in
+        # the second step of a program: equal bits need a model that has had it.
+        warm = 3 if dist.get_world_size() > 2 else number % 2 * 3
         seeded(plain, rank, steps=warm + 2)
         seeded(world, rank, steps=warm)
         before = world.facts()
@@ -42,16 +52,18 @@ def fails_alone(rank: int, kind: str, points: int, who: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "points", "world_size", "who"),
     [
-        ("ddp", 12, 2, [1]),
-        ("ddp_buffers", 8, 2, [0]),
-        ("fsdp2", 12, 2, [1]),
-        ("fsdp2", 4, 4, [0, 2]),
-        ("ddp", 4, 4, [0, 2, 3]),
-        ("gathers", 6, 2, [1]),
+        ("ddp", 7, 2, [1]),
+        ("fsdp2", 7, 2, [0]),
+        ("gathers", 4, 2, [1]),
+        pytest.param("fsdp2", 3, 4, [0, 2], id="four"),
+        pytest.param("ddp_buffers", 40, 2, [0], marks=pytest.mark.slow),
+        pytest.param("ddp", 60, 2, [0, 1], marks=pytest.mark.slow),
+        pytest.param("fsdp2", 60, 2, [1], marks=pytest.mark.slow),
+        pytest.param("ddp", 12, 4, [0, 2, 3], marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who: list[int]) -> None:
-    outcomes = run_ranks(fails_alone, world_size=world_size, args=(kind, points, who), timeout_s=100)
+    outcomes = run_ranks(fails_alone, world_size=world_size, args=(kind, points, who), timeout_s=280)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
         assert not outcome.killed_by_us, "hangs"
@@ -63,3 +75,59 @@ def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who
             assert text == main, f"operation {at}: another result than rank 0's"
             assert same, f"operation {at}: state is not put back"
             assert equal, f"operation {at}: training on differs"
+
+
+def goes_wrong(rank: int, how: str) -> Any:
+    """Rank 1 goes wrong inside a step with collectives, at a size above 4."""
+    lost._PATIENCE_S = 3.0
+    world = make("fsdp2" if how == "hangs" else "ddp")
+    seeded(world, rank, steps=3)
+    middle = operations(world) // 2
+    gc.freeze()
+    before = world.facts()
+
+    def step(n: int) -> None:
+        if n > 4 and rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        world.step(n)
+
+    faulty = world.step if how == "raises" else step
+    if how == "raises" and rank == 1:
+        faulty = failing(world.step, above=4, at=middle, in_step=2, error=ValueError("no such column"))
+    if how != "raises":
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    try:
+        search(faulty, world)
+    except Exception as error:  # noqa: BLE001
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        if how == "raises":  # the process group has not been harmed: everyone can go on
+            dist.barrier()
+        return [type(error).__name__, text, getattr(error, "missing", None), world.facts() == before]
+    return "found"
+
+
+@gloo
+def test_an_error_on_one_rank_inside_a_step_with_collectives() -> None:
+    outcomes = run_ranks(goes_wrong, world_size=3, args=("raises",), timeout_s=60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        kind, text, missing, same = outcome.value
+        assert kind == ("ValueError" if rank == 1 else "RankMissingError")
+        assert missing == (None if rank == 1 else [1])
+        assert "no such column" in text
+        assert same
+
+
+@gloo
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
+    outcomes = run_ranks(goes_wrong, world_size=4, args=(how,), timeout_s=50)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for outcome in outcomes[:1] + outcomes[2:]:
+        assert outcome.error is None, outcome.trace
+        kind, text, missing, _ = outcome.value
+        assert kind == "RankMissingError", text
+        # Rank 0 keeps the store, and ends when it has named the one that is lost.
+        assert missing in ([1], [0, 1]), text
