@@ -151,17 +151,17 @@ def find_batch_size(
         if file is not None and ranks.is_main:
             stack.enter_context(used_alone(file.path))
             text = file.read(search, asked)
+        everyone.meet()
         runs: Here | Children
         if factory is not None:
             named = str(device) if type(device) is int else device
-            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s))
+            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s, ranks=ranks))
         elif work is not None:
             runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
         place = runs.place
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
-        everyone.meet()
         budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
         search = replace(search, budget_bytes=budget_bytes)
         trials: list[Trial] = []
@@ -227,7 +227,9 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         if not confirmed:
             trying.to_the_end()
     ended, trials, room = trying.search, trying.trials, trying.room
-    elapsed_s = max(ranks.gather(time.perf_counter() - trying.begun, doing="the end of the search"))
+    mine = [time.perf_counter() - trying.begun, runs.place.name]
+    ends = ranks.gather(mine, doing="the end of the search")
+    elapsed_s, device = max(seconds for seconds, _ in ends), ends[0][1]  # one result, the same on all ranks
     ranks.settle()
     if before == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
@@ -240,7 +242,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         trials,
         stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
         budget_bytes=room.budget_bytes,
-        device=runs.place.name,
+        device=device,
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,

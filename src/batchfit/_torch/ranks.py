@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import threading
 import time
 import weakref
@@ -125,6 +126,15 @@ class Ranks:
             finally:
                 self._meeting.part(ended)
 
+    def flag(self, name: str) -> None:
+        """Raise a flag that the other ranks can see without an agreement; it stays up."""
+        if self._meeting is not None:
+            self._meeting.flag(name)
+
+    def flagged(self, name: str) -> bool:
+        """Whether any rank has raised the flag of that name."""
+        return self._meeting is not None and self._meeting.flagged(name)
+
     def leave(self, why: str) -> None:
         """Tell the others that this rank will not come again, so that they fail now, not at their time-out.
 
@@ -210,6 +220,18 @@ class _Meeting:
                 return list(verdict["entries"])
             self._missing = _Missing.from_verdict(verdict)
             raise self._missing.error()
+
+    def flag(self, name: str) -> None:
+        with contextlib.suppress(RuntimeError):  # a lost store is noticed at the next agreement
+            if self._store is not None:
+                self._store.set(f"batchfit/{self._generation}/flag/{name}", "up")
+
+    def flagged(self, name: str) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return self._store is not None and bool(
+                self._store.check([f"batchfit/{self._generation}/flag/{name}"])
+            )
+        return False
 
     def leave(self, why: str, timeout_s: float) -> None:
         with self._lock:
@@ -353,6 +375,26 @@ class _Meeting:
 
 
 _meeting_now: tuple[weakref.ref[Any], _Meeting] | None = None
+
+
+_our_group: weakref.ref[Any] | None = None
+
+
+def join_launched() -> None:
+    """Make a process group for decisions, where a launcher has started several ranks and there is none."""
+    global _our_group
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launched = all(os.environ.get(name, "").strip() for name in names)
+    if not launched or os.environ["WORLD_SIZE"].strip() == "1" or not dist.is_available():
+        return
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        _our_group = weakref.ref(dist.group.WORLD)
+
+
+def made_by_us() -> bool:
+    """Whether the default process group is one of `join_launched`, and not of the program."""
+    return _our_group is not None and dist.is_initialized() and _our_group() is dist.group.WORLD
 
 
 def _current_meeting() -> _Meeting | None:
