@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,10 @@ def test_an_error_in_one_child_is_told_on_all_ranks(how: str) -> None:
 
 def torchrun(*args: str, how: str = "oom") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "BATCHFIT_TEST_HOW": how, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(Path(batchfit.__file__).parent.parent)])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [*launcher, *args], capture_output=True, text=True, timeout=200, env=environment, cwd=HERE
+        [*launcher, *args], capture_output=True, text=True, timeout=100, env=environment, cwd=HERE
     )
 
 
@@ -107,5 +108,6 @@ def test_the_command_under_torchrun_fails_alike_on_all_ranks() -> None:
     assert done.returncode != 0
     assert "rank 1: error: " in done.stderr
     assert "no such column" in done.stderr
-    codes = [line.split()[-3] for line in done.stderr.splitlines() if "exitcode  :" in line]
-    assert set(codes) == {"4"}, done.stderr[-3000:]
+    codes = set(re.findall(r"exitcode  : (-?[0-9]+)", done.stderr))
+    assert "4" in codes, done.stderr[-3000:]
+    assert codes <= {"4", "-15", "143"}, "torchrun ends the others as soon as one has failed"

@@ -57,7 +57,9 @@ class Here:
         )
         gc.collect()
         with self.place.limit(self.place.budget_bytes()), QuickCollections():
-            self._owed = rehearse(self.work.step, run, ranks, sizes=few, device=self.place.name)
+            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=few, device=self.place.name)
+            if failed:
+                self.regroup()
 
     def _parameters(self) -> list[torch.Tensor]:
         return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())

@@ -39,28 +39,37 @@ class Run(Protocol):
     def __call__(self, step: Step, size: int, *, steps: int) -> Trial: ...
 
 
-def rehearse(step: Step, run: Run, ranks: Ranks, *, sizes: Sequence[int], device: str) -> Owed | None:
-    """What a step sends, at any size; None where it sends nothing. `sizes`: small ones, ascending."""
+def rehearse(
+    step: Step, run: Run, ranks: Ranks, *, sizes: Sequence[int], device: str
+) -> tuple[Owed | None, bool]:
+    """What a step sends, at any size; None where it sends nothing. And whether a step failed on any rank.
+
+    `sizes`: small ones, ascending.
+    """
     before = counts()
     first = run(step, sizes[0], steps=2)
     sends = any(count > 0 for count in begun_since(before).values())
-    told = _agreed([first.message if not first.fits else "", sends], first, ranks, device)
-    if any(ran_out for ran_out, _ in told) or not any(sent for _, sent in told):
-        return None  # too big for one of them, which the search itself finds out, or there is nothing to send
+    ran_out = "" if first.fits else first.message or first.outcome
+    told = _agreed([ran_out, sends], first, ranks, device)
+    if not any(sent for _, sent in told):
+        return None, False
+    if any(text for text, _ in told):
+        raise _nothing_fits(first, told, device)
     owed: Owed | None = None
-    why = ""
+    whole, why = False, ""
     try:
-        owed = _learned(step, run, sizes)
+        owed, whole = _learned(step, run, sizes)
     except Unservable as error:
         why = str(error)
-    reasons = [reason for reason in ranks.gather(why, doing="what a step sends to other ranks") if reason]
+    learned = ranks.gather([why, whole], doing="what a step sends to other ranks")
+    reasons = [reason for reason, _ in learned if reason]
     if reasons:
         raise BatchfitError(
             f"trials of this step cannot run in this process under torch.distributed: {reasons[0]}. A rank "
             "that runs out of memory alone would leave the others waiting. Give find_batch_size a function "
             "that builds the workload, and isolate=True: each trial then has processes of its own."
         )
-    return owed
+    return owed, not all(ended for _, ended in learned)
 
 
 def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list[tuple[str, bool]]:
@@ -71,15 +80,22 @@ def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list
         if first.fits:
             raise
     # We ran out, and the others wait in a collective for what we would have sent.
-    raise NothingFitsError(
-        first.size,
-        device=device,
-        budget_bytes=first.reserved_bytes or first.peak_bytes or 0,
-        detail=f"rank {ranks.rank} ran out alone, in its first step: {first.message}",
-    )
+    told = [("", True)] * ranks.world_size
+    told[ranks.rank] = (first.message, True)
+    raise _nothing_fits(first, told, device)
 
 
-def _learned(step: Step, run: Run, sizes: Sequence[int]) -> Owed:
+def _nothing_fits(first: Trial, told: list[tuple[str, bool]], device: str) -> NothingFitsError:
+    failed = [
+        f"rank {rank} ran out in the first steps: {text}" for rank, (text, _) in enumerate(told) if text
+    ]
+    used = first.reserved_bytes or first.peak_bytes or 0
+    return NothingFitsError(first.size, device=device, budget_bytes=used, detail="; ".join(failed))
+
+
+def _learned(step: Step, run: Run, sizes: Sequence[int]) -> tuple[Owed, bool]:
+    """What steps send, and whether all of them ended."""
+    whole = True
     records: dict[int, list[list[Call]]] = {}
     for size in sizes:
         seen: list[list[Call]] = []
@@ -91,7 +107,8 @@ def _learned(step: Step, run: Run, sizes: Sequence[int]) -> Owed:
             records[size] = seen
         elif records:  # the larger ones are for shapes that grow: without them none does
             counted.serve(Owed.learn(records), size)
-    return Owed.learn(records)
+            whole = False
+    return Owed.learn(records), whole
 
 
 def _recorded(step: Step, seen: list[list[Call]]) -> Step:
