@@ -147,6 +147,7 @@ def find_batch_size(
         asked_bytes = None if budget is None else parse_bytes(budget)
         file = None if resume is None else ResumeFile(resume)
         asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
+        asked["world_size"] = ranks.world_size
         text = ""
         if file is not None and ranks.is_main:
             stack.enter_context(used_alone(file.path))

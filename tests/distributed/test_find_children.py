@@ -111,3 +111,15 @@ def test_the_command_under_torchrun_fails_alike_on_all_ranks() -> None:
     codes = set(re.findall(r"exitcode  : (-?[0-9]+)", done.stderr))
     assert "4" in codes, done.stderr[-3000:]
     assert codes <= {"4", "-15", "143"}, "torchrun ends the others as soon as one has failed"
+
+
+@gloo
+def test_the_example_finds_one_size_for_both_ranks() -> None:
+    example = HERE.parents[1] / "examples" / "find_ddp.py"
+    assert len(example.read_text(encoding="utf-8").splitlines()) <= 100
+    done = torchrun(str(example))
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"a local batch of (\d+), a batch of (\d+)", done.stdout)
+    assert len(told) == 1
+    local, whole = map(int, told[0])
+    assert whole == 2 * local > 2
