@@ -138,8 +138,8 @@ def _check_possible(device: object) -> str | None:
     launched = os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1")
     if launched and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
-            "isolate must be False under a launcher before torch.distributed.init_process_group has been "
-            'called, not True: the ranks have to agree. A group of "gloo" will do'
+            "isolate must be False under torch.distributed while there is no process group, not True: the "
+            'ranks have to agree. Call torch.distributed.init_process_group first; "gloo" will do'
         )
     if device is not None and not isinstance(device, str | torch.device):
         raise TypeError(f"device must be text such as 'cuda:0' with isolate=True, not {device!r}")
@@ -270,10 +270,9 @@ class Children:
             if not soak:  # after a soak there is most likely nothing more to try
                 self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
-            if trial.fits:
-                child.end(after_s=_FAREWELL_S)
-            else:
+            if not trial.fits:
                 self._company.tell_failed()
+            child.end(after_s=_FAREWELL_S)
         except CutOff:
             return None
         except BaseException:
