@@ -10,11 +10,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
 
+import batchfit
 from batchfit._torch import lost
+from batchfit.testing import FakeDevice, simulated_oom
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
@@ -132,3 +135,69 @@ def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
         assert kind == "RankMissingError", text
         # Rank 0 keeps the store, and ends when it has named the one that is lost.
         assert missing in ([1], [0, 1]), text
+
+
+def refused(rank: int) -> Any:
+    """Steps that nobody can stand in for, each told on all ranks before any trial; the last one is fine."""
+    calls = 0
+
+    def messages(n: int) -> None:
+        box = torch.zeros(1)
+        if rank == 0:
+            dist.send(box, 1)
+        else:
+            dist.recv(box, 0)
+        dist.all_reduce(box)
+
+    def more_with_size(n: int) -> None:
+        for _ in range(n):
+            dist.all_reduce(torch.zeros(1))
+
+    def square(n: int) -> None:
+        dist.all_reduce(torch.zeros(n * n))
+
+    def now_and_then(n: int) -> None:
+        nonlocal calls
+        calls += 1
+        for _ in range(1 + calls % 2):
+            dist.all_reduce(torch.zeros(1))
+
+    def line(n: int) -> None:
+        dist.all_reduce(torch.zeros(3 * n + 2))
+        if n > 4 and rank == 1:
+            raise simulated_oom()
+        dist.all_reduce(torch.zeros(2, n))
+
+    def only_early(n: int) -> None:
+        dist.all_reduce(torch.zeros(1))
+        if n > 2 and rank == 1:  # already in the rehearsal
+            raise simulated_oom()
+        dist.all_reduce(torch.zeros(2))
+
+    told = []
+    for step in (messages, more_with_size, square, now_and_then, line, only_early):
+        device = FakeDevice(2**30, peak=lambda n: n)
+        workload = batchfit.Workload(step, state=[])
+        try:
+            fit = batchfit.find_batch_size(
+                workload, device=device, max_size=8, strategy="bisect", soak_steps=0
+            )
+            told.append(fit.batch_size)
+        except batchfit.errors.BatchfitError as error:
+            told.append(str(error))
+            dist.barrier()  # the group has not been harmed
+    return told
+
+
+@gloo
+def test_what_nobody_can_stand_in_for_is_refused_on_all_ranks() -> None:
+    outcomes = run_ranks(refused, world_size=2, timeout_s=100)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes[0].trace + outcomes[1].trace
+    assert outcomes[0].value == outcomes[1].value
+    messages, more, square, now_and_then, line, early = outcomes[0].value
+    assert "messages from one rank to another" in messages
+    assert "isolate=True" in messages
+    assert "how many collectives a step has depends on the batch size" in more
+    assert "no straight line in the size" in square
+    assert "its steps do not all send the same" in now_and_then
+    assert (line, early) == (4, 2)

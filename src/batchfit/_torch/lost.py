@@ -1,7 +1,8 @@
 """Ranks that went away during a search: found by those that are left, and named.
 
 Rules:
-- An error on one rank ends the search on the others: now, not at their time-out, with its words.
+- An error on one rank ends the search on the others: now, not at their time-out, with its words. One that all
+  ranks raise together is told to nobody: they may go on, and search again.
 - Every rank knows on which machine and in which process the others are. Those on its own machine it can look
   at: a process that has ended, or that only waits to be reaped, is gone.
 - A collective that breaks off says that a connection was lost, not whose. What it raised is replaced by an
@@ -21,8 +22,17 @@ from typing import final
 from batchfit._torch import oom
 from batchfit._torch.collectives import is_lost_connection
 from batchfit._torch.ranks import Ranks
-from batchfit.errors import BatchfitError, RankMissingError
+from batchfit.errors import (
+    BatchfitError,
+    CollectivesError,
+    NothingFitsError,
+    RankMissingError,
+    RanksDisagreeError,
+    SearchStoppedError,
+)
 
+# Raised by all ranks, from what they have agreed on.
+_TOGETHER = (NothingFitsError, SearchStoppedError, RanksDisagreeError, CollectivesError)
 _PATIENCE_S = 15.0  # for ranks whose own collective gives up a little later
 
 
@@ -64,7 +74,8 @@ def telling_others(ranks: Ranks) -> Iterator[Everyone]:
     except BaseException as error:
         text = oom.describe(error)
         missing = everyone.behind(error)
-        ranks.leave(text)
+        if not isinstance(error, _TOGETHER):
+            ranks.leave(text)
         if missing is None:
             raise
         missing.add_note(f"batchfit: what this rank saw of it: {text}")

@@ -26,7 +26,7 @@ from batchfit._torch.collectives import (
     recording,
 )
 from batchfit._torch.ranks import Ranks
-from batchfit.errors import BatchfitError, NothingFitsError, RankMissingError
+from batchfit.errors import CollectivesError, NothingFitsError, RankMissingError
 from batchfit.results import Trial
 
 Step = Callable[[int], object]
@@ -64,7 +64,7 @@ def rehearse(
     learned = ranks.gather([why, whole], doing="what a step sends to other ranks")
     reasons = [reason for reason, _ in learned if reason]
     if reasons:
-        raise BatchfitError(
+        raise CollectivesError(
             f"trials of this step cannot run in this process under torch.distributed: {reasons[0]}. A rank "
             "that runs out of memory alone would leave the others waiting. Give find_batch_size a function "
             "that builds the workload, and isolate=True: each trial then has processes of its own."
