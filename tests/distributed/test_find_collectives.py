@@ -93,7 +93,7 @@ def goes_wrong(rank: int, how: str) -> Any:
         if n > 4 and rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(20)
+            time.sleep(12)
             os.kill(os.getpid(), signal.SIGKILL)
         world.step(n)
 
