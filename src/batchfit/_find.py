@@ -17,7 +17,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -30,7 +30,6 @@ from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._predict import Foresight
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
-from batchfit._torch import oom
 from batchfit._torch.conclude import fit_result as fit_result
 from batchfit._torch.conclude import told as told
 from batchfit._torch.device import Device, DeviceSpec, resolve_device
@@ -38,6 +37,7 @@ from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.here import Here
 from batchfit._torch.isolate import Children, Factory
 from batchfit._torch.lock import used_alone
+from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.trials import OnTrial, Trials
 from batchfit.results import FitResult, Trial
@@ -124,7 +124,7 @@ def find_batch_size(
     """
     begun = time.perf_counter()
     ranks = Ranks.current()
-    with _telling_others(ranks), contextlib.ExitStack() as stack:
+    with telling_others(ranks) as everyone, contextlib.ExitStack() as stack:
         check_isolation(isolate, timeout_s, resume)
         work = None if isolate else as_workload(workload)
         factory = Factory.of(workload) if isolate else None
@@ -147,14 +147,16 @@ def find_batch_size(
         asked_bytes = None if budget is None else parse_bytes(budget)
         file = None if resume is None else ResumeFile(resume)
         asked = {"budget": asked_bytes, "steps": steps, "soak_steps": soak_steps, "torch": torch.__version__}
+        asked["world_size"] = ranks.world_size
         text = ""
         if file is not None and ranks.is_main:
             stack.enter_context(used_alone(file.path))
             text = file.read(search, asked)
+        everyone.meet()
         runs: Here | Children
         if factory is not None:
             named = str(device) if type(device) is int else device
-            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s))
+            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s, ranks=ranks))
         elif work is not None:
             runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
         place = runs.place
@@ -176,6 +178,8 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
+        if isinstance(runs, Here) and search.ask() is not None:
+            runs.rehearse(ranks, search.sizes)
         before = Recall()
         if isinstance(runs, Here) and (store or key is not None):
             make_digest = partial(
@@ -224,7 +228,9 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         if not confirmed:
             trying.to_the_end()
     ended, trials, room = trying.search, trying.trials, trying.room
-    elapsed_s = max(ranks.gather(time.perf_counter() - trying.begun, doing="the end of the search"))
+    mine = [time.perf_counter() - trying.begun, runs.place.name]
+    ends = ranks.gather(mine, doing="the end of the search")
+    elapsed_s, device = max(seconds for seconds, _ in ends), ends[0][1]  # one result, the same on all ranks
     ranks.settle()
     if before == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
@@ -237,7 +243,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         trials,
         stopped_because="stored" if confirmed else ended.stopped_because or "time_limit",
         budget_bytes=room.budget_bytes,
-        device=runs.place.name,
+        device=device,
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
@@ -275,16 +281,6 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
             return search
     found = sight.largest(search.max_size)
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
-
-
-@contextlib.contextmanager
-def _telling_others(ranks: Ranks) -> Iterator[None]:
-    """An error here ends the search on the other ranks too: now, not at their time-out."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.leave(oom.describe(error))
-        raise
 
 
 def check_steps(

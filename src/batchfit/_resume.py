@@ -82,7 +82,8 @@ class Kept:
     def check(self, path: str, search: Search, settings: Mapping[str, Any]) -> None:
         """Refuse settings other than the ones this search was begun with."""
         names = [field.name for field in fields(Search) if field.name not in _FREE]
-        then = {**{name: getattr(self.search, name) for name in names}, **self.settings}
+        # Sharded models need other memory on another number of ranks; older files are of one.
+        then = {"world_size": 1, **{name: getattr(self.search, name) for name in names}, **self.settings}
         now = {**{name: getattr(search, name) for name in names}, **settings}
         differing = [name for name, value in now.items() if then.get(name) != value]
         if differing:

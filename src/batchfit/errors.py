@@ -12,6 +12,7 @@
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
     ├── SettingsDifferError   a file to resume from holds a search with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
+    ├── CollectivesError      steps talk to other ranks in a way that no rank can stand in for
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     ├── RankFailedError       another rank raised, so what all had to do together did not happen
     └── ResultFileError       a result file cannot be read
@@ -187,6 +188,10 @@ class SettingsDifferError(BatchfitError):
 
 class RanksDisagreeError(BatchfitError):
     """Ranks hold different values where all must hold the same."""
+
+
+class CollectivesError(BatchfitError):
+    """Steps talk to other ranks in a way that no rank can stand in for: a trial that fails would not end."""
 
 
 class RankMissingError(BatchfitError):

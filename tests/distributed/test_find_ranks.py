@@ -149,21 +149,6 @@ def test_a_search_is_resumed_on_all_ranks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["search.json"]
 
 
-def make() -> batchfit.Workload:
-    return batchfit.Workload(step_of(1 << 16), state=[])
-
-
-def apart(rank: int) -> Any:
-    return batchfit.find_batch_size(make, budget="8MiB", isolate=True).batch_size
-
-
-@gloo
-def test_ranks_have_no_children() -> None:
-    for outcome in run_ranks(apart, world_size=2, timeout_s=30):
-        assert outcome.error in ("ValueError", "RankMissingError")
-        assert "isolate must be False under torch.distributed" in outcome.text
-
-
 def remembered(rank: int, folder: str) -> Any:
     """Two searches; a rank that is not the first has a cache folder of its own, and must not use it."""
     os.environ["BATCHFIT_CACHE"] = f"{folder}/{rank}"

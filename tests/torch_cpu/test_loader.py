@@ -408,7 +408,8 @@ def test_tokens_and_epochs_reach_the_schedule() -> None:
 def test_a_config_starts_from_the_loaders_own_size() -> None:
     step = batchfit.StepBatchSizeConfig(step_size=1, gamma=2, max_batch_size=32)
     loader = ResizableLoader(Numbers(64), 8, schedule=step)
-    assert [[len(batch) for batch in loader][0] for _ in range(4)] == [8, 16, 32, 32]
+    epochs = [[len(batch) for batch in loader] for _ in range(4)]
+    assert epochs == [[8] * 8, [16] * 4, [32] * 2, [32] * 2]
     milestones = batchfit.MilestoneBatchSizeConfig(milestones="0:4 32:8", unit="samples")
     assert [len(batch) for batch in ResizableLoader(Numbers(64), schedule=milestones)] == [4] * 8 + [8] * 4
     with pytest.raises(ValueError, match="rank"):

@@ -56,7 +56,7 @@ def test_verdicts_become_outcomes(text: str, outcome: str, ambiguous: bool) -> N
 
 def test_a_fatal_error_comes_out_with_what_it_means_and_nothing_is_touched() -> None:
     class Untouchable:
-        def restore(self) -> None:
+        def restore(self, *, cut_off: bool = True) -> None:
             raise AssertionError("a dead context must not be touched")
 
     def step(n: int) -> None:
@@ -104,7 +104,7 @@ def test_an_interrupt_while_state_is_put_back_waits_until_it_is_done() -> None:
     class Interrupted:
         finished = False
 
-        def restore(self) -> None:
+        def restore(self, *, cut_off: bool = True) -> None:
             os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C at the worst moment
             real.restore()
             self.finished = True

@@ -173,6 +173,8 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         progress.doing("choosing the first size")
 
     watched: Any
+    from batchfit._torch.ranks import join_launched
+
     try:
         _find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
         _find.check_isolation(settings["isolate"], settings["timeout_s"])
@@ -180,6 +182,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
         _take_up(settings["resume"], watch, progress)
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
+            join_launched()  # this process loads nothing of the target that could make a group
             passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
             watched = Factory(job.what, on_loaded=loaded, on_step=watch.step, on_output=passed_on)
         else:
@@ -187,6 +190,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
                 resolve_device(settings["device"])
             progress.doing(f"loading {job.what}")
             workload = job.make()
+            join_launched()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
             device = resolve_device(settings["device"], near=(*workload.state, workload.model))
             loaded(device.name, device.budget_bytes())

@@ -30,6 +30,8 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, NoReturn
 
+import torch.distributed
+
 from batchfit import _failure as failure
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
@@ -77,6 +79,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
     target = _target_of(request)
     stage, made_at = "place", ""
     try:
+        _join(request)
         if request["device"] is not None:  # a wrong one is told before the user's code runs
             resolve_device(request["device"])
         stage = "load"
@@ -102,6 +105,13 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
         say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
     _leave()
+
+
+def _join(request: Message) -> None:
+    """Be one of the children of all ranks, as if a launcher had started them."""
+    os.environ.update(request["environment"])
+    if request["backend"] is not None:
+        torch.distributed.init_process_group(request["backend"])
 
 
 def _leave() -> NoReturn:

@@ -1,7 +1,8 @@
 """Trials in this process, on the caller's own objects, which are put back.
 
 Rules: what is garbage before the first trial does not count as memory in use; a trial collects only what came
-after that, and all of it where it ran out.
+after that, and all of it where it ran out. Where steps talk to other ranks, one that failed here goes on
+sending what the others wait for (`collectives`), so that all ranks end the trial.
 """
 
 from __future__ import annotations
@@ -9,11 +10,20 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Self, final
 
+import torch
+from torch import nn
+
+from batchfit._decide.state import Sizes
+from batchfit._torch import oom, parallel
 from batchfit._torch.child import count_elements
+from batchfit._torch.collectives import Counted, Owed, is_lost_connection
 from batchfit._torch.device import Device, tensors_in
 from batchfit._torch.isolate import RunOne
+from batchfit._torch.ranks import Ranks
+from batchfit._torch.rehearsal import rehearse
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
@@ -28,6 +38,31 @@ class Here:
         self.place = place
         self.state_elements = count_elements(work.state)
         self.work = work
+        self._owed: Owed | None = None  # what a step sends to other ranks
+        self._low = 1  # a small size that all ranks have run
+
+    def rehearse(self, ranks: Ranks, sizes: Sizes) -> None:
+        """Learn what steps send to other ranks, all ranks together; in one process there is nothing to."""
+        if ranks.world_size == 1:
+            return
+        # Not 1 where others are allowed: BatchNorm raises there, and the search itself may never go so low.
+        low = sizes.at(1) if sizes.first == 1 and sizes.count > 1 else sizes.first
+        self._low = low
+        few = [size for size in (low, 2 * low, 4 * low) if size <= sizes.last]
+        run = partial(
+            run_trial,
+            device=self.place,
+            snapshot=Snapshot.take(self.work.state),
+            parameters=self._parameters(),
+        )
+        gc.collect()
+        with self.place.limit(self.place.budget_bytes()), QuickCollections():
+            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=few, device=self.place.name)
+            if failed:
+                self.regroup()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())
 
     def reachable_bytes(self, least_bytes: int) -> int:
         """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
@@ -42,20 +77,29 @@ class Here:
         """Inside, a function that runs one trial under the budget."""
         work, first = self.work, True
         snapshot = Snapshot.take(work.state)
-        parameters = list({id(one): one for one in tensors_in(work.state) if one.requires_grad}.values())
+        parameters = self._parameters()
 
         def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
             nonlocal first
-            trial = run_trial(
-                work.step,
-                size,
-                device=self.place,
-                snapshot=snapshot,
-                parameters=parameters,
-                steps=steps,
-                soak=soak,
-                raise_ambiguous=smallest,
-            )
+            step = work.step if self._owed is None else Counted(work.step, steps=steps)
+            try:
+                trial = run_trial(
+                    step,
+                    size,
+                    device=self.place,
+                    snapshot=snapshot,
+                    parameters=parameters,
+                    steps=steps,
+                    soak=soak,
+                    raise_ambiguous=smallest,
+                )
+            except Exception as error:
+                if not is_lost_connection(error) and oom.classify(error) != "fatal":
+                    with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                        self._serve(step, size, snapshot)
+                raise
+            if not trial.fits:
+                self._serve(step, size, snapshot)
             if first or not trial.fits:
                 collections.thorough()
             first = False
@@ -64,6 +108,37 @@ class Here:
         gc.collect()  # before memory is counted: what is garbage already must not count
         with self.place.limit(budget_bytes), QuickCollections() as collections:
             yield run_one
+
+    def regroup(self) -> None:
+        """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
+
+        DDP forgets its layout when it is reset, and lays its buckets out again in its second step. All ranks
+        do that now, in small steps: in a trial it could run out there, and that cannot be undone.
+        """
+        wrapped = any(isinstance(one, nn.Module) and _arranges(one) for one in self.work.state)
+        if self._owed is None or not wrapped:
+            return
+        snapshot = Snapshot.take(self.work.state)
+        snapshot.restore()
+        run_trial(
+            self.work.step,
+            self._low,
+            device=self.place,
+            snapshot=snapshot,
+            parameters=self._parameters(),
+            steps=2,
+        )
+
+    def _serve(self, step: object, size: int, snapshot: Snapshot) -> None:
+        """Send what the other ranks wait for; what that has changed here is put back too."""
+        if self._owed is None or not isinstance(step, Counted):
+            return
+        step.serve(self._owed, size)
+        snapshot.restore(cut_off=False)
+
+
+def _arranges(module: nn.Module) -> bool:
+    return any(parallel.arranges(one) for one in module.modules())
 
 
 @final

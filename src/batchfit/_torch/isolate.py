@@ -37,7 +37,10 @@ import torch.distributed as dist
 from batchfit._failure import ChildTraceback
 from batchfit._target import parse_target
 from batchfit._torch import child as child_side
+from batchfit._torch.collectives import reads_as_lost
+from batchfit._torch.company import Company, CutOff
 from batchfit._torch.process import Child, Message, OnOutput, Silent
+from batchfit._torch.ranks import Ranks
 from batchfit._torch.virtual import active
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
@@ -132,9 +135,12 @@ def _check_possible(device: object) -> str | None:
             "find_batch_size(isolate=True) was called again in a child that it had started. "
             'Put the call under if __name__ == "__main__".'
         )
-    world = os.environ.get("WORLD_SIZE", "1").strip()
-    if (dist.is_available() and dist.is_initialized()) or world not in ("", "0", "1"):
-        raise ValueError("isolate must be False under torch.distributed: each rank is a process already")
+    launched = os.environ.get("WORLD_SIZE", "1").strip() not in ("", "0", "1")
+    if launched and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "isolate must be False under torch.distributed while there is no process group, not True: the "
+            'ranks have to agree. Call torch.distributed.init_process_group first; "gloo" will do'
+        )
     if device is not None and not isinstance(device, str | torch.device):
         raise TypeError(f"device must be text such as 'cuda:0' with isolate=True, not {device!r}")
     return None if device is None else str(device)
@@ -173,9 +179,9 @@ def _place(loaded: Message) -> Place:
 
 
 class RunOne(Protocol):
-    """Runs one trial, in this process or in a child."""
+    """Runs one trial, in this process or in a child; None where it was cut off for another rank's."""
 
-    def __call__(self, size: int, *, steps: int, soak: bool, smallest: bool) -> Trial: ...
+    def __call__(self, size: int, *, steps: int, soak: bool, smallest: bool) -> Trial | None: ...
 
 
 @final
@@ -189,7 +195,10 @@ class Children:
     While a trial runs, the next child already imports torch; it loads nothing of the user's before its turn.
     """
 
-    def __init__(self, factory: Factory, *, device: object, timeout_s: float | None) -> None:
+    def __init__(
+        self, factory: Factory, *, device: object, timeout_s: float | None, ranks: Ranks | None = None
+    ) -> None:
+        self._company = Company(ranks or Ranks.current())
         self._device = _check_possible(device)
         self._factory = factory
         self._timeout_s = timeout_s
@@ -238,13 +247,16 @@ class Children:
         """What was reachable when the last trial had ended, if it could still tell; else before it."""
         return self._seen_bytes
 
+    def regroup(self) -> None:
+        """Nothing of a trial outlives its process."""
+
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""
         yield partial(self._run, budget_bytes=budget_bytes)
 
-    def _run(self, size: int, *, budget_bytes: int, steps: int, soak: bool, smallest: bool) -> Trial:
-        """One trial in a fresh process, start to end."""
+    def _run(self, size: int, *, budget_bytes: int, steps: int, soak: bool, smallest: bool) -> Trial | None:
+        """One trial in a fresh process, start to end; None where it was cut off, as another rank's failed."""
         begun = time.perf_counter()
         child, self._loaded = self._loaded or self._load(), None
         try:
@@ -258,7 +270,14 @@ class Children:
             if not soak:  # after a soak there is most likely nothing more to try
                 self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
             trial = self._follow(child, size, soak=soak, smallest=smallest)
+            if not trial.fits:
+                self._company.tell_failed()
             child.end(after_s=_FAREWELL_S)
+        except CutOff:
+            return None
+        except BaseException:
+            self._company.tell_failed()
+            raise
         finally:
             child.end()
         return trial.model_copy(update={"elapsed_s": time.perf_counter() - begun})
@@ -269,7 +288,11 @@ class Children:
         child = self._started()
         try:
             child.send(
-                text=factory.text, module=factory.module, function=factory.function, device=self._device
+                text=factory.text,
+                module=factory.module,
+                function=factory.function,
+                device=self._device,
+                **self._company.invite(),
             )
             doing = f"loading {factory.text}"
             loaded = self._await(child, "loaded", doing=doing, timeout_s=self._timeout_s)
@@ -278,7 +301,12 @@ class Children:
                 self._seen_bytes = self._first.available_bytes
                 if factory.on_loaded is not None:
                     factory.on_loaded(self._first.name, self._first.available_bytes)
+        except CutOff:
+            child.end()
+            self._company.ask_why()
+            raise
         except BaseException:
+            self._company.tell_failed()
             child.end()
             raise
         return child
@@ -302,7 +330,7 @@ class Children:
     def _await(self, child: Child, kind: str, *, doing: str, timeout_s: float | None) -> Message:
         """The next message, which must be of that kind; a death here has nothing to do with the size."""
         try:
-            message = child.receive(timeout_s)
+            message = child.receive(timeout_s, look=self._company.look())
         except Silent:
             raise ChildDiedError(f"was still {doing} after {timeout_s:g} s") from None
         if message is None:
@@ -310,6 +338,7 @@ class Children:
                 f"{_ending(child.exit_code()).text} while {doing}", exit_code=child.exit_code()
             )
         if message["kind"] == "raised":
+            self._blame_others(message)
             raise _rebuilt(message)
         assert message["kind"] == kind, message
         return message
@@ -320,7 +349,7 @@ class Children:
         ending: _Ending | None = None
         while ending is None:
             try:
-                message = child.receive(self._timeout_s)
+                message = child.receive(self._timeout_s, look=self._company.look())
             except Silent:
                 ending = _Ending(
                     "timeout", f"was stopped after {self._timeout_s:g} s without an answer (timeout_s)", False
@@ -338,6 +367,7 @@ class Children:
                     self._seen_bytes = message["available_bytes"]
                 return Trial.model_validate(message["trial"])
             else:
+                self._blame_others(message)
                 raise _rebuilt(message)
         where = (
             f"in step {number} of batch size {size}" if number else f"before the first step of size {size}"
@@ -353,6 +383,11 @@ class Children:
             ambiguous=ending.ambiguous,
             message=f"the child process {ending.text} {where}",
         )
+
+    def _blame_others(self, message: Message) -> None:
+        """A child that lost a connection has not failed itself, if another rank says that its own has."""
+        if not self._company.is_alone and reads_as_lost(message["text"]) and self._company.fails_soon():
+            raise CutOff
 
 
 class _Ending(NamedTuple):

@@ -34,15 +34,41 @@ def is_parallel(module: Any) -> bool:
     return isinstance(module, (DistributedDataParallel, *(kind for kind in kinds if kind is not None)))
 
 
-def settle(module: nn.Module) -> None:
-    """Make the module forget the step that it was in."""
+def settle(module: nn.Module, *, cut_off: bool = True) -> None:
+    """Make the module forget the step that it was in. Not `cut_off`: all steps have ended, it is at rest."""
+    if not cut_off:
+        return
     if isinstance(module, DistributedDataParallel):
         reset = getattr(module.reducer, "_reset_state", None)
         if reset is None:
             raise SnapshotError("this version of torch cannot reset DistributedDataParallel")
         reset()
+        if _lost_buckets(module):
+            raise SnapshotError(
+                "a step failed while DistributedDataParallel laid out its buckets, which it does in the "
+                "second step, and torch cannot undo that"
+            )
     elif _is_sharded_root(module):
         _settle_sharded(module)
+
+
+def arranges(module: nn.Module) -> bool:
+    """Whether the module, once reset, sends something more in its second step than in the others."""
+    return isinstance(module, DistributedDataParallel)
+
+
+def _lost_buckets(module: Any) -> bool:
+    """Whether DDP was stopped while it laid out its buckets: then it has fewer than its parameters need.
+
+    It takes memory for them. Seen in 2.13: a backward with such a layout fails an assertion inside torch, or
+    worse; and a layout that is not that of all ranks is a segmentation fault.
+    """
+    needed = sum(one.numel() for one in module.parameters() if one.requires_grad)
+    try:
+        buckets = module.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:  # no memory to look
+        return False
+    return bool(sum(bucket.buffer().numel() for bucket in buckets) < needed)
 
 
 def _is_sharded_root(module: Any) -> bool:

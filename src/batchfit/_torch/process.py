@@ -109,8 +109,11 @@ class Child:
             while whole:
                 whole = whole[os.write(self._requests, whole) :]
 
-    def receive(self, timeout_s: float | None) -> Message | None:
-        """The child's next message; None where it has ended instead, `Silent` where neither happens."""
+    def receive(self, timeout_s: float | None, *, look: Callable[[], None] | None = None) -> Message | None:
+        """The child's next message; None where it has ended instead, `Silent` where neither happens.
+
+        `look` is called now and then while there is none: what it raises ends the wait.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             ended = self.has_ended()  # looked at first: what it wrote before its end is in the pipe by then
@@ -118,6 +121,8 @@ class Child:
                 continue
             if ended:
                 return None
+            if look is not None:
+                look()
             if deadline is not None and time.monotonic() > deadline:
                 raise Silent
         line, _, self._buffer = self._buffer.partition(b"\n")

@@ -27,8 +27,10 @@ reads one entry of each: made for decisions between trials and batches, not for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import threading
 import time
 import weakref
@@ -111,6 +113,28 @@ class Ranks:
         if len(set(held)) > 1:
             raise RanksDisagreeError(f"all ranks must hold the same {doing}, but {_who_holds(held)}")
 
+    def find_lost(self, *, doing: str, within_s: float, ended: Callable[[], Sequence[int]]) -> None:
+        """After a collective that broke off: an error that names the ranks which are gone, if any are.
+
+        `ended()`: ranks that have certainly ended, as far as this one can tell. They are named at once; a
+        rank that neither comes nor is known to have ended is named after `within_s`.
+        """
+        if self._meeting is not None:
+            entry = json.dumps({"call": "lost", "doing": doing, "value": None})
+            try:
+                self._meeting.exchange(entry, doing, min(within_s, self.timeout_s), ended)
+            finally:
+                self._meeting.part(ended)
+
+    def flag(self, name: str) -> None:
+        """Raise a flag that the other ranks can see without an agreement; it stays up."""
+        if self._meeting is not None:
+            self._meeting.flag(name)
+
+    def flagged(self, name: str) -> bool:
+        """Whether any rank has raised the flag of that name."""
+        return self._meeting is not None and self._meeting.flagged(name)
+
     def leave(self, why: str) -> None:
         """Tell the others that this rank will not come again, so that they fail now, not at their time-out.
 
@@ -178,7 +202,9 @@ class _Meeting:
         self._missing: _Missing | None = None
         self._lock = threading.Lock()
 
-    def exchange(self, entry: str, doing: str, timeout_s: float) -> list[dict[str, Any]]:
+    def exchange(
+        self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]] = tuple
+    ) -> list[dict[str, Any]]:
         """Every rank's entry, in the order of the ranks."""
         with self._lock:
             if self._missing is not None:
@@ -186,14 +212,26 @@ class _Meeting:
             if self._store is None:
                 raise BatchfitError("the process group of these ranks has ended. Call Ranks.current() again.")
             try:
-                verdict = self._meet(entry, doing, timeout_s)
+                verdict = self._meet(entry, doing, timeout_s, ended)
             except RuntimeError as error:  # what a torch store raises once it cannot be reached
-                self._missing = self._store_lost(error, doing, timeout_s)
+                self._missing = self._store_lost(error, doing, timeout_s, ended)
                 raise self._missing.error() from error
             if "entries" in verdict:
                 return list(verdict["entries"])
             self._missing = _Missing.from_verdict(verdict)
             raise self._missing.error()
+
+    def flag(self, name: str) -> None:
+        with contextlib.suppress(RuntimeError):  # a lost store is noticed at the next agreement
+            if self._store is not None:
+                self._store.set(f"batchfit/{self._generation}/flag/{name}", "up")
+
+    def flagged(self, name: str) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return self._store is not None and bool(
+                self._store.check([f"batchfit/{self._generation}/flag/{name}"])
+            )
+        return False
 
     def leave(self, why: str, timeout_s: float) -> None:
         with self._lock:
@@ -229,6 +267,23 @@ class _Meeting:
         if self.rank == 0 and self._round and self._store is not None and self._missing is None:
             self._await_readers(self._store)
 
+    def part(self, ended: Callable[[], Sequence[int]]) -> None:
+        """After a verdict that names the missing: rank 0 keeps the store until the others have read it."""
+        store, room = self._store, self._room(self._round - 1)
+        if store is None or self._missing is None:
+            return
+        left = {*self._missing.missing}
+
+        def all_read() -> bool:
+            here = [rank for rank in range(1, self.world_size) if rank not in left.union(ended())]
+            return not here or bool(store.check([f"{room}/{rank}/read" for rank in here]))
+
+        with contextlib.suppress(RuntimeError):
+            if self.rank == 0:
+                _poll(all_read, time.monotonic() + _FAREWELL_S)
+            else:
+                store.set(f"{room}/{self.rank}/read", "yes")
+
     def _await_readers(self, store: Any) -> None:
         room = self._room(self._round - 1)
         unread = [f"{room}/{rank}" for rank in range(1, self.world_size)]
@@ -253,7 +308,9 @@ class _Meeting:
     def _room(self, number: int) -> str:
         return f"batchfit/{self._generation}/{number}"
 
-    def _meet(self, entry: str, doing: str, timeout_s: float) -> dict[str, Any]:
+    def _meet(
+        self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]]
+    ) -> dict[str, Any]:
         """Write our entry, wait for the verdict (rank 0: for all entries), delete what all have read."""
         store = self._store
         room = self._next_room()
@@ -262,9 +319,13 @@ class _Meeting:
         store.set(entries[self.rank], entry)
         begun = time.monotonic()
         complete = False
+        gone: tuple[int, ...] = ()
 
         def settled() -> bool:
-            nonlocal complete
+            nonlocal complete, gone
+            gone = tuple(rank for rank in ended() if not store.check([entries[rank]]))
+            if gone:
+                return True
             if self.rank == 0:
                 complete = bool(store.check(entries))
                 # another rank may have given up already; asked only once this has taken a while
@@ -278,7 +339,11 @@ class _Meeting:
             absent = tuple(rank for rank, key in enumerate(entries) if not store.check([key]))
             # all are there after all, the last one just now: rank 0 needs a moment to say so
             came = not absent and _poll(settled, time.monotonic() + _FAREWELL_S)
-        if not came:
+        if gone:
+            verdict = self._publish(
+                room, _Missing(gone, doing, timeout_s, f"{_name(gone)}: the process has ended").to_json()
+            )
+        elif not came:
             verdict = self._publish(room, _Missing(absent or (0,), doing, timeout_s).to_json())
         elif complete:
             verdict = self._publish(room, _collected(store.multi_get(entries), doing, timeout_s))
@@ -296,15 +361,40 @@ class _Meeting:
         first: dict[str, Any] = json.loads(self._store.compare_set(f"{room}/verdict", "", verdict))
         return first
 
-    def _store_lost(self, error: RuntimeError, doing: str, timeout_s: float) -> _Missing:
+    def _store_lost(
+        self, error: RuntimeError, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]]
+    ) -> _Missing:
         """The store went away while we waited: nobody can be asked, and its keeper is the likely cause."""
+        gone = tuple(ended())
         likely = (0,) if self.rank != 0 else tuple(range(1, self.world_size))
         detail = str(error).partition("\n")[0]
         why = f"the store of the process group, which rank 0 or the launcher keeps, was lost: {detail}"
-        return _Missing(likely, doing, timeout_s, why)
+        if gone:
+            why = f"{_name(gone)}: the process has ended; {why}"
+        return _Missing(gone or likely, doing, timeout_s, why)
 
 
 _meeting_now: tuple[weakref.ref[Any], _Meeting] | None = None
+
+
+_our_group: weakref.ref[Any] | None = None
+
+
+def join_launched() -> None:
+    """Make a process group for decisions, where a launcher has started several ranks and there is none."""
+    global _our_group
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launched = all(os.environ.get(name, "").strip() for name in names)
+    if not launched or os.environ["WORLD_SIZE"].strip() == "1" or not dist.is_available():
+        return
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+        _our_group = weakref.ref(dist.group.WORLD)
+
+
+def made_by_us() -> bool:
+    """Whether the default process group is one of `join_launched`, and not of the program."""
+    return _our_group is not None and dist.is_initialized() and _our_group() is dist.group.WORLD
 
 
 def _current_meeting() -> _Meeting | None:

@@ -126,11 +126,14 @@ class Snapshot:
         """Host memory that the copies take."""
         return sum(storage.nbytes for storage in self._memory.storages.values())
 
-    def restore(self) -> None:
-        """Put everything back as it was when the snapshot was taken."""
+    def restore(self, *, cut_off: bool = True) -> None:
+        """Put everything back as it was when the snapshot was taken.
+
+        `cut_off`: a step may have been stopped in the middle since.
+        """
         restoring = Restoring()
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._restore(restoring)
+            self._restore(restoring, cut_off)
         for name, undo in self._generators:
             with restoring.part(name):
                 undo()
@@ -143,14 +146,14 @@ class Snapshot:
                 "Do not train on: load a checkpoint, or start again."
             )
 
-    def _restore(self, restoring: Restoring) -> None:
+    def _restore(self, restoring: Restoring, cut_off: bool) -> None:
         torch.clear_autocast_cache()  # cast copies of weights that are about to change back
         for device in self._memory.devices:
             with restoring.part(str(device)):
                 synchronize(device)
         for path, module in self._modules:
             with restoring.part(path):
-                parallel.settle(module)
+                parallel.settle(module, cut_off=cut_off)
         for node in self._tensors:
             with restoring.part(node.path):
                 node.release(restoring)

@@ -76,10 +76,12 @@ def run_trial(
     readings = _Readings()
     ambient = sys.exception()
     raised: BaseException | None = None
+    cut_off = True
     device.reset()
     before = device.alloc_retries()
     try:
         failure = _run_steps(step, size, steps, device, parameters, readings, soak, raise_ambiguous)
+        cut_off = failure is not None
         peaks = device.peaks()
         retries = device.alloc_retries() - before
     except BaseException as error:
@@ -90,7 +92,7 @@ def run_trial(
             phase.clear()
             # A dead context can put nothing back, and trying would hide the error.
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                _put_back(snapshot, device, raised)
+                _put_back(snapshot, device, raised, cut_off=cut_off)
         raised = None  # or this frame and its exception would keep each other alive
     settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
     return Trial(
@@ -154,13 +156,13 @@ def _autotunes(device: Device) -> bool:
     return device.name.startswith("cuda") and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
-def _put_back(snapshot: Snapshot, device: Device, raised: BaseException | None) -> None:
+def _put_back(snapshot: Snapshot, device: Device, raised: BaseException | None, *, cut_off: bool) -> None:
     """Free what the steps left, then put the state back."""
     # A failed step may have left cycles that hold its tensors, and putting gradients back needs memory.
     gc.collect()
     crowded = False
     try:
-        snapshot.restore()
+        snapshot.restore(cut_off=cut_off)
     except SnapshotError:
         if raised is None:
             raise

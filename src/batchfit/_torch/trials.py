@@ -140,10 +140,13 @@ class Trials:
             smallest=ask.size == self.search.sizes.first,
         )
         answers = self.ranks.gather(
-            [mine.model_dump(), self.runs.reachable_after_bytes()],
+            [None if mine is None else mine.model_dump(), self.runs.reachable_after_bytes()],
             doing=f"the trial of batch size {ask.size}",
         )
-        trial = worst([Trial.model_validate(answer) for answer, _ in answers])
+        # A rank whose trial was cut off has no answer: another one has failed, and that one tells.
+        trial = worst([Trial.model_validate(answer) for answer, _ in answers if answer is not None])
+        if not trial.fits:
+            self.runs.regroup()
         return trial, min(reachable for _, reachable in answers)
 
     def _tell(self, trial: Trial) -> Told:
