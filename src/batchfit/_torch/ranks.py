@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import multiprocessing.util
 import os
 import threading
 import time
@@ -350,10 +351,15 @@ class _Meeting:
         else:
             verdict = json.loads(store.get(f"{room}/verdict"))
         self._unsettled = None
-        if "entries" in verdict:
-            store.delete_key(entries[self.rank])
-            if self.rank == 0 and self._round > 1:  # all came to this round, so all have read the last one
-                store.delete_key(f"{self._room(self._round - 2)}/verdict")
+        # All is settled. Rank 0 may end as soon as our entry is gone, and the store with it, before we hear
+        # of it: a lost store is noticed at the next agreement, if there is one.
+        with contextlib.suppress(RuntimeError):
+            if "entries" in verdict:
+                store.delete_key(entries[self.rank])
+                if (
+                    self.rank == 0 and self._round > 1
+                ):  # all came to this round, so all have read the last one
+                    store.delete_key(f"{self._room(self._round - 2)}/verdict")
         return dict(verdict)
 
     def _publish(self, room: str, verdict: str) -> dict[str, Any]:
@@ -416,7 +422,10 @@ def _current_meeting() -> _Meeting | None:
     _meeting_now = (weakref.ref(group), meeting)
     # When the group goes, or the interpreter ends. The store must not outlive the group through us: a group
     # made after it on the same port would find the old one's entries, torch's own among them.
-    weakref.finalize(group, meeting.close)
+    closing = weakref.finalize(group, meeting.close)
+    # A child of multiprocessing ends without what `atexit` knows, and garbage (a DDP in a cycle) may hold
+    # the group until then.
+    multiprocessing.util.Finalize(None, closing, exitpriority=1)
     return meeting
 
 
