@@ -38,10 +38,10 @@ check: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy
 
 test-pure: $(STAMP)
-	BATCHFIT_BLOCK_TORCH=1 $(BIN)/python -m pytest -q tests/unit
+	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/unit
 
 test-torch: $(STAMP)
-	$(PYTEST) -m 'not slow' --ignore=tests/unit tests
+	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore=tests/unit tests
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 

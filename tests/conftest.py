@@ -16,10 +16,17 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 BLOCKED = os.environ.get("BATCHFIT_BLOCK_TORCH") == "1"
 REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") if name}
 
+
+# `make test` draws the same examples every time, on machines of any speed; `make test-all` draws new ones.
+hypothesis_settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 # A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
