@@ -33,6 +33,7 @@ _EXPORTS = {
     "ScheduleEvent": "batchfit._decide.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
     "StepReport": "batchfit.results",
+    "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
@@ -65,6 +66,7 @@ __all__ = [
     "ScheduleEvent",
     "StepBatchSizeConfig",
     "StepReport",
+    "ThroughputProfile",
     "Trial",
     "Workload",
     "errors",
@@ -91,7 +93,14 @@ if TYPE_CHECKING:
     from batchfit._predict import predict_batch_size
     from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
-    from batchfit.results import FitResult, MemoryExplanation, Prediction, StepReport, Trial
+    from batchfit.results import (
+        FitResult,
+        MemoryExplanation,
+        Prediction,
+        StepReport,
+        ThroughputProfile,
+        Trial,
+    )
     from batchfit.schedules import (
         CosineBatchSizeConfig,
         CustomBatchSizeConfig,
