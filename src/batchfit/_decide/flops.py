@@ -1,7 +1,7 @@
 """How many floating-point operations a second a device can do at most, by precision.
 
-Rules: dense matrix figures from the makers' data sheets, without sparsity; a device or a precision that is not
-in the table has no share, rather than a guessed one.
+Rules: dense matrix figures from the makers' data sheets, without sparsity; a device or a precision that is
+not in the table has no share, rather than a guessed one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Where a larger batch stops paying: which sizes to time, and which of them to use.
 
 Rules:
-- A profile in progress is its settings and what it was told, nothing else: `ask()` what to time, `tell()` what
-  it took. It can be written to a file, held by every rank and replayed.
+- A profile in progress is its settings and what it was told, nothing else: `ask()` what to time, `tell()`
+  what it took. It can be written to a file, held by every rank and replayed.
 - The size that it recommends has been timed: the smallest within `within` of the best throughput.
-- Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets the
-  pace, a straight line once the device is busy. The line says where to look and, where timings are noisy, which
-  of two timings to believe; where they are not, the timings count (`_estimates`).
+- Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
+  the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
+  which of two to believe; where they are not, the timings count (`_estimates`).
 - The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
   finely. Sizes are powers of two and their midpoints, as people use them.
 """
@@ -35,7 +35,7 @@ _LONGEST = 64  # asks; a bound that no run has come near
 @final
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What one timing of one size showed. `spread` is the half-width of its interval as a share of `step_s`."""
+    """What one timing of one size showed; `spread` is the half-width of its interval, as a share."""
 
     size: int
     step_s: float = 0.0
@@ -301,7 +301,7 @@ def fitted(points: Sequence[_Point]) -> Line:
     if len(points) == 1:
         return Line(0.0, 0.0, points[0].step_s / points[0].size)
     best: tuple[float, Line] | None = None
-    for flat in range(0, len(points) - 2):
+    for flat in range(len(points) - 2):
         if flat == 1:
             continue  # one point is no floor
         fixed_s, sample_s = _straight(points[flat:])
@@ -370,7 +370,7 @@ def grid(low: int, high: int) -> list[int]:
 
 
 def _on_grid(wanted: float, ceiling: int | None, smallest: int) -> int:
-    """The largest grid size that is neither above `wanted` nor above the ceiling (the ceiling itself, last)."""
+    """The largest grid size that is not above `wanted`; the ceiling itself where `wanted` is above that."""
     if ceiling is not None and wanted >= ceiling:
         return max(ceiling, 1)
     whole = int(min(wanted, 2**40))
@@ -379,7 +379,7 @@ def _on_grid(wanted: float, ceiling: int | None, smallest: int) -> int:
 
 
 def marginal_gains(rates: dict[int, float]) -> dict[int, float]:
-    """For each size: its throughput over that at half the size, read off straight lines between the points."""
+    """For each size: its throughput over that at half the size, read off lines between the points."""
     sizes = sorted(rates)
     found = {}
     for size in sizes:

@@ -1,10 +1,10 @@
 """When step times can be believed: warmed up, enough of them, no trend.
 
 Rules:
-- Warm-up ends with the first step that is no longer clearly faster than all before it. Compilation, autotuning
-  and a growing cache make early steps slow, never fast.
-- The time of a step is the median, its interval that of order statistics: no shape of the noise is assumed, and
-  a single stall moves neither. Fewer than six values cannot give 95 %: their whole range is the interval then.
+- Warm-up ends with the first step that is no longer clearly faster than all before it. Compilation,
+  autotuning and a growing cache make early steps slow, never fast.
+- The time of a step is the median, its interval that of order statistics: no shape of the noise is assumed,
+  and a single stall moves neither. Fewer than six values cannot give 95 %: their range is the interval.
 - A series that drifts or that stalls again and again is said to be unsteady, however narrow its interval.
 """
 
