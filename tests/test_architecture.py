@@ -40,6 +40,7 @@ LAYERS = {
     "batchfit._recall": 2,
     "batchfit._find": 2,
     "batchfit._profile": 2,
+    "batchfit._diagnosis": 2,
     "batchfit._microbatch": 2,
     "batchfit._noise": 2,
     "batchfit._schedule": 2,

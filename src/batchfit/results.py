@@ -460,7 +460,8 @@ class ThroughputProfile(Result):
     """What `profile_throughput` answers: throughput by size, the size to use, and what holds it back.
 
     `recommended` is the smallest measured size within `within` of the best throughput, `largest` the largest
-    size that was measured. `too_large` are sizes that ran out of memory.
+    size that was measured and `limit` about the largest that memory allows, where that is known. `too_large`
+    are sizes that ran out of memory.
     """
 
     kind: Literal["throughput"] = "throughput"
@@ -468,6 +469,7 @@ class ThroughputProfile(Result):
     points: tuple[ThroughputPoint, ...]
     recommended: int
     largest: int
+    limit: int | None = None
     within: float
     reason: str
     diagnosis: tuple[Bottleneck, ...] = ()

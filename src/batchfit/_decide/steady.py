@@ -22,6 +22,7 @@ _FASTER = 0.9  # a step below this share of the fastest before it shows that war
 _DRIFT = 0.05  # how far the times have to move over the series to be a drift
 _STALL = 1.5  # a step of this many medians is a stall
 _STALLS = 0.1  # the share of steps that may stall
+_NOISY = 0.03  # an interval that wide is worth a word, whatever was hoped for
 _CONFIDENCE = 0.95
 
 
@@ -104,7 +105,7 @@ def verdict(times: Sequence[float], *, target: float) -> Verdict:
         return "stalling"
     if _drifts(times):
         return "drifting"
-    return "steady" if interval.spread <= target else "noisy"
+    return "steady" if interval.spread <= max(target, _NOISY) else "noisy"
 
 
 def _drifts(times: Sequence[float]) -> bool:

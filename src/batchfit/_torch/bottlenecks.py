@@ -86,7 +86,7 @@ def batch_time(source: Callable[[int], object] | None, size: int, *, device: Dev
 
 
 def flops_of(step: Callable[[int], object], size: int) -> int | None:
-    """The floating-point operations of one step, as far as torch can count them; None where it counts none."""
+    """The floating-point operations of one step, as far as torch counts them; None where it counts none."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

@@ -59,7 +59,6 @@ class Run:
     outcome: Literal["fits", "oom", "too_large"] = "fits"
     message: str = ""
     peaks: Peaks | None = None
-    held_bytes: int | None = None
     alloc_retries: int = 0  # while timed: those of warm-up do not come again
     recompilations: int = 0
     late_recompilations: int = 0  # while timed
@@ -97,7 +96,7 @@ def run_timed(
     run = Run(size)
     ambient = sys.exception()
     raised: BaseException | None = None
-    counts = _counts(device)
+    counts = counts_memory(device)
     if counts:
         device.reset()
     try:
@@ -113,7 +112,7 @@ def run_timed(
         with _uninterrupted():
             phase.clear()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                _put_back(snapshot, device if counts else _Uncounted(), raised)
+                _put_back(snapshot, device if counts else UNCOUNTED, raised)
         raised = None
     if run.times_s:
         run.verdict = verdict(run.times_s, target=timing.target)
@@ -169,14 +168,12 @@ def _take_steps(
         if len(run.warmup_s) == 1 and _autotunes(device):
             begin_peak(device)  # workspaces of algorithms that no later step takes
         goes_on = asked(not is_warm(run.warmup_s, most=timing.most_warmup) and not late())
-    if _counts(device):
-        run.held_bytes = device.held_bytes()
     warmed, retries = _compilations(), _retries(device)
     goes_on = True
     count = timing.least
     while goes_on:
         chunk = _on_cuda if isinstance(device, CudaDevice) else _waited_for
-        chunk(step, run, device, 1 if late() else count)
+        chunk(step, run, device, count)
         enough = timing.is_enough(run.times_s)
         if not enough and late():
             run.stopped = "time"
@@ -225,13 +222,13 @@ def _autotunes(device: Device) -> bool:
     return isinstance(device, CudaDevice) and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
-def _counts(device: Device) -> bool:
+def counts_memory(device: Device) -> bool:
     """Whether the device's memory can be read now: a CPU's only under `virtual_memory`."""
     return not isinstance(device, CpuDevice) or active() is not None
 
 
 def _retries(device: Device) -> int:
-    return device.alloc_retries() if _counts(device) else 0
+    return device.alloc_retries() if counts_memory(device) else 0
 
 
 def _compilations() -> int:
@@ -249,5 +246,5 @@ class _Uncounted:
     def reset(self) -> None:
         """There is nothing to reset."""
 
-    def __getattr__(self, name: str) -> Any:  # pragma: no cover - `_put_back` resets, and no more
-        raise AttributeError(name)
+
+UNCOUNTED: Any = _Uncounted()

@@ -1,7 +1,7 @@
 """What goes into the model while steps run: shapes, tokens, precision.
 
-Rules: only looked at, never kept: no tensor outlives the step through us. A model whose call is compiled is not
-touched, since a hook would make it compile again: nothing is seen of it. What is put in is taken out.
+Rules: only looked at, never kept: no tensor outlives the step through us. A model whose call is compiled is
+not touched, since a hook would make it compile again: nothing is seen of it. What is put in is taken out.
 """
 
 from __future__ import annotations
