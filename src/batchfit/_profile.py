@@ -378,8 +378,8 @@ def _accumulation(
         samples_per_s=rate,
         advice=(
             f"a batch of {target} does not fit at once: accumulate {count} microbatches of {size}{ranks} "
-            f"(batchfit.Microbatcher). This adds no throughput: it stays at about {format_rate(rate)} samples/s, so "
-            "use it only where the training itself wants the larger batch"
+            f"(batchfit.Microbatcher). This adds no throughput, which stays at about {format_rate(rate)} "
+            "samples/s: use it only where the training itself wants the larger batch"
         ),
     )
 

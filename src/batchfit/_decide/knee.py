@@ -207,8 +207,7 @@ class Knee:
             return best
         fit = fitted(points)
         promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
-        # Half of `within` at most: a promise far above what was seen is looked at, not believed.
-        return max(best, min(promised, best * (1 + self.within / 2)))
+        return max(best, promised) if math.isfinite(promised) else best
 
     def _new(self, size: int, points: Sequence[_Point]) -> Ask | None:
         known = {point.size for point in points} | {one.size for one in self.told if not one.fits}

@@ -14,16 +14,17 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
-from typing import Any, Self, TypeVar, final
+from typing import Any, Self, TypeVar, cast, final
 
+import torch
 from torch import nn
 
 from batchfit._decide.memory import Curve, Reading
 from batchfit._decide.steady import Timing
 from batchfit._torch import oom, phase
-from batchfit._torch.clock import UNCOUNTED, Run, Step, counts_memory, run_timed
+from batchfit._torch.clock import UNCOUNTED, Run, Step, compilations, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.here import QuickCollections
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
@@ -48,8 +49,7 @@ class Bench:
             int, float
         ] = {}  # this rank's step time by size, before the slowest one's replaces it
         self.seen: dict[int, InputsSeen] = {}
-        modules = [work.model, *work.state]
-        self.model = next((one for one in modules if isinstance(one, nn.Module)), None)
+        self.model = work.model
         self._memory: dict[int, Run] = {}
         self._readings: list[Reading] = []
         self._stack = ExitStack()
@@ -86,7 +86,11 @@ class Bench:
             )
         if not run.fits:
             self._collections.thorough()
-        self.seen.setdefault(size, seen)
+        self.seen[size] = seen
+        if self.model is None and not compilations():
+            # A step of the caller's own: its first module is looked at once it is clear that nothing is
+            # compiled, for a hook on a part of a compiled function would make that compile again.
+            self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
         if run.times_s:
             self.own_s[size] = run.interval.median
         if memory is not None:
@@ -154,7 +158,7 @@ class Bench:
             return None
         if size in self._memory:
             return self._memory[size]
-        with self.place.limit(self.budget_bytes):
+        with _uncompiled(), self.place.limit(self.budget_bytes):
             trial = run_trial(
                 self.work.step,
                 size,
@@ -184,6 +188,18 @@ class Bench:
         if reading is not None:
             self._readings = [one for one in self._readings if one.size != run.size]
             self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Inside, compiled functions run as they were written.
+
+    dynamo gives up for good on a function that it first meets under a dispatch mode, such as the one that
+    counts memory: every later step would run eagerly, and be timed so.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
+        return nullcontext()
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return cast(AbstractContextManager[object], stance)
 
 
 def _highest(values: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -89,8 +90,11 @@ def flops_of(step: Callable[[int], object], size: int) -> int | None:
     """The floating-point operations of one step, as far as torch counts them; None where it counts none."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
-        step(size)
+    with warnings.catch_warnings():
+        # Its hooks are noticed by a compiled model, which then runs eagerly for this one step.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.* global hooks")
+        with FlopCounterMode(display=False) as counter:
+            step(size)
     return counter.get_total_flops() or None
 
 

@@ -158,7 +158,7 @@ def _take_steps(
             raise _PeerFailed
         return answer
 
-    compiled = _compilations()
+    compiled = compilations()
     goes_on = True
     while goes_on:
         begun = time.perf_counter()
@@ -168,7 +168,7 @@ def _take_steps(
         if len(run.warmup_s) == 1 and _autotunes(device):
             begin_peak(device)  # workspaces of algorithms that no later step takes
         goes_on = asked(not is_warm(run.warmup_s, most=timing.most_warmup) and not late())
-    warmed, retries = _compilations(), _retries(device)
+    warmed, retries = compilations(), _retries(device)
     goes_on = True
     count = timing.least
     while goes_on:
@@ -180,7 +180,7 @@ def _take_steps(
         goes_on = asked(not enough and not late())
         count = min(_CHUNK, timing.most - len(run.times_s))
     run.alloc_retries = _retries(device) - retries
-    run.recompilations, run.late_recompilations = _compilations() - compiled, _compilations() - warmed
+    run.recompilations, run.late_recompilations = compilations() - compiled, compilations() - warmed
 
 
 def _waited_for(step: Step, run: Run, device: Device, count: int) -> None:
@@ -231,7 +231,7 @@ def _retries(device: Device) -> int:
     return device.alloc_retries() if counts_memory(device) else 0
 
 
-def _compilations() -> int:
+def compilations() -> int:
     """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
