@@ -31,7 +31,7 @@ from batchfit._diagnosis import Diagnosis, diagnosed
 from batchfit._find import _budget, _telling_others
 from batchfit._throughput_screen import format_rate
 from batchfit._torch.bench import Bench
-from batchfit._torch.bottlenecks import flops_of, loader_pace
+from batchfit._torch.bottlenecks import loader_pace
 from batchfit._torch.clock import Run, counts_memory
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, DeviceSpec, resolve_device
 from batchfit._torch.inputs_seen import is_compiled
@@ -186,9 +186,8 @@ class _Measuring:
                 self.knee = self.knee.tell(Timed(ask.size, fits=False))
                 continue
             self._keep(run, fine=ask.fine)
-            if self._flops_per_sample is None and len(self.runs) == 1:
-                counted = bench.briefly(lambda size=ask.size: flops_of(bench.work.step, size))  # type: ignore[misc]
-                self._flops_per_sample = counted / ask.size if counted else 0.0
+            if len(self.knee.told) == 1 + len(self._too_large):
+                self._flops_per_sample = bench.flops_per_sample(ask.size)
             if not self.knee.sizes:
                 self.knee = replace(self.knee, limit=self._limit())
         if not self.runs:

@@ -24,6 +24,7 @@ from torch import nn
 from batchfit._decide.memory import Curve, Reading
 from batchfit._decide.steady import Timing
 from batchfit._torch import oom, phase
+from batchfit._torch.bottlenecks import flops_of
 from batchfit._torch.clock import UNCOUNTED, Run, Step, compilations, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.here import QuickCollections
@@ -106,6 +107,12 @@ class Bench:
         outlook = Curve.through(self._readings, budget_bytes=self.budget_bytes).outlook()
         most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
         return None if most == float("inf") or most > 2**40 else int(most)
+
+    def flops_per_sample(self, size: int) -> float | None:
+        """The floating-point operations of a step at `size`, for each sample; None where none are counted."""
+        with _uncompiled():
+            counted = self.briefly(lambda: flops_of(self.work.step, size))
+        return counted / size if counted else None
 
     def briefly(self, read: Callable[[], T]) -> T | None:
         """What `read` says, which may run steps; None where it ran out of memory. State is put back."""

@@ -91,7 +91,7 @@ def flops_of(step: Callable[[int], object], size: int) -> int | None:
     from torch.utils.flop_counter import FlopCounterMode
 
     with warnings.catch_warnings():
-        # Its hooks are noticed by a compiled model, which then runs eagerly for this one step.
+        # Its hooks on all modules are noticed by a compiled one; the caller lets it run eagerly.
         warnings.filterwarnings("ignore", message="Using `torch.compile.* global hooks")
         with FlopCounterMode(display=False) as counter:
             step(size)
