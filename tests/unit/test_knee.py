@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.knee import Knee, Timed, grid, marginal_gains
+from batchfit._decide.knee import Ask, Knee, Timed, grid, marginal_gains
 from batchfit.errors import ResultFileError
 
 Curve = Callable[[int], float]
@@ -151,6 +151,11 @@ def test_sizes_that_were_named_are_timed_in_order() -> None:
         knee = knee.tell(Timed(ask.size, 0.01 + 0.001 * ask.size))
     assert asked == [(8, True), (2, True), (32, True)]
     assert knee.recommended == 32
+
+
+def test_named_sizes_above_one_that_ran_out_are_left_out() -> None:
+    knee = Knee(sizes=(8, 32, 64, 16)).tell(Timed(8, 1.0)).tell(Timed(32, fits=False))
+    assert knee.ask() == Ask(16, True)
 
 
 def test_a_brief_look_is_not_the_answer() -> None:

@@ -95,7 +95,9 @@ class Knee:
         """The next size to time; None when there is nothing more to learn."""
         if self.sizes:
             done = {one.size for one in self.told}
-            return next((Ask(size, True) for size in self.sizes if size not in done), None)
+            # What is larger than a size that ran out would run out as well.
+            failed = min((one.size for one in self.told if not one.fits), default=math.inf)
+            return next((Ask(size, True) for size in self.sizes if size not in done and size < failed), None)
         if len(self.told) >= _LONGEST:
             return None
         points = _joined(self.told)
