@@ -25,7 +25,7 @@ import torch
 import batchfit
 from batchfit._decide.flops import peak_flops
 from batchfit._decide.knee import Knee, Timed, marginal_gains
-from batchfit._decide.steady import FINE, LOOK
+from batchfit._decide.steady import FINE, LOOK, verdict
 from batchfit._decide.units import parse_bytes
 from batchfit._diagnosis import Diagnosis, diagnosed
 from batchfit._find import _budget, _telling_others
@@ -50,6 +50,7 @@ _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions
 def profile_throughput(
     workload: Workload | Callable[[int], object],
     *,
+    smallest: int = 1,
     largest: int | None = None,
     sizes: Sequence[int] | None = None,
     within: float = 0.05,
@@ -72,6 +73,7 @@ def profile_throughput(
 
     Args:
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
+        smallest: the size to begin with, where a batch of 1 does not run (BatchNorm).
         largest: the largest size to look at, such as `find_batch_size` has found; default: what memory
             readings at small sizes allow.
         sizes: time exactly these sizes, finely, instead of looking for the knee.
@@ -94,7 +96,7 @@ def profile_throughput(
     ranks = Ranks.current()
     with _telling_others(ranks):
         work = as_workload(workload)
-        knee = _checked(largest, sizes, within)
+        knee = _checked(smallest, largest, sizes, within)
         _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)
         asked_bytes = None if budget is None else parse_bytes(budget)
         place = resolve_device(device, near=(*work.state, work.model))
@@ -121,12 +123,15 @@ def profile_throughput(
         return profile if ranks.is_main else ThroughputProfile.from_json(texts[0])
 
 
-def _checked(largest: int | None, sizes: Sequence[int] | None, within: float) -> Knee:
+def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, within: float) -> Knee:
     """The search that the arguments ask for."""
+    Knee(smallest=smallest)
     if largest is not None and (type(largest) is not int or largest < 1):
         raise ValueError(f"largest must be a positive integer or None, not {largest!r}")
     if sizes is None:
-        return Knee(limit=largest, within=within)
+        if largest is not None and largest < smallest:
+            raise ValueError(f"largest must be at least smallest ({smallest}), not {largest!r}")
+        return Knee(limit=largest, within=within, smallest=smallest)
     given: object = sizes
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
@@ -198,9 +203,12 @@ class _Measuring:
         self.knee = self.knee.tell(Timed(run.size, interval.median, interval.spread, fine=fine))
         before = self.runs.get(run.size)
         self._first_s.setdefault(run.size, run.first_step_s)
+        if before is not None:
+            run.recompilations += before.recompilations
+            if min(len(before.times_s), len(run.times_s)) >= FINE.least:  # both fine: all of it counts
+                run.times_s[:0] = before.times_s
+                run.verdict = verdict(run.times_s, target=FINE.target)
         if before is None or len(run.times_s) >= len(before.times_s):
-            if before is not None:
-                run.recompilations += before.recompilations
             self.runs[run.size] = run
         point = self._point(run, None)
         log.info("batch size %d: %.4g samples/s", point.size, point.samples_per_s)

@@ -77,27 +77,24 @@ def test_host_work_between_launches_is_named() -> None:
 
 
 def test_a_budget_that_makes_the_allocator_retry_is_named() -> None:
-    """Blocks of ever other sizes: the cache does not fit them, and the budget leaves no room beside it."""
+    """Each step needs a block a little larger than all before: what is cached is never large enough."""
     calls = 0
 
-    def step(size: int) -> None:
+    def grows(size: int) -> None:
         nonlocal calls
         calls += 1
-        for part in range(4):
-            rows = size * (4 + (3 * calls + part) % 5)
-            block = torch.empty(rows, 2**20, dtype=torch.uint8, device="cuda")
-            block.fill_(1)
-            del block
+        torch.empty((360 + 2 * calls) * 2**20, dtype=torch.uint8, device="cuda").fill_(1)
 
-    profile = batchfit.profile_throughput(
-        batchfit.Workload(step, state=[]), sizes=[64], budget="700MiB", device="cuda:0"
-    )
-    assert profile.at(64).alloc_retries > 0
-    assert "memory-bound" in [one.kind for one in profile.bottlenecks], profile
-    calm = batchfit.profile_throughput(
-        batchfit.Workload(step, state=[]), sizes=[16], budget="2GiB", device="cuda:0"
-    )
-    assert "memory-bound" not in [one.kind for one in calm.bottlenecks], calm
+    def stays(size: int) -> None:
+        torch.empty(360 * 2**20, dtype=torch.uint8, device="cuda").fill_(1)
+
+    named = []
+    for step in (grows, stays):
+        work = batchfit.Workload(step, state=[])
+        profile = batchfit.profile_throughput(work, sizes=[8], budget="700MiB", device="cuda:0")
+        assert (profile.at(8).alloc_retries > 0) is (step is grows), profile
+        named.append("memory-bound" in [one.kind for one in profile.bottlenecks])
+    assert named == [True, False]
 
 
 class Attention(nn.Module):

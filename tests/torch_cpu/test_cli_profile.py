@@ -71,8 +71,8 @@ def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pyte
     from batchfit._cli.app import app
 
     given = {
-        "largest": 64, "sizes": [4, 8], "within": 0.1, "budget": "1GiB", "time_limit_s": 9.0, "device": "cpu",
-        "tokens_per_sample": 12, "target_batch_size": 4096, "diagnose": False,
+        "smallest": 2, "largest": 64, "sizes": [4, 8], "within": 0.1, "budget": "1GiB", "time_limit_s": 9.0,
+        "device": "cpu", "tokens_per_sample": 12, "target_batch_size": 4096, "diagnose": False,
     }  # fmt: skip
     arguments = ["profile", "train.py:make", "--json", "--output", "a.json", "--plot", "a.png"]
     for word, value in given.items():
@@ -131,6 +131,8 @@ def test_json_is_alone_on_stdout(project: Path) -> None:
         ({"largest": 0}, "largest must be a positive integer or None, not 0"),
         ({"sizes": [0]}, r"sizes must hold positive integers, not \(0,\)"),
         ({"sizes": [4], "largest": 9}, "largest must be None where sizes are given, not 9"),
+        ({"smallest": 0}, "smallest must be a positive integer, not 0"),
+        ({"smallest": 8, "largest": 4}, r"largest must be at least smallest \(8\), not 4"),
         ({"within": 2.0}, "within must be above 0 and below 1, not 2.0"),
         ({"budget": "x"}, "budget must be bytes"),
         ({"time_limit_s": -1.0}, "time_limit_s must be a positive number of seconds, not -1.0"),

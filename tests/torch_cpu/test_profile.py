@@ -146,6 +146,29 @@ def test_a_largest_size_is_kept_to(fake_time: list[float]) -> None:
     assert profile.bottlenecks == ()  # it was not memory that ended it
 
 
+def test_a_smallest_size_is_begun_with(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    profile = planted.profile(smallest=6, largest=200)
+    assert min(planted.sizes) >= 5  # diagnosis may use the size below the answer
+    assert profile.points[0].size == 6
+
+
+def test_several_fine_timings_of_a_size_count_together(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    steps = 0
+
+    def wobbling(size: int) -> float:
+        nonlocal steps
+        steps += 1
+        return (0.010 + 0.001 * size) * (1.2 if steps % 2 else 0.8)
+
+    planted.seconds = wobbling  # type: ignore[method-assign]
+    profile = planted.profile(largest=64)
+    assert max(point.steps_timed for point in profile.points) > FINE.most
+    assert not profile.at(profile.recommended).steady
+    assert any("not steady" in note for note in profile.notes)
+
+
 def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
     planted = Planted(fake_time)
     profile = planted.profile(time_limit_s=0.2)
@@ -284,6 +307,8 @@ def test_undeclared_state_is_warned_about() -> None:
     ("keywords", "message"),
     [
         ({"largest": 0}, "largest must be a positive integer or None, not 0"),
+        ({"smallest": 0}, "smallest must be a positive integer, not 0"),
+        ({"smallest": 8, "largest": 4}, r"largest must be at least smallest \(8\), not 4"),
         ({"sizes": []}, r"sizes must name at least one batch size, not \[\]"),
         ({"sizes": [4, -1]}, r"sizes must hold positive integers, not \(4, -1\)"),
         ({"sizes": [4], "largest": 8}, "largest must be None where sizes are given, not 8"),

@@ -519,6 +519,9 @@ def explain(
 @app.command(help=PROFILE_HELP)
 def profile(
     target: Target,
+    smallest: Annotated[
+        int, typer.Option(metavar="N", help="Size to begin with, where a batch of 1 does not run.")
+    ] = 1,
     largest: Annotated[
         int | None,
         typer.Option(metavar="N", show_default="what memory allows", help="Largest size to look at."),
@@ -589,6 +592,7 @@ def profile(
     from batchfit._cli.tracing import Delivery
 
     settings = ProfileSettings(
+        smallest=smallest,
         largest=largest,
         sizes=sizes,
         within=within,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class ProfileSettings(TypedDict):
     """The keywords of `profile_throughput` that are flags; `sizes` may be given several times."""
 
+    smallest: int
     largest: int | None
     sizes: list[int] | None
     within: float
@@ -77,11 +78,15 @@ def checked_flags(settings: ProfileSettings) -> None:
     """Refuse wrong flags without torch, the target or a device."""
     try:
         sizes = tuple(settings["sizes"] or ())
-        Knee(within=settings["within"], sizes=sizes)
+        Knee(within=settings["within"], sizes=sizes, smallest=settings["smallest"])
         for name in ("largest", "tokens_per_sample", "target_batch_size"):
             value = cast(dict[str, Any], settings)[name]
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+        if settings["largest"] is not None and settings["largest"] < settings["smallest"]:
+            raise ValueError(
+                f"largest must be at least smallest ({settings['smallest']}), not {settings['largest']!r}"
+            )
         if sizes and settings["largest"] is not None:
             raise ValueError(f"largest must be None where sizes are given, not {settings['largest']!r}")
         seconds = settings["time_limit_s"]

@@ -87,17 +87,19 @@ class Bench:
             )
         if not run.fits:
             self._collections.thorough()
-        self.seen[size] = seen
+        if step is None:
+            self.seen[size] = seen
         if self.model is None and not compilations():
             # A step of the caller's own: its first module is looked at once it is clear that nothing is
             # compiled, for a hook on a part of a compiled function would make that compile again.
             self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
-        if run.times_s:
+        if run.times_s and step is None:
             self.own_s[size] = run.interval.median
         if memory is not None:
             run.peaks = memory.peaks
         run = self._of_all(run)
-        self._learn(run)
+        if step is None:
+            self._learn(run)
         return run
 
     def limit(self) -> int | None:

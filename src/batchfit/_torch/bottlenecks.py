@@ -42,11 +42,14 @@ def busy_time(step: Callable[[int], object], size: int, *, device: Device, steps
     if not isinstance(device, CudaDevice):
         return None
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
-                step(size)
-            device.synchronize()
-        events: Any = profiler.events() or ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the profiler says about itself is not about the step
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+                for _ in range(steps):
+                    step(size)
+                device.synchronize()
+            events: Any = profiler.events() or ()
     except (RuntimeError, AttributeError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
