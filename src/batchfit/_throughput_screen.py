@@ -127,6 +127,7 @@ def _table(told: ThroughputProfile, width: int) -> list[Line]:
     for point, cells in zip(told.points, rows, strict=True):
         drawn.append([(line(cells), "strong" if point.size == told.recommended else "")])
     drawn += [
-        [(f"{' ' * gap}{size:>{widths[1]}}{' ' * gap}ran out of memory", "dim")] for size in told.too_large
+        [(f"{' ' * (widths[0] + gap)}{size:>{widths[1]}}{' ' * gap}ran out of memory", "dim")]
+        for size in told.too_large
     ]
     return drawn

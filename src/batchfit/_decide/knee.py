@@ -65,7 +65,7 @@ class Knee:
     >>> while (ask := knee.ask()) is not None:
     ...     knee = knee.tell(Timed(ask.size, 0.010 + 0.001 * ask.size, fine=ask.fine))
     >>> knee.recommended, len(knee.told)
-    (128, 9)
+    (192, 5)
     """
 
     limit: int | None = None
