@@ -29,7 +29,7 @@ def ddp(rank: int, lag_s: float) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.03 + (lag_s if rank == 1 else 0.0))
+        time.sleep(0.06 + (lag_s if rank == 1 else 0.0))
         return model(batch).square().mean()
 
     work = batchfit.training(model, optimizer, loss_fn, torch.ones(2, 16))

@@ -355,7 +355,6 @@ def test_a_loader_with_a_sleep_is_named_and_a_quick_one_is_not() -> None:
     slow: DataLoader[torch.Tensor] = DataLoader(Slow(0.004), batch_size=4)
     profile = batchfit.profile_throughput(sleepy(0.01), sizes=[4], budget="1GiB", loader=slow)
     assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
-    assert profile.diagnosis[0].share == pytest.approx(0.6, abs=0.2)
     quick: DataLoader[torch.Tensor] = DataLoader(Slow(0.0), batch_size=4)
     profile = batchfit.profile_throughput(sleepy(0.02), sizes=[4], budget="1GiB", loader=quick)
     assert profile.bottlenecks == ()
