@@ -34,6 +34,7 @@ _EXPORTS = {
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader",
     "StepReport": "batchfit.results",
+    "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
@@ -43,6 +44,7 @@ _EXPORTS = {
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
     "predict_batch_size": "batchfit._predict",
+    "profile_throughput": "batchfit._profile",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -67,6 +69,7 @@ __all__ = [
     "ScheduleEvent",
     "StepBatchSizeConfig",
     "StepReport",
+    "ThroughputProfile",
     "Trial",
     "Workload",
     "errors",
@@ -76,6 +79,7 @@ __all__ = [
     "inference",
     "load_schedule",
     "predict_batch_size",
+    "profile_throughput",
     "testing",
     "training",
     "virtual_memory",
@@ -92,9 +96,17 @@ if TYPE_CHECKING:
     from batchfit._microbatch import Microbatcher
     from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size
+    from batchfit._profile import profile_throughput
     from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
-    from batchfit.results import FitResult, MemoryExplanation, Prediction, StepReport, Trial
+    from batchfit.results import (
+        FitResult,
+        MemoryExplanation,
+        Prediction,
+        StepReport,
+        ThroughputProfile,
+        Trial,
+    )
     from batchfit.schedules import (
         CosineBatchSizeConfig,
         CustomBatchSizeConfig,

@@ -76,6 +76,17 @@ batchfit.find_batch_size(7)  # type: ignore[arg-type]
 batchfit.find_batch_size("train.py:make", isolate="yes")  # type: ignore[arg-type]
 
 
+# Profiling.
+profile = batchfit.profile_throughput(workload, budget="24GiB", target_batch_size=4096, time_limit_s=60)
+assert_type(profile, batchfit.ThroughputProfile)
+assert_type(profile.recommended, int)
+assert_type(profile.at(8).samples_per_s, float)
+assert_type([one.evidence for one in profile.diagnosis], list[str])
+batchfit.profile_throughput(step, sizes=[8, 16], loader=[torch.zeros(3)], on_point=lambda point: point.size)
+batchfit.profile_throughput(workload, 8)  # type: ignore[call-arg]
+batchfit.profile_throughput(workload, sizes=8)  # type: ignore[arg-type]
+
+
 # Finding.
 def show(trial: Trial, budget_bytes: int) -> None:
     assert_type(trial.size, int)

@@ -1,8 +1,8 @@
 """The commands and their flags.
 
-Rules: a flag of `find`, `predict` or `explain` is a keyword of the function behind it, with the same name and
-default (a test compares the two; a flag that may be repeated is a list); this module imports typer and
-nothing heavy, so that `--help` is quick; each command does its work in a module of its own.
+Rules: a flag of `find`, `predict`, `explain` or `profile` is a keyword of the function behind it, with the
+same name and default (a test compares the two; a flag that may be repeated is a list); this module imports
+typer and nothing heavy, so that `--help` is quick; each command does its work in a module of its own.
 One default differs: the store is on in `batchfit find`, since a command is typed again and again, and off in
 `find_batch_size`, since a program should not read a file that its author does not know of.
 """
@@ -30,6 +30,7 @@ Examples:
   batchfit find train.py:make_workload --budget 24GiB
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
+  batchfit profile train.py:make_workload
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit doctor
 
@@ -84,6 +85,23 @@ batch with each change that may help. Traced: no GPU is needed.
 Examples:
   batchfit explain train.py:make --batch-size 32 --gpu h100
   batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
+
+{CODES}
+"""
+
+PROFILE_HELP = f"""\
+Measure the throughput of TARGET by batch size, and recommend one.
+
+Steps are warmed up and timed until the time is known, at few sizes. The
+recommended size is the smallest within --within of the best throughput: past
+it a larger batch only takes more memory. What holds throughput back is named,
+with its figures and what to change.
+
+Examples:
+  batchfit profile train.py:make
+  batchfit profile train.py:make --budget 24GiB --plot throughput.png
+  batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64
+  batchfit profile train.py:make --target-batch-size 4096 --json > profile.json
 
 {CODES}
 """
@@ -496,6 +514,97 @@ def explain(
     settings = ExplainSettings(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
     delivery = Delivery(as_json=json, output=output, plot=plot)
     end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
+
+
+@app.command(help=PROFILE_HELP)
+def profile(
+    target: Target,
+    smallest: Annotated[
+        int, typer.Option(metavar="N", help="Size to begin with, where a batch of 1 does not run.")
+    ] = 1,
+    largest: Annotated[
+        int | None,
+        typer.Option(metavar="N", show_default="what memory allows", help="Largest size to look at."),
+    ] = None,
+    sizes: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            show_default="chosen by what is measured",
+            help="Time this size, and no others. May be given several times.",
+        ),
+    ] = None,
+    within: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="How far from the best throughput the recommended size may be."),
+    ] = 0.05,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            show_default="all that is free",
+            help="Memory the program may use, such as 24GiB.",
+        ),
+    ] = None,
+    time_limit_s: Annotated[
+        float | None,
+        typer.Option(metavar="S", show_default="no limit", help="Stop with what was measured by then."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE", show_default="where the workload is", help="Where it runs, such as cuda:1."
+        ),
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default="read off input_ids", help="Tokens in a sample, to tell tokens/s."
+        ),
+    ] = None,
+    target_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            help="Batch that the training wants: where it does not fit, how to accumulate it.",
+        ),
+    ] = None,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose/--no-diagnose", help="Look for what holds throughput back.")
+    ] = True,
+    json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The profile as JSON, alone on stdout.")
+    ] = False,
+    output: OutputFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default=False,
+            help="Draw throughput against size into FILE.png or FILE.svg (needs matplotlib).",
+        ),
+    ] = None,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.profile import ProfileSettings, profile_target
+    from batchfit._cli.tracing import Delivery
+
+    settings = ProfileSettings(
+        smallest=smallest,
+        largest=largest,
+        sizes=sizes,
+        within=within,
+        budget=budget,
+        time_limit_s=time_limit_s,
+        device=device,
+        tokens_per_sample=tokens_per_sample,
+        target_batch_size=target_batch_size,
+        diagnose=diagnose,
+    )
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    end(lambda: profile_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
 @app.command(help=DOCTOR_HELP)

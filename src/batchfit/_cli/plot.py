@@ -19,7 +19,7 @@ from batchfit._decide.units import format_bytes
 if TYPE_CHECKING:
     from batchfit._cli.predict import Row
     from batchfit._cli.schedule import Shown
-    from batchfit.results import MemoryExplanation, Prediction
+    from batchfit.results import MemoryExplanation, Prediction, ThroughputProfile
 
 SUFFIXES = (".png", ".svg")
 GIB, MIB = 2**30, 2**20
@@ -106,6 +106,41 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
         axes.plot([peak.at], [height], "v", color="black", markersize=4)
         axes.set_xlim(places[0], places[-1])
         axes.legend(loc="upper left", fontsize=8, reverse=True, bbox_to_anchor=(1.0, 1.0))
+    _save(figure, path)
+
+
+def draw_profile(told: ThroughputProfile, path: Path, *, title: str) -> None:
+    """Samples per second against the size with its interval, and memory beside it."""
+    figure, axes = _figure()
+    points = told.points
+    sizes, rates = [p.size for p in points], [p.samples_per_s for p in points]
+    low = [p.samples_per_s * (1 - p.step_s / p.step_s_high) for p in points]
+    high = [p.samples_per_s * (p.step_s / p.step_s_low - 1) for p in points]
+    axes.errorbar(sizes, rates, yerr=[low, high], color="C0", marker="o", markersize=4, capsize=2)
+    chosen, least = told.at(told.recommended), told.best.samples_per_s * (1 - told.within)
+    axes.axhline(least, color="0.5", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{1 - told.within:.0%} of the best", (sizes[0], least), xytext=(0, 3), textcoords="offset points",
+        fontsize=8,
+    )  # fmt: skip
+    axes.plot([chosen.size], [chosen.samples_per_s], "o", color="black", markersize=9, fillstyle="none")
+    axes.annotate(
+        str(chosen.size), (chosen.size, chosen.samples_per_s), xytext=(6, -14), textcoords="offset points"
+    )
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="batch size", ylabel="samples/s", ylim=(0, None))
+    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45, fontsize=7)
+    axes.minorticks_off()
+    if all(p.peak_bytes is not None for p in points):
+        unit, name = _unit(max(p.peak_bytes or 0 for p in points))
+        right = axes.twinx()
+        right.plot(sizes, [(p.peak_bytes or 0) / unit for p in points], color="C1", linestyle=":", marker=".")
+        right.set(ylabel=f"peak memory ({name})", ylim=(0, None))
+        right.yaxis.label.set_color("C1")
+        right.spines[["top"]].set_visible(False)
+    axes.set_title(
+        f"{title}: batch size {told.recommended}, {chosen.samples_per_s:.4g} samples/s", fontsize=10
+    )
     _save(figure, path)
 
 

@@ -1,0 +1,396 @@
+"""Where a larger batch stops paying: which sizes to time, and which of them to use.
+
+Rules:
+- A profile in progress is its settings and what it was told, nothing else: `ask()` what to time, `tell()`
+  what it took. It can be written to a file, held by every rank and replayed.
+- The size that it recommends has been timed: the smallest within `within` of the best throughput.
+- Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
+  the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
+  which of two to believe; where they are not, the timings count (`_estimates`).
+- The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
+  finely. Sizes are powers of two and their midpoints, as people use them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+from batchfit.errors import ResultFileError
+
+SCHEMA_VERSION = 1
+
+_CLIMB = 4  # sizes of the first pass are this far apart
+_BEYOND = 4  # how far above the knee it is worth looking for more
+_ROOMY = 0.9  # a brief look stays below the limit: memory at the very end says nothing about speed
+_QUIET = 0.01  # no timing is trusted to be better than this
+_TIMES = 3  # how often one size is timed at most
+_LONGEST = 64  # asks; a bound that no run has come near
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What one timing of one size showed; `spread` is the half-width of its interval, as a share."""
+
+    size: int
+    step_s: float = 0.0
+    spread: float = 0.0
+    fits: bool = True
+    fine: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A size to time: briefly, or `fine`ly."""
+
+    size: int
+    fine: bool
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knee:
+    """A search for the knee; `tell` returns the next one.
+
+    `limit` is the largest size that memory allows, as far as is known; the driver lowers or raises it
+    (`dataclasses.replace`) as it learns. `sizes` names the sizes to time instead, in their order.
+
+    >>> knee = Knee(limit=1024)
+    >>> while (ask := knee.ask()) is not None:
+    ...     knee = knee.tell(Timed(ask.size, 0.010 + 0.001 * ask.size, fine=ask.fine))
+    >>> knee.recommended, len(knee.told)
+    (192, 5)
+    """
+
+    limit: int | None = None
+    within: float = 0.05
+    smallest: int = 1
+    sizes: tuple[int, ...] = ()
+    told: tuple[Timed, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "smallest"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        within: object = self.within
+        if isinstance(within, bool) or not isinstance(within, int | float) or not 0 < within < 1:
+            raise ValueError(f"within must be above 0 and below 1, not {self.within!r}")
+        if any(type(size) is not int or size < 1 for size in self.sizes):
+            raise ValueError(f"sizes must hold positive integers, not {self.sizes!r}")
+
+    def tell(self, timed: Timed) -> Knee:
+        """The search after one more timing, whether or not `ask` asked for it."""
+        if not isinstance(timed, Timed):
+            raise TypeError(f"timed must be a Timed, not {timed!r}")
+        return replace(self, told=(*self.told, timed))
+
+    def ask(self) -> Ask | None:
+        """The next size to time; None when there is nothing more to learn."""
+        if self.sizes:
+            done = {one.size for one in self.told}
+            # What is larger than a size that ran out would run out as well.
+            failed = min((one.size for one in self.told if not one.fits), default=math.inf)
+            return next((Ask(size, True) for size in self.sizes if size not in done and size < failed), None)
+        if len(self.told) >= _LONGEST:
+            return None
+        points = _joined(self.told)
+        if not points:
+            first = self.smallest if self.ceiling is None else min(self.smallest, self.ceiling)
+            return None if self.told else Ask(first, False)
+        return self._climb(points) or self._look_far(points) or self._close_in(points) or self._settle(points)
+
+    @property
+    def recommended(self) -> int | None:
+        """The smallest size within `within` of the best throughput; None before any size was timed."""
+        points = _joined(self.told)
+        return self._smallest_within(points) if points else None
+
+    @property
+    def best(self) -> int | None:
+        """The size of the highest throughput, by the same estimates as `recommended`."""
+        points = _joined(self.told)
+        rates = _estimates(points)
+        return max(rates, key=lambda size: (rates[size], -size), default=None)
+
+    @property
+    def ceiling(self) -> int | None:
+        """The largest size that may still be asked for; None where nothing limits it."""
+        failed = min((one.size for one in self.told if not one.fits), default=None)
+        if failed is None:
+            return self.limit
+        # Where memory ends exactly is another search's question: here the next grid size below will do.
+        below = max(grid(1, failed - 1), default=1)
+        return below if self.limit is None else min(below, self.limit)
+
+    def gains(self) -> dict[int, float]:
+        """How many times the throughput of half its size each timed size has, by straight lines between."""
+        points = _joined(self.told)
+        return marginal_gains({point.size: point.size / point.step_s for point in points})
+
+    # The stages, in order. Each answers with a size that it needs, or None.
+
+    def _climb(self, points: Sequence[_Point]) -> Ask | None:
+        """From the smallest size up in large steps, until a step's time grows with the size."""
+        if len(points) >= 3 and _is_loaded(points):
+            return None
+        return self._new(_on_grid(points[-1].size * _CLIMB, self.ceiling, self.smallest), points)
+
+    def _look_far(self, points: Sequence[_Point]) -> Ask | None:
+        """One look well above the knee that the line predicts: is there more to be had?"""
+        fit = fitted(points)
+        wanted = _on_grid(fit.crossing(1 - self.within) * _BEYOND, None, self.smallest)
+        ceiling = self.ceiling
+        if ceiling is not None:
+            wanted = min(wanted, _on_grid(max(ceiling * _ROOMY, 1), ceiling, self.smallest))
+        return self._new(wanted, points) if wanted > points[-1].size else None
+
+    def _close_in(self, points: Sequence[_Point]) -> Ask | None:
+        """The grid sizes on both sides of where throughput comes within reach of the best."""
+        chosen = self._smallest_within(points)
+        if not self._is_within(points, chosen):  # throughput still rises where the looks end
+            return self._new(_on_grid(points[-1].size * 2, self.ceiling, self.smallest), points)
+        below = max((point.size for point in points if point.size < chosen), default=None)
+        if below is None:
+            return None
+        between = [size for size in grid(below, chosen) if below < size < chosen]
+        failed = {one.size for one in self.told if not one.fits}
+        between = [size for size in between if size not in failed]
+        if not between:
+            return None
+        fit, enough = fitted(points), (1 - self.within) * self._reference(points)
+        # Timed finely at once: where the line is right, this is the answer.
+        promised = next((size for size in between if fit.rate(size) >= enough), None)
+        if promised is not None:
+            return Ask(promised, True)
+        doubt = max(2 * _misfit(points, fit), _QUIET)
+        return Ask(between[-1], False) if fit.rate(between[-1]) >= enough * (1 - doubt) else None
+
+    def _settle(self, points: Sequence[_Point]) -> Ask | None:
+        """The answer timed finely, and again where timings are too noisy to tell it from its neighbours."""
+        chosen = self._smallest_within(points)
+        point = next(one for one in points if one.size == chosen)
+        if not point.fine:
+            return Ask(chosen, True)
+        rates = _estimates(points)
+        best = max(rates, key=lambda size: rates[size])
+        below = [one for one in points if one.size < chosen][-1:]
+        doubtful = [point, *below, *(one for one in points if one.size == best)]
+        noisy = [one for one in doubtful if one.spread > self.within / 4 and one.times < _TIMES]
+        return Ask(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
+
+    def _smallest_within(self, points: Sequence[_Point]) -> int:
+        rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
+        return min(
+            (size for size, rate in rates.items() if rate >= enough),
+            default=max(rates, key=lambda size: (rates[size], -size)),
+        )
+
+    def _is_within(self, points: Sequence[_Point], size: int) -> bool:
+        rates = _estimates(points)
+        if rates[size] >= (1 - self.within) * self._reference(points):
+            return True
+        ceiling = self.ceiling
+        return (
+            ceiling is not None and _on_grid(points[-1].size * 2, ceiling, self.smallest) <= points[-1].size
+        )
+
+    def _reference(self, points: Sequence[_Point]) -> float:
+        """The best throughput: of what was timed, or what the line promises for the largest size."""
+        best = max(_estimates(points).values())
+        ceiling = self.ceiling
+        if len(points) < 3 or (ceiling is not None and ceiling <= points[-1].size):
+            return best
+        fit = fitted(points)
+        promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
+        return max(best, promised) if math.isfinite(promised) else best
+
+    def _new(self, size: int, points: Sequence[_Point]) -> Ask | None:
+        known = {point.size for point in points} | {one.size for one in self.told if not one.fits}
+        return None if size in known else Ask(size, False)
+
+    def to_json(self) -> str:
+        """This search as JSON text: settings and history."""
+        return json.dumps({"kind": "knee", "schema_version": SCHEMA_VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Knee:
+        """The search that `to_json` wrote."""
+        try:
+            data: Any = json.loads(text)
+            if data.pop("kind") != "knee" or data.pop("schema_version") > SCHEMA_VERSION:
+                raise ValueError("another kind or version")
+            told = tuple(Timed(**one) for one in data.pop("told"))
+            return cls(**{**data, "sizes": tuple(data["sizes"]), "told": told})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ResultFileError(f"not a knee search: {error}") from None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """All timings of one size as one."""
+
+    size: int
+    step_s: float
+    spread: float
+    fine: bool
+    times: int
+
+
+def _joined(told: Sequence[Timed]) -> list[_Point]:
+    """What fits, by size; several timings of a size are averaged, and a fine one replaces brief ones."""
+    smallest_failed = min((one.size for one in told if not one.fits), default=math.inf)
+    by_size: dict[int, list[Timed]] = {}
+    for one in told:
+        if one.fits and one.size < smallest_failed:
+            by_size.setdefault(one.size, []).append(one)
+    points = []
+    for size in sorted(by_size):
+        every = by_size[size]
+        kept = [one for one in every if one.fine] or every
+        mean = sum(one.step_s for one in kept) / len(kept)
+        spread = math.sqrt(sum(one.spread**2 for one in kept)) / len(kept)
+        points.append(_Point(size, mean, spread, any(one.fine for one in kept), len(every)))
+    return points
+
+
+def _is_loaded(points: Sequence[_Point]) -> bool:
+    """Whether the last step up in size made a step clearly longer: from here on the line can be read."""
+    one, two = points[-2], points[-1]
+    return two.step_s >= one.step_s * (1 + 0.25 * (two.size / one.size - 1))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Time per step: `max(floor_s, fixed_s + sample_s * size)`."""
+
+    floor_s: float
+    fixed_s: float
+    sample_s: float
+
+    def step_s(self, size: float) -> float:
+        """The time of a step of that many samples."""
+        return max(self.floor_s, self.fixed_s + self.sample_s * size, 1e-12)
+
+    def rate(self, size: float) -> float:
+        """Samples per second."""
+        return size / self.step_s(size)
+
+    @property
+    def best_rate(self) -> float:
+        """What throughput comes close to as the size grows."""
+        return 1 / self.sample_s if self.sample_s > 0 else math.inf
+
+    def crossing(self, share: float) -> float:
+        """The size at which throughput is that share of `best_rate`."""
+        if self.sample_s <= 0:
+            return math.inf
+        sloped = share * self.fixed_s / (self.sample_s * (1 - share)) if self.fixed_s > 0 else 0.0
+        return max(sloped, share * self.floor_s / self.sample_s, 1.0)
+
+
+def fitted(points: Sequence[_Point]) -> Line:
+    """The line through the points, by relative errors; the first few may lie on a floor."""
+    if len(points) == 1:
+        return Line(0.0, 0.0, points[0].step_s / points[0].size)
+    best: tuple[float, Line] | None = None
+    for flat in range(len(points) - 2):
+        if flat == 1:
+            continue  # one point is no floor
+        fixed_s, sample_s = _straight(points[flat:])
+        floor_s = sum(one.step_s for one in points[:flat]) / flat if flat else 0.0
+        line = Line(floor_s, fixed_s, sample_s)
+        noise = sum(max(one.spread, _QUIET) ** 2 for one in points) / len(points)
+        cost = sum(math.log(line.step_s(one.size) / one.step_s) ** 2 for one in points) / noise
+        cost += 2.0 if flat else 0.0  # one more number has to earn its place (Akaike)
+        if best is None or cost < best[0]:
+            best = (cost, line)
+    return best[1] if best is not None else Line(0.0, *_straight(points))
+
+
+def _straight(points: Sequence[_Point]) -> tuple[float, float]:
+    """The line of least relative squares; neither part is negative."""
+    weights = [1 / (one.step_s * max(one.spread, _QUIET)) ** 2 for one in points]
+    total = sum(weights)
+    size = sum(w * one.size for w, one in zip(weights, points, strict=True)) / total
+    time = sum(w * one.step_s for w, one in zip(weights, points, strict=True)) / total
+    over = sum(w * (one.size - size) * (one.step_s - time) for w, one in zip(weights, points, strict=True))
+    under = sum(w * (one.size - size) ** 2 for w, one in zip(weights, points, strict=True))
+    slope = over / under if under > 0 else 0.0
+    if slope <= 0:
+        return time, 0.0
+    fixed = time - slope * size
+    if fixed < 0:  # a line through nothing: time in proportion to the size
+        squares = sum(w * one.size**2 for w, one in zip(weights, points, strict=True))
+        products = sum(w * one.size * one.step_s for w, one in zip(weights, points, strict=True))
+        return 0.0, products / squares
+    return fixed, slope
+
+
+def _misfit(points: Sequence[_Point], line: Line) -> float:
+    """How far off the line the timings are, as a share: root mean square."""
+    free = max(len(points) - 3, 1)
+    return math.sqrt(sum(math.log(one.step_s / line.step_s(one.size)) ** 2 for one in points) / free)
+
+
+def _estimates(points: Sequence[_Point]) -> dict[int, float]:
+    """Samples per second at each timed size, each drawn towards the line as far as it is noisier than that.
+
+    With `noise` the variance of a timing and `misfit` that of the true times about the line, the best mean of
+    the two gives the line the part noise / (noise + misfit). The misfit is what the residuals show beyond the
+    noise: precise timings keep their own values, noisy ones borrow from each other.
+    """
+    if len(points) < 4:
+        return {one.size: one.size / one.step_s for one in points}
+    line = fitted(points)
+    residuals = [math.log(one.step_s / line.step_s(one.size)) for one in points]
+    noises = [(max(one.spread, _QUIET) / 2) ** 2 for one in points]
+    misfit = max(_misfit(points, line) ** 2 - sum(noises) / len(noises), 0.0)
+    rates = {}
+    for one, residual, noise in zip(points, residuals, noises, strict=True):
+        kept = misfit / (noise + misfit)
+        rates[one.size] = one.size / (line.step_s(one.size) * math.exp(kept * residual))
+    return rates
+
+
+def grid(low: int, high: int) -> list[int]:
+    """Powers of two and their midpoints from `low` to `high`: 1, 2, 3, 4, 6, 8, 12, ..."""
+    sizes, power = [], 1
+    while power <= high:
+        sizes += [power, power + power // 2] if power > 1 else [1]
+        power *= 2
+    return [size for size in sizes if low <= size <= high]
+
+
+def _on_grid(wanted: float, ceiling: int | None, smallest: int) -> int:
+    """The largest grid size that is not above `wanted`; the ceiling itself where `wanted` is above that."""
+    if ceiling is not None and wanted >= ceiling:
+        return max(ceiling, 1)
+    whole = int(min(wanted, 2**40))
+    sizes = grid(smallest, max(whole, smallest))
+    return sizes[bisect_right(sizes, whole) - 1] if sizes and sizes[0] <= whole else smallest
+
+
+def marginal_gains(rates: dict[int, float]) -> dict[int, float]:
+    """For each size: its throughput over that at half the size, read off lines between the points."""
+    sizes = sorted(rates)
+    found = {}
+    for size in sizes:
+        half = size / 2
+        above = next((one for one in sizes if one >= half), None)
+        if above is None or half < sizes[0]:
+            continue
+        below = max(one for one in sizes if one <= half)
+        part = 0.0 if above == below else (half - below) / (above - below)
+        # Times, not rates, lie on a straight line.
+        half_s = (1 - part) * below / rates[below] + part * above / rates[above]
+        found[size] = rates[size] * half_s / half
+    return found

@@ -1,0 +1,161 @@
+"""The readings behind a diagnosis, taken at the recommended size after the sizes were timed.
+
+Rules: each reading is a few steps and leaves the state as it was; one that cannot be taken is left out, and
+then nothing is said about what it would have shown. `_decide.diagnose` judges.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from batchfit._decide.diagnose import Facts, Loaded, Shapes, diagnose
+from batchfit._decide.knee import Knee
+from batchfit._decide.steady import FINE
+from batchfit._torch.bench import Bench
+from batchfit._torch.bottlenecks import LoaderPace, batch_time, busy_time, fed_by, without_exchange
+from batchfit._torch.clock import Run
+from batchfit._torch.device import CudaDevice
+from batchfit._torch.inputs_seen import watched_inputs
+from batchfit._torch.parallel import is_parallel
+from batchfit.results import Bottleneck, ThroughputPoint
+
+_RAGGED_STEPS = 8
+_OWN_STEPS = 5
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a diagnosis starts from."""
+
+    bench: Bench
+    knee: Knee
+    runs: Mapping[int, Run]
+    loader: Iterable[Any] | None
+    pace: LoaderPace | None
+
+
+def diagnosed(
+    found: Diagnosis, points: Sequence[ThroughputPoint], *, cut_off: bool
+) -> tuple[Bottleneck, ...]:
+    """Take the readings and judge."""
+    bench, size = found.bench, found.knee.recommended
+    assert size is not None
+    run, point = found.runs[size], next(one for one in points if one.size == size)
+    step = bench.work.step
+    busy = bench.briefly(lambda: busy_time(step, size, device=bench.place))
+    source = bench.work._parts.get("source")
+    facts = Facts(
+        size=size,
+        step_s=point.step_s,
+        steps=point.steps_timed,
+        has_own_clock=isinstance(bench.place, CudaDevice),
+        busy_s=None if busy is None else busy.busy_s,
+        kernels=None if busy is None else busy.kernels,
+        host_s=point.host_s,
+        batch_s=bench.briefly(lambda: batch_time(source, size, device=bench.place)),
+        alloc_retries=run.alloc_retries,
+        reserved_bytes=point.reserved_bytes,
+        budget_bytes=bench.budget_bytes,
+        growth=None if point.gain is None else 2 / point.gain,
+        cut_off_by_memory=cut_off,
+        flops_share=point.flops_share,
+        loaded=_loaded(found),
+        shapes=_shapes(found, size),
+        own_s=_own_times(found, size),
+        crowded=[
+            (one.size, one.alloc_retries, one.steps_timed)
+            for one in points
+            if one.size > size and one.alloc_retries
+        ],
+    )
+    return tuple(
+        Bottleneck(kind=one.kind, share=one.share, evidence=one.evidence, advice=one.advice, size=one.size)
+        for one in diagnose(facts)
+    )
+
+
+def _loaded(found: Diagnosis) -> Loaded | None:
+    """The step alone and the step with a batch of the loader, at the loader's size."""
+    pace, loader, bench = found.pace, found.loader, found.bench
+    if pace is None or loader is None:
+        return None
+    size = bench.ranks.minimum(pace.size, doing="the loader's batch size")
+    ceiling = found.knee.ceiling
+    if ceiling is not None and size > max(ceiling, max(found.runs)):
+        size = max(found.runs)  # it would not fit: the loader's pace is per sample then
+    alone = found.runs.get(size)
+    if alone is None:
+        alone = bench.time(size, FINE)
+    if not alone.fits:
+        return None
+    with fed_by(loader, bench.work.step) as fed:
+        both = bench.time(size, FINE, step=fed)
+    if not both.fits or size != pace.size:
+        return None
+    return Loaded(
+        size=size,
+        loader_s=pace.batch_s,
+        step_s=alone.interval.median,
+        # The mean: workers give several batches at once and then let the step wait.
+        both_s=statistics.fmean(both.times_s),
+        batches=pace.batches,
+        shapes=pace.shapes,
+    )
+
+
+def _shapes(found: Diagnosis, size: int) -> Shapes | None:
+    """The same steps twice, at a size that has not run: new shapes the first time, known ones the second.
+
+    Putting state back puts generators back too, so the second pass draws the same shapes.
+    """
+    bench = found.bench
+    ragged = bench.seen[size].distinct > 2
+    if not ragged and (found.pace is None or found.pace.shapes <= 2):
+        return None
+    fresh = next((one for one in (size - 1, size - 2, size + 1) if one > 0 and one not in bench.seen), None)
+    if fresh is None:
+        return None
+    steps = _RAGGED_STEPS if ragged else 1
+    passes: list[tuple[list[float], int]] = []
+    for _ in range(2):
+        one = bench.briefly(lambda: _one_pass(bench, fresh, steps))
+        if one is None:
+            return None
+        passes.append(one)
+    (cold, distinct), (warm, again) = passes
+    if distinct != again:
+        return None  # a generator that nobody put back: the two passes cannot be compared
+    return Shapes(steps=steps, distinct=max(distinct, 1), cold_s=sum(cold), warm_s=sum(warm))
+
+
+def _one_pass(bench: Bench, size: int, steps: int) -> tuple[list[float], int]:
+    times = []
+    with watched_inputs(bench.model) as seen:
+        for _ in range(steps):
+            begun = time.perf_counter()
+            bench.work.step(size)
+            bench.place.synchronize()
+            times.append(time.perf_counter() - begun)
+    return times, seen.distinct
+
+
+def _own_times(found: Diagnosis, size: int) -> Sequence[float]:
+    """Each rank's step time without the others: DDP without its exchange, steps that do not talk as is."""
+    bench = found.bench
+    if bench.ranks.world_size == 1:
+        return ()
+    mine: float | None = bench.own_s.get(size)
+    parallel = [one for one in bench.work.state if is_parallel(one)]
+    if parallel:
+        with without_exchange(bench.work.state) as quiet:
+            if quiet:
+                mine = bench.briefly(lambda: statistics.median(_one_pass(bench, size, _OWN_STEPS)[0][1:]))
+            else:
+                mine = None  # sharded: every step is an exchange
+    told = bench.ranks.gather(mine, doing="each rank's own step time")
+    return () if any(one is None for one in told) else told

@@ -1,0 +1,399 @@
+"""`profile_throughput`: throughput by batch size, where more stops paying, and what holds it back.
+
+Rules:
+- Arguments are checked before any device work.
+- The search for the knee decides (`_decide.knee`), the bench measures (`_torch.bench`), the rules of
+  `_decide.diagnose` judge; this file only drives.
+- The recommended size has been timed. A size that runs out of memory is out, and the profile goes on.
+- State is put back after every size and every reading, bit for bit.
+- Under `torch.distributed` all ranks time the same sizes together, and all get rank 0's result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import batchfit
+from batchfit._decide.flops import peak_flops
+from batchfit._decide.knee import Knee, Timed, marginal_gains
+from batchfit._decide.steady import FINE, LOOK, verdict
+from batchfit._decide.units import parse_bytes
+from batchfit._diagnosis import Diagnosis, diagnosed
+from batchfit._find import _budget, _telling_others
+from batchfit._throughput_screen import format_rate
+from batchfit._torch.bench import Bench
+from batchfit._torch.bottlenecks import loader_pace
+from batchfit._torch.clock import Run, counts_memory
+from batchfit._torch.device import CpuDevice, CudaDevice, Device, DeviceSpec, resolve_device
+from batchfit._torch.inputs_seen import is_compiled
+from batchfit._torch.ranks import Ranks
+from batchfit.errors import NothingFitsError, SearchStoppedError
+from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, ThroughputProfile
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+
+OnPoint = Callable[[ThroughputPoint], object]
+
+_SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
+
+
+def profile_throughput(
+    workload: Workload | Callable[[int], object],
+    *,
+    smallest: int = 1,
+    largest: int | None = None,
+    sizes: Sequence[int] | None = None,
+    within: float = 0.05,
+    budget: int | str | None = None,
+    time_limit_s: float | None = None,
+    device: DeviceSpec | Device | None = None,
+    tokens_per_sample: int | None = None,
+    loader: Iterable[Any] | None = None,
+    target_batch_size: int | None = None,
+    diagnose: bool = True,
+    on_point: OnPoint | None = None,
+) -> ThroughputProfile:
+    """Measure throughput by batch size, and recommend the smallest size that is close to the best.
+
+    ```python
+    profile = batchfit.profile_throughput(batchfit.training(model, optimizer, loss_fn, make_batch))
+    loader = DataLoader(dataset, batch_size=profile.recommended)
+    print(profile)
+    ```
+
+    Args:
+        workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
+        smallest: the size to begin with, where a batch of 1 does not run (BatchNorm).
+        largest: the largest size to look at, such as `find_batch_size` has found; default: what memory
+            readings at small sizes allow.
+        sizes: time exactly these sizes, finely, instead of looking for the knee.
+        within: how far from the best throughput the recommended size may be.
+        budget: bytes the program may use ("24GiB"); default: all that is free.
+        time_limit_s: stop with what was measured so far.
+        device: where the workload runs; default: where its state is.
+        tokens_per_sample: tokens in a sample; default: read off `input_ids`, where the model is given some.
+        loader: the program's own data loader: it is timed alone and with the step.
+        target_batch_size: a batch that the training wants (over all ranks); where it does not fit, the result
+            says how to accumulate it.
+        diagnose: look for what holds throughput back: a few more steps at the recommended size.
+        on_point: called with each point as it is measured.
+
+    Raises:
+        NothingFitsError: not even a batch of 1 (or the smallest of `sizes`) fits.
+        SearchStoppedError: `time_limit_s` was over before any size was timed.
+    """
+    begun = time.perf_counter()
+    ranks = Ranks.current()
+    with _telling_others(ranks):
+        work = as_workload(workload)
+        knee = _checked(smallest, largest, sizes, within)
+        _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)
+        asked_bytes = None if budget is None else parse_bytes(budget)
+        place = resolve_device(device, near=(*work.state, work.model))
+        ranks.same([knee.to_json(), target_batch_size, diagnose, loader is None], doing="the settings")
+        budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
+        if not work.declared and ranks.is_main:
+            warnings.warn(
+                "the step's state is not declared, so timing changes the model and optimizer that it uses. "
+                "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
+                stacklevel=2,
+            )
+        deadline_s = None if time_limit_s is None else begun + time_limit_s
+        with Bench(work, place, ranks, budget_bytes=budget_bytes, deadline_s=deadline_s) as bench:
+            measuring = _Measuring(bench, knee, largest, tokens_per_sample, on_point)
+            if loader is not None:
+                pace = bench.briefly(lambda: loader_pace(loader))
+                measuring.pace = pace
+            measuring.to_the_end()
+            found = Diagnosis(bench, measuring.knee, measuring.runs, loader, measuring.pace)
+            told = diagnosed(found, measuring.points(), cut_off=measuring.is_cut_off) if diagnose else ()
+        profile = measuring.result(told, target_batch_size, elapsed_s=time.perf_counter() - begun)
+        texts = ranks.gather(profile.to_json() if ranks.is_main else "", doing="the profile")
+        ranks.settle()
+        return profile if ranks.is_main else ThroughputProfile.from_json(texts[0])
+
+
+def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, within: float) -> Knee:
+    """The search that the arguments ask for."""
+    Knee(smallest=smallest)
+    if largest is not None and (type(largest) is not int or largest < 1):
+        raise ValueError(f"largest must be a positive integer or None, not {largest!r}")
+    if sizes is None:
+        if largest is not None and largest < smallest:
+            raise ValueError(f"largest must be at least smallest ({smallest}), not {largest!r}")
+        return Knee(limit=largest, within=within, smallest=smallest)
+    given: object = sizes
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
+    named = tuple(dict.fromkeys(sizes))
+    if not named:
+        raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
+    if largest is not None:
+        raise ValueError(f"largest must be None where sizes are given, not {largest!r}")
+    return Knee(within=within, sizes=named)
+
+
+def _check(
+    time_limit_s: object,
+    tokens_per_sample: object,
+    loader: object,
+    target_batch_size: object,
+    diagnose: object,
+    on_point: object,
+) -> None:
+    if time_limit_s is not None and (
+        isinstance(time_limit_s, bool) or not isinstance(time_limit_s, int | float) or not time_limit_s > 0
+    ):
+        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
+    for name, value in (("tokens_per_sample", tokens_per_sample), ("target_batch_size", target_batch_size)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+    if loader is not None and (not isinstance(loader, Iterable) or isinstance(loader, Iterator)):
+        raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
+    if type(diagnose) is not bool:
+        raise TypeError(f"diagnose must be True or False, not {diagnose!r}")
+    if on_point is not None and not callable(on_point):
+        raise TypeError(f"on_point must be a callable on_point(point), not {on_point!r}")
+
+
+class _Measuring:
+    """The sizes of one profile, timed one after another."""
+
+    def __init__(
+        self, bench: Bench, knee: Knee, largest: int | None, tokens: int | None, on_point: OnPoint | None
+    ) -> None:
+        self.bench, self.knee, self._largest = bench, knee, largest
+        self.runs: dict[int, Run] = {}  # the finest run of each size
+        self.pace: Any = None  # a loader's, where there is one
+        self._too_large: list[Run] = []
+        self._tokens_per_sample, self._on_point = tokens, on_point
+        self._flops_per_sample: float | None = None
+        self._first_s: dict[int, float] = {}
+        self._stopped = "measured"
+
+    def to_the_end(self) -> None:
+        """Ask, time and tell until there is nothing more to learn, or the time is over."""
+        bench = self.bench
+        while (ask := self.knee.ask()) is not None and self._may_begin():
+            run = bench.time(ask.size, FINE if ask.fine else LOOK, smallest=self._is_smallest(ask.size))
+            if not run.fits:
+                self._too_large.append(run)
+                self.knee = self.knee.tell(Timed(ask.size, fits=False))
+                continue
+            self._keep(run, fine=ask.fine)
+            if len(self.knee.told) == 1 + len(self._too_large):
+                self._flops_per_sample = bench.flops_per_sample(ask.size)
+            if not self.knee.sizes:
+                self.knee = replace(self.knee, limit=self._limit())
+        if not self.runs:
+            self._nothing_ran()
+
+    def _keep(self, run: Run, *, fine: bool) -> None:
+        interval = run.interval
+        self.knee = self.knee.tell(Timed(run.size, interval.median, interval.spread, fine=fine))
+        before = self.runs.get(run.size)
+        self._first_s.setdefault(run.size, run.first_step_s)
+        if before is not None:
+            run.recompilations += before.recompilations
+            if min(len(before.times_s), len(run.times_s)) >= FINE.least:  # both fine: all of it counts
+                run.times_s[:0] = before.times_s
+                run.verdict = verdict(run.times_s, target=FINE.target)
+        if before is None or len(run.times_s) >= len(before.times_s):
+            self.runs[run.size] = run
+        point = self._point(run, None)
+        log.info("batch size %d: %.4g samples/s", point.size, point.samples_per_s)
+        if self._on_point is not None and self.bench.ranks.is_main:
+            self._on_point(point)
+
+    def _is_smallest(self, size: int) -> bool:
+        return size == (min(self.knee.sizes) if self.knee.sizes else self.knee.smallest)
+
+    def _may_begin(self) -> bool:
+        deadline_s = self.bench.deadline_s
+        late = deadline_s is not None and time.perf_counter() >= deadline_s
+        if self.bench.ranks.any(late, doing="the time that is left"):
+            self._stopped = "time_limit"
+            return False
+        return True
+
+    def _limit(self) -> int | None:
+        """The largest size worth asking for: what the caller said, and what memory allows."""
+        known = [one for one in (self._largest, self.bench.limit()) if one is not None]
+        return max(min(known), max(self.runs)) if known else None
+
+    def _nothing_ran(self) -> None:
+        if not self._too_large:
+            raise SearchStoppedError(
+                "no size was timed when the profile stopped (time_limit). Allow more time, or name sizes."
+            )
+        last = min(self._too_large, key=lambda run: run.size)
+        raise NothingFitsError(
+            last.size,
+            device=self.bench.place.name,
+            budget_bytes=self.bench.budget_bytes,
+            detail=last.message,
+            advice="" if last.size == 1 else "Name smaller sizes, or shrink the model.",
+        )
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether memory, and nothing that the caller asked for, ends the sizes right above the answer."""
+        ceiling, chosen = self.knee.ceiling, self.knee.recommended
+        if ceiling is None or chosen is None or self.knee.sizes:
+            return False
+        return chosen * 4 / 3 > ceiling and (self._largest is None or ceiling < self._largest)
+
+    def points(self) -> tuple[ThroughputPoint, ...]:
+        """What was measured, by size."""
+        gains = marginal_gains({size: size / run.interval.median for size, run in self.runs.items()})
+        return tuple(self._point(self.runs[size], gains.get(size)) for size in sorted(self.runs))
+
+    def _point(self, run: Run, gain: float | None) -> ThroughputPoint:
+        interval, world_size = run.interval, self.bench.ranks.world_size
+        seen = self.bench.seen[run.size]
+        tokens = self._tokens_per_sample
+        per_s = run.size * world_size / interval.median
+        flops = self._flops_per_sample * run.size / interval.median if self._flops_per_sample else None
+        peak = peak_flops(device_model(self.bench.place), seen.precision)
+        if tokens is None and seen.tokens:
+            tokens_per_s: float | None = seen.tokens * world_size / interval.median
+        else:
+            tokens_per_s = None if tokens is None else tokens * per_s
+        return ThroughputPoint(
+            size=run.size,
+            step_s=interval.median,
+            step_s_low=interval.low,
+            step_s_high=interval.high,
+            samples_per_s=per_s,
+            tokens_per_s=tokens_per_s,
+            peak_bytes=run.peaks.allocated_bytes if run.peaks else None,
+            reserved_bytes=run.peaks.reserved_bytes if run.peaks else None,
+            alloc_retries=run.alloc_retries,
+            flops_per_s=flops,
+            flops_share=flops / peak if flops is not None and peak else None,
+            steps_timed=len(run.times_s),
+            steps_warmed=len(run.warmup_s),
+            steady=run.verdict == "steady",
+            first_step_s=self._first_s[run.size],
+            host_s=min(run.host_s) if run.host_s else None,
+            recompilations=run.recompilations,
+            gain=gain,
+        )
+
+    def result(
+        self, diagnosis: tuple[Bottleneck, ...], target: int | None, *, elapsed_s: float
+    ) -> ThroughputProfile:
+        """The profile."""
+        points, bench = self.points(), self.bench
+        chosen = self.knee.recommended
+        assert chosen is not None
+        return ThroughputProfile(
+            points=points,
+            recommended=chosen,
+            largest=points[-1].size,
+            limit=self.knee.ceiling,
+            within=self.knee.within,
+            reason=_reason(points, chosen, self.knee),
+            diagnosis=diagnosis,
+            accumulation=_accumulation(points, chosen, target, self.knee, bench.ranks.world_size),
+            too_large=tuple(sorted(run.size for run in self._too_large)),
+            stopped_because=self._stopped,
+            budget_bytes=bench.budget_bytes,
+            device=bench.place.name,
+            device_model=device_model(bench.place),
+            world_size=bench.ranks.world_size,
+            notes=tuple(self._notes(points)),
+            elapsed_s=elapsed_s,
+            batchfit_version=batchfit.__version__,
+            torch_version=torch.__version__,
+        )
+
+    def _notes(self, points: Sequence[ThroughputPoint]) -> Iterable[str]:
+        why = {
+            "drifting": "the times go one way (clocks, another program)",
+            "stalling": "some steps stall",
+            "noisy": "the times vary",
+        }
+        for kind, text in why.items():
+            sizes = [str(size) for size, run in sorted(self.runs.items()) if run.verdict == kind]
+            if sizes:
+                yield f"not steady at batch size {', '.join(sizes)}: {text}"
+        if self._stopped == "time_limit":
+            yield "time_limit_s was reached: other sizes may be better"
+        compiled = sum(point.recompilations for point in points)
+        if compiled:
+            yield f"{compiled} functions were compiled during warm-up, which is not timed"
+        late = [run.size for run in self.runs.values() if run.late_recompilations]
+        if late:
+            yield f"torch.compile compiled again while batch size {late[0]} was timed"
+        if self.bench.model is not None and is_compiled(self.bench.model) and len(points) >= _SIZES_MANY:
+            yield (
+                f"{len(points)} sizes of a compiled model: past recompile_limit "
+                f"({getattr(torch._dynamo.config, 'recompile_limit', 8)}) torch runs new ones eagerly"
+            )
+        if isinstance(self.bench.place, CpuDevice) and counts_memory(self.bench.place):
+            yield "timed under virtual_memory, which makes every operation slower"
+
+
+def _reason(points: Sequence[ThroughputPoint], chosen: int, knee: Knee) -> str:
+    """Why this size, in one sentence."""
+    by_size = {point.size: point for point in points}
+    here, best = by_size[chosen], max(points, key=lambda point: point.samples_per_s)
+    rate = f"{format_rate(here.samples_per_s)} samples/s"
+    if len(points) == 1:
+        return f"{chosen} is the only size that was measured ({rate})"
+    if best.size == chosen:
+        why = f"{chosen} has the best throughput of {len(points)} sizes ({rate})"
+        return f"{why}, and it is the smallest within {knee.within:.0%} of it"
+    share = here.samples_per_s / best.samples_per_s
+    text = (
+        f"{chosen} is the smallest size within {knee.within:.0%} of the best throughput: {rate}, "
+        f"{share:.1%} of what {best.size} gives"
+    )
+    if here.peak_bytes and best.peak_bytes and best.peak_bytes > here.peak_bytes:
+        text += f" with {here.peak_bytes / best.peak_bytes:.0%} of the memory"
+    return text
+
+
+def _accumulation(
+    points: Sequence[ThroughputPoint], chosen: int, target: int | None, knee: Knee, world_size: int
+) -> Accumulation | None:
+    """How to make a batch that does not fit."""
+    if target is None:
+        return None
+    local = math.ceil(target / world_size)
+    if local <= max(points[-1].size, knee.ceiling or points[-1].size):
+        return None
+    count = math.ceil(local / chosen)
+    size = math.ceil(local / count)
+    rate = next(point.samples_per_s for point in points if point.size == chosen)
+    ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+    return Accumulation(
+        target_batch_size=target,
+        microbatch_size=size,
+        microbatches=count,
+        samples_per_s=rate,
+        advice=(
+            f"a batch of {target} does not fit at once: accumulate {count} microbatches of {size}{ranks} "
+            f"(batchfit.Microbatcher). This adds no throughput, which stays at about {format_rate(rate)} "
+            "samples/s: use it only where the training itself wants the larger batch"
+        ),
+    )
+
+
+def device_model(place: Device) -> str:
+    """`NVIDIA H200`; empty where torch does not tell."""
+    if isinstance(place, CudaDevice):
+        with contextlib.suppress(RuntimeError, AssertionError):
+            return torch.cuda.get_device_name(place.index)
+    return ""

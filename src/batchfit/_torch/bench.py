@@ -1,0 +1,215 @@
+"""Steps of one workload timed at one size after another, on all ranks, each time from the same state.
+
+Rules:
+- What was measured is the same on all ranks: the slowest rank's times and the highest readings, so that all
+  decide the same.
+- A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
+  trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
+- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
+  out of memory is None.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict
+from typing import Any, Self, TypeVar, cast, final
+
+import torch
+from torch import nn
+
+from batchfit._decide.memory import Curve, Reading
+from batchfit._decide.steady import Timing
+from batchfit._torch import oom, phase
+from batchfit._torch.bottlenecks import flops_of
+from batchfit._torch.clock import UNCOUNTED, Run, Step, compilations, counts_memory, run_timed
+from batchfit._torch.device import Device, Peaks, tensors_in
+from batchfit._torch.here import QuickCollections
+from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
+from batchfit._torch.ranks import Ranks
+from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.trial import _put_back, _uninterrupted, run_trial
+from batchfit.workload import Workload
+
+T = TypeVar("T")
+
+
+@final
+class Bench:
+    """Times a workload; used as a context, within which the budget holds."""
+
+    def __init__(
+        self, work: Workload, place: Device, ranks: Ranks, *, budget_bytes: int, deadline_s: float | None
+    ) -> None:
+        self.work, self.place, self.ranks = work, place, ranks
+        self.budget_bytes, self.deadline_s = budget_bytes, deadline_s
+        self.own_s: dict[
+            int, float
+        ] = {}  # this rank's step time by size, before the slowest one's replaces it
+        self.seen: dict[int, InputsSeen] = {}
+        self.model = work.model
+        self._memory: dict[int, Run] = {}
+        self._readings: list[Reading] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._snapshot = Snapshot.take(self.work.state)
+        self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
+        gc.collect()
+        with ExitStack() as stack:
+            self._collections = stack.enter_context(QuickCollections())
+            if counts_memory(self.place):
+                stack.enter_context(self.place.limit(self.budget_bytes))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def time(self, size: int, timing: Timing, *, smallest: bool = False, step: Step | None = None) -> Run:
+        """Time steps at `size`; `step` stands for the workload's own."""
+        memory = self._memory_trial(size, smallest=smallest) if step is None else None
+        if memory is not None and not memory.fits:
+            return memory
+        with watched_inputs(self.model) as seen:
+            run = run_timed(
+                self.work.step if step is None else step,
+                size,
+                device=self.place,
+                snapshot=self._snapshot,
+                timing=timing,
+                deadline_s=self.deadline_s,
+                agree=self._agree(size),
+                raise_ambiguous=smallest,
+            )
+        if not run.fits:
+            self._collections.thorough()
+        if step is None:
+            self.seen[size] = seen
+        if self.model is None and not compilations():
+            # A step of the caller's own: its first module is looked at once it is clear that nothing is
+            # compiled, for a hook on a part of a compiled function would make that compile again.
+            self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
+        if run.times_s and step is None:
+            self.own_s[size] = run.interval.median
+        if memory is not None:
+            run.peaks = memory.peaks
+        run = self._of_all(run)
+        if step is None:
+            self._learn(run)
+        return run
+
+    def limit(self) -> int | None:
+        """The largest size that memory allows, as the readings have it; None where they say nothing."""
+        if not self._readings:
+            return None
+        outlook = Curve.through(self._readings, budget_bytes=self.budget_bytes).outlook()
+        most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
+        return None if most == float("inf") or most > 2**40 else int(most)
+
+    def flops_per_sample(self, size: int) -> float | None:
+        """The floating-point operations of a step at `size`, for each sample; None where none are counted."""
+        with _uncompiled():
+            counted = self.briefly(lambda: flops_of(self.work.step, size))
+        return counted / size if counted else None
+
+    def briefly(self, read: Callable[[], T]) -> T | None:
+        """What `read` says, which may run steps; None where it ran out of memory. State is put back."""
+        raised: BaseException | None = None
+        ambient = sys.exception()
+        answer: T | None = None
+        counts = counts_memory(self.place)
+        try:
+            answer = read()
+        except Exception as error:
+            if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+                raised = error
+                raise
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            with _uninterrupted():
+                phase.clear()
+                _put_back(self._snapshot, self.place if counts else UNCOUNTED, raised)
+            raised = None
+        return answer
+
+    def _agree(self, size: int) -> Callable[[bool, bool], bool | None]:
+        def agree(wants_more: bool, failed: bool) -> bool | None:
+            if self.ranks.world_size == 1:
+                return None if failed else wants_more
+            told = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
+            return None if any(one[1] for one in told) else any(one[0] for one in told)
+
+        return agree
+
+    def _of_all(self, run: Run) -> Run:
+        """One run that stands for all ranks': the slowest's times, the highest readings."""
+        if self.ranks.world_size == 1:
+            return run
+        told = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
+        failed = next((one for one in told if one["outcome"] != "fits"), None)
+        slowest = failed or max(told, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
+        peaks = [one["peaks"] for one in told if one["peaks"] is not None]
+        merged = Run(**{**slowest, "peaks": None})
+        merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        if peaks:
+            merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
+        return merged
+
+    def _memory_trial(self, size: int, *, smallest: bool) -> Run | None:
+        """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
+        if counts_memory(self.place):
+            return None
+        if size in self._memory:
+            return self._memory[size]
+        with _uncompiled(), self.place.limit(self.budget_bytes):
+            trial = run_trial(
+                self.work.step,
+                size,
+                device=self.place,
+                snapshot=self._snapshot,
+                parameters=self._parameters,
+                steps=2,
+                raise_ambiguous=smallest,
+            )
+        outcome: Any = "too_large" if trial.outcome == "too_large" else "oom"
+        if self.ranks.any(not trial.fits, doing=f"the memory of batch size {size}"):
+            return Run(size, outcome="oom" if trial.fits else outcome, message=trial.message)
+        run = Run(size, peaks=Peaks(trial.peak_bytes or 0))
+        self._memory[size] = run
+        return run
+
+    def _learn(self, run: Run) -> None:
+        if not run.fits or run.peaks is None:
+            return
+        reading = Reading.of(
+            run.size,
+            run.peaks.allocated_bytes,
+            reserved_bytes=run.peaks.reserved_bytes,
+            split_bytes=run.peaks.split_bytes,
+            releases=run.alloc_retries > 0,
+        )
+        if reading is not None:
+            self._readings = [one for one in self._readings if one.size != run.size]
+            self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Inside, compiled functions run as they were written.
+
+    dynamo gives up for good on a function that it first meets under a dispatch mode, such as the one that
+    counts memory: every later step would run eagerly, and be timed so.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
+        return nullcontext()
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return cast(AbstractContextManager[object], stance)
+
+
+def _highest(values: Any) -> Any:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,479 @@
+"""`profile_throughput` on a CPU: real steps, planted times, faults at every point, planted bottlenecks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import batchfit
+from batchfit import _diagnosis, _profile
+from batchfit._decide.steady import FINE, LOOK, Timing
+from batchfit._torch import bottlenecks, clock
+from batchfit._torch.bottlenecks import flops_of, loader_pace, union
+from batchfit._torch.clock import run_timed
+from batchfit._torch.inputs_seen import watched_inputs
+from batchfit._torch.snapshot import Snapshot
+from batchfit.errors import NothingFitsError, SearchStoppedError
+from batchfit.results import ThroughputPoint, ThroughputProfile
+from batchfit.testing import FakeDevice, faulty, simulated_oom
+
+MIB = 2**20
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that stands still unless a step moves it: what is measured is then exact."""
+    now = [0.0]
+    for module in (clock, _profile, _diagnosis, bottlenecks):
+        monkeypatch.setattr(module, "time", _Clock(now))
+    return now
+
+
+class _Clock:
+    def __init__(self, now: list[float]) -> None:
+        self._now = now
+
+    def perf_counter(self) -> float:
+        return self._now[0]
+
+    monotonic = perf_counter
+
+
+class Planted:
+    """A step that takes the time and the memory that it is told to, on a device without hardware."""
+
+    def __init__(self, now: list[float], *, capacity: str = "1GiB", first_s: float = 0.0) -> None:
+        self.now, self.first_s = now, first_s
+        self.device = FakeDevice(capacity, peak=lambda size: 10 * MIB + size * MIB)
+        self.sizes: list[int] = []
+
+    def seconds(self, size: int) -> float:
+        return 0.010 + 0.001 * size
+
+    def __call__(self, size: int) -> None:
+        new = size not in self.sizes
+        self.sizes.append(size)
+        self.device.step(size)
+        self.now[0] += self.seconds(size) + (self.first_s if new else 0.0)
+
+    def profile(self, **keywords: Any) -> ThroughputProfile:
+        work = batchfit.Workload(self, state=())
+        return batchfit.profile_throughput(work, device=self.device, **keywords)
+
+
+def net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> batchfit.Workload:
+    def make_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 16), torch.randint(0, 4, (n,))
+
+    return batchfit.training(
+        model, optimizer, lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), make_batch
+    )
+
+
+# ---- the knee, with planted times
+
+
+def test_the_recommended_size_was_timed_and_is_within_reach(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=told.append)
+    best = max(size / planted.seconds(size) for size in range(1, 1000))
+    chosen = profile.at(profile.recommended)
+    assert chosen.samples_per_s == pytest.approx(chosen.size / planted.seconds(chosen.size))
+    assert chosen.samples_per_s >= 0.95 * best * 0.99
+    assert chosen.steps_timed >= FINE.least
+    assert [point.size for point in profile.points] == sorted({point.size for point in told})
+    assert profile.largest <= (profile.limit or 0) <= 1014
+    assert profile.stopped_because == "measured"
+    assert profile.notes == ()
+    assert [one.kind for one in profile.diagnosis] == ["compute-bound"]
+    assert ThroughputProfile.from_json(profile.to_json()) == profile
+
+
+def test_gains_are_those_of_a_doubling(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    profile = planted.profile(sizes=[8, 16, 32])
+    assert profile.at(16).gain == pytest.approx(2 * planted.seconds(8) / planted.seconds(16))
+    assert profile.at(8).gain is None
+
+
+def test_first_steps_are_not_timed(fake_time: list[float]) -> None:
+    planted = Planted(fake_time, first_s=30.0)
+    point = planted.profile(sizes=[8]).at(8)
+    assert point.step_s == pytest.approx(planted.seconds(8))
+    assert point.first_step_s == pytest.approx(30 + planted.seconds(8))
+    assert point.steps_warmed == 3
+
+
+def test_memory_readings_keep_it_from_running_out(fake_time: list[float]) -> None:
+    planted = Planted(fake_time, capacity="100MiB")
+    planted.seconds = lambda size: 1.0  # type: ignore[method-assign]  # more is always better
+    profile = planted.profile()
+    assert profile.too_large == ()
+    assert 80 <= profile.recommended <= 90
+    assert [one.kind for one in profile.diagnosis] == ["memory-bound"]
+    assert "memory ended" in profile.diagnosis[0].evidence
+
+
+def test_a_size_that_runs_out_is_out(fake_time: list[float]) -> None:
+    planted = Planted(fake_time, capacity="100MiB")
+    profile = planted.profile(sizes=[64, 128, 32])
+    assert profile.too_large == (128,)
+    assert [point.size for point in profile.points] == [32, 64]
+    assert "128" in str(profile)
+    with pytest.raises(NothingFitsError, match="a batch of 128"):
+        planted.profile(sizes=[128, 256])
+
+
+def test_a_largest_size_is_kept_to(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    profile = planted.profile(largest=20)
+    assert max(planted.sizes) <= 20
+    assert profile.recommended == 20
+    assert profile.bottlenecks == ()  # it was not memory that ended it
+
+
+def test_a_smallest_size_is_begun_with(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    profile = planted.profile(smallest=6, largest=200)
+    assert min(planted.sizes) >= 5  # diagnosis may use the size below the answer
+    assert profile.points[0].size == 6
+
+
+def test_several_fine_timings_of_a_size_count_together(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    steps = 0
+
+    def wobbling(size: int) -> float:
+        nonlocal steps
+        steps += 1
+        return (0.010 + 0.001 * size) * (1.2 if steps % 2 else 0.8)
+
+    planted.seconds = wobbling  # type: ignore[method-assign]
+    profile = planted.profile(largest=64)
+    assert max(point.steps_timed for point in profile.points) > FINE.most
+    assert not profile.at(profile.recommended).steady
+    assert any("not steady" in note for note in profile.notes)
+
+
+def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    profile = planted.profile(time_limit_s=0.2)
+    assert profile.stopped_because == "time_limit"
+    assert any("time_limit_s" in note for note in profile.notes)
+    assert profile.recommended in {point.size for point in profile.points}
+    slow = Planted(fake_time)
+    slow.now[0] += 1
+    with pytest.raises(SearchStoppedError, match="no size was timed"):
+        _profile._Measuring.to_the_end(_late_measuring(slow))
+
+
+def _late_measuring(planted: Planted) -> Any:
+    from batchfit._decide.knee import Knee
+    from batchfit._torch.bench import Bench
+    from batchfit._torch.ranks import Ranks
+
+    work = batchfit.Workload(planted, state=())
+    bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
+    return _profile._Measuring(bench, Knee(), None, None, None)
+
+
+def test_tokens_and_accumulation(fake_time: list[float]) -> None:
+    planted = Planted(fake_time, capacity="100MiB")
+    profile = planted.profile(tokens_per_sample=512, target_batch_size=1000)
+    point = profile.at(profile.recommended)
+    assert point.tokens_per_s == pytest.approx(512 * point.samples_per_s)
+    made = profile.accumulation
+    assert made is not None
+    assert made.microbatch_size <= profile.recommended
+    assert made.microbatch_size * made.microbatches >= 1000 > made.microbatch_size * (made.microbatches - 1)
+    assert "adds no throughput" in made.advice
+    assert planted.profile(target_batch_size=50).accumulation is None
+
+
+# ---- state, faults, refusals
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parts = [*model.state_dict().values(), torch.get_rng_state()]
+    for state in optimizer.state_dict()["state"].values():
+        parts += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [part.clone() for part in parts]
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_state_is_put_back_bit_for_bit(virtual: bool) -> None:
+    model, optimizer = net()
+    work = training(model, optimizer)
+    for _ in range(2):
+        work.step(4)
+    before = everything(model, optimizer)
+    if virtual:
+        with batchfit.virtual_memory("8MiB"):
+            profile = batchfit.profile_throughput(work, sizes=[2, 4, 8])
+        assert any("virtual_memory" in note for note in profile.notes)
+    else:
+        profile = batchfit.profile_throughput(work, sizes=[2, 4, 8], budget="64MiB")
+        assert not any("virtual_memory" in note for note in profile.notes)
+    after = everything(model, optimizer)
+    assert len(before) == len(after)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert not model._forward_pre_hooks
+    point = profile.at(8)
+    assert point.peak_bytes is not None
+    assert point.flops_per_s is not None
+    assert point.flops_per_s * point.step_s == pytest.approx(8 * 2 * (16 * 32 * 2 + 32 * 4 * 3), rel=0.01)
+    assert point.flops_share is None
+
+
+@pytest.mark.parametrize("kind", ["error", "interrupt"])
+@pytest.mark.parametrize("at", [0, 1, 3, 9, 14])
+def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
+    model, optimizer = net()
+    work = training(model, optimizer)
+    before = everything(model, optimizer)
+    wrong: Any = KeyboardInterrupt if kind == "interrupt" else RuntimeError
+    step = faulty(work.step, {at: kind})
+    with pytest.raises(wrong):
+        batchfit.profile_throughput(work.with_step(step), sizes=[4, 8], budget="64MiB")
+    after = everything(model, optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 6])
+def test_a_step_that_runs_out_anywhere_is_a_value(at: int) -> None:
+    model, optimizer = net()
+    snapshot = Snapshot.take((model, optimizer))
+    before = everything(model, optimizer)
+    step = faulty(training(model, optimizer).step, {at: simulated_oom()})
+    device = FakeDevice("1GiB")
+    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=Timing(0.0, 4, 8))
+    assert run.outcome == "oom"
+    assert "out of memory" in run.message
+    after = everything(model, optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def test_other_ranks_stop_with_one_that_fails() -> None:
+    """What `agree` is asked, by a rank that fails and by one whose peer does."""
+    asked: list[tuple[bool, bool]] = []
+
+    def agree(wants_more: bool, failed: bool) -> bool | None:
+        asked.append((wants_more, failed))
+        return None if failed or len(asked) == 3 else wants_more
+
+    device, snapshot = FakeDevice("1GiB"), Snapshot.take(())
+    step = faulty(lambda size: None, {2: "oom"})
+    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=LOOK, agree=agree)
+    assert run.outcome == "oom"
+    assert asked[-1] == (False, True)
+    assert sum(failed for _, failed in asked) == 1
+    asked.clear()
+    peer = run_timed(
+        lambda size: None, 4, device=device, snapshot=snapshot, timing=Timing(0, 9, 9), agree=agree
+    )
+    assert (peer.outcome, peer.message) == ("oom", "another rank ran out of memory")
+    assert not any(failed for _, failed in asked)  # it need not be told twice
+
+
+def test_a_step_that_runs_nothing_is_an_error() -> None:
+    def step(size: int) -> Iterator[int]:
+        yield size
+
+    with pytest.raises(batchfit.errors.NothingRanError, match="a generator"):
+        batchfit.profile_throughput(batchfit.Workload(step, state=()), device=FakeDevice("1GiB"))
+
+
+def test_undeclared_state_is_warned_about() -> None:
+    with pytest.warns(UserWarning, match="not declared"):
+        batchfit.profile_throughput(lambda size: None, device=FakeDevice("1GiB"), sizes=[1], diagnose=False)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"largest": 0}, "largest must be a positive integer or None, not 0"),
+        ({"smallest": 0}, "smallest must be a positive integer, not 0"),
+        ({"smallest": 8, "largest": 4}, r"largest must be at least smallest \(8\), not 4"),
+        ({"sizes": []}, r"sizes must name at least one batch size, not \[\]"),
+        ({"sizes": [4, -1]}, r"sizes must hold positive integers, not \(4, -1\)"),
+        ({"sizes": [4], "largest": 8}, "largest must be None where sizes are given, not 8"),
+        ({"within": 1.5}, "within must be above 0 and below 1, not 1.5"),
+        ({"budget": "lots"}, "budget must be bytes"),
+        ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
+        ({"tokens_per_sample": 1.5}, "tokens_per_sample must be a positive integer or None, not 1.5"),
+        ({"target_batch_size": 0}, "target_batch_size must be a positive integer or None, not 0"),
+        ({"loader": 4}, "loader must be something that can be iterated again and again, not 4"),
+        ({"loader": iter([1])}, "loader must be something that can be iterated again"),
+        ({"diagnose": 1}, "diagnose must be True or False, not 1"),
+        ({"on_point": 3}, r"on_point must be a callable on_point\(point\), not 3"),
+        ({"sizes": "12"}, "sizes must be a list of batch sizes, not '12'"),
+        ({"device": "tpu"}, "device must be"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_step(keywords: dict[str, Any], message: str) -> None:
+    ran: list[int] = []
+    with pytest.raises((ValueError, TypeError), match=message):
+        batchfit.profile_throughput(batchfit.Workload(ran.append, state=()), **keywords)
+    assert ran == []
+
+
+# ---- planted bottlenecks
+
+
+class Slow(Dataset[torch.Tensor]):
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._pause_s)
+        return torch.zeros(16)
+
+
+def sleepy(pause_s: float) -> batchfit.Workload:
+    return batchfit.Workload(lambda size: time.sleep(pause_s), state=())
+
+
+def test_a_loader_with_a_sleep_is_named_and_a_quick_one_is_not() -> None:
+    slow: DataLoader[torch.Tensor] = DataLoader(Slow(0.004), batch_size=4)
+    profile = batchfit.profile_throughput(sleepy(0.01), sizes=[4], budget="1GiB", loader=slow)
+    assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
+    quick: DataLoader[torch.Tensor] = DataLoader(Slow(0.0), batch_size=4)
+    profile = batchfit.profile_throughput(sleepy(0.02), sizes=[4], budget="1GiB", loader=quick)
+    assert profile.bottlenecks == ()
+
+
+def test_a_batch_that_takes_long_to_make_is_named() -> None:
+    def make_batch(n: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.randn(n, 16)
+
+    work = batchfit.inference(nn.Linear(16, 4), make_batch)
+    profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB")
+    assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
+    assert "making a batch" in profile.diagnosis[0].evidence
+
+
+PLANS: set[tuple[int, ...]] = set()  # as in a library, where no snapshot reaches
+
+
+class Planning(nn.Module):
+    """Like an attention that builds a plan for every shape that it has not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if tuple(batch.shape) not in PLANS:
+            time.sleep(0.02)
+            PLANS.add(tuple(batch.shape))
+        time.sleep(0.004)
+        return batch * self.weight
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_ragged_shapes_are_named(ragged: bool) -> None:
+    def make_batch(n: int) -> torch.Tensor:
+        length = int(torch.randint(8, 500, ())) if ragged else 64
+        return torch.zeros(n, length)
+
+    PLANS.clear()
+    work = batchfit.inference(Planning(), make_batch)
+    profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB")
+    assert [one.kind for one in profile.bottlenecks] == (["shape-bound"] if ragged else [])
+    if ragged:
+        assert "8 shapes in 8 steps" in profile.diagnosis[0].evidence
+
+
+def test_a_ragged_loader_is_named_by_what_a_first_step_costs() -> None:
+    PLANS.clear()
+    work = batchfit.inference(Planning(), lambda n: torch.zeros(n, 64))
+    batches = [torch.zeros(4, length) for length in range(10, 40)]
+    profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB", loader=batches)
+    assert [one.kind for one in profile.bottlenecks] == ["shape-bound"]
+    same = [torch.zeros(4, 10)] * 30
+    assert batchfit.profile_throughput(work, sizes=[4], budget="64MiB", loader=same).bottlenecks == ()
+
+
+def test_an_allocator_that_retries_is_named(fake_time: list[float]) -> None:
+    planted = Planted(fake_time)
+    planted.device = FakeDevice("100MiB", peak=lambda size: size * MIB, cached=0.2, settles_after=None)
+    profile = planted.profile(sizes=[90])
+    assert [one.kind for one in profile.diagnosis] == ["memory-bound"]
+    assert "9" in profile.diagnosis[0].evidence
+    assert planted.profile(sizes=[40]).bottlenecks == ()
+
+
+# ---- readings
+
+
+def test_a_loader_is_looked_at_without_moving_its_generator() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(torch.arange(40.0).reshape(20, 2), batch_size=4, shuffle=True, generator=generator)  # type: ignore[arg-type]
+    before = generator.get_state()
+    pace = loader_pace(loader)
+    assert (pace.size, pace.shapes, pace.batches) == (4, 1, 5)
+    assert torch.equal(before, generator.get_state())
+    with pytest.raises(ValueError, match="loader must give at least 3 batches, not 1"):
+        loader_pace([torch.zeros(2)])
+
+
+def test_tokens_are_read_off_the_calls() -> None:
+    embedding = nn.Embedding(10, 4)
+    with watched_inputs(embedding) as seen:
+        embedding(torch.zeros(3, 7, dtype=torch.long))
+        embedding(torch.zeros(3, 9, dtype=torch.long))
+    assert seen.tokens == 27
+    assert seen.distinct == 2
+    assert seen.precision == "fp32"
+    work = batchfit.inference(embedding, lambda n: torch.zeros(n, 7, dtype=torch.long))
+    point = batchfit.profile_throughput(work, sizes=[4], budget="64MiB", diagnose=False).at(4)
+    assert point.tokens_per_s == pytest.approx(7 * point.samples_per_s)
+
+
+def test_precision_is_what_autocast_says() -> None:
+    linear = nn.Linear(4, 4)
+    with watched_inputs(linear) as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        linear(torch.zeros(2, 4))
+    assert seen.precision == "bf16"
+
+
+def test_flops_are_counted() -> None:
+    linear = nn.Linear(8, 4, bias=False)
+    assert flops_of(lambda size: linear(torch.zeros(size, 8)), 5) == 2 * 5 * 8 * 4
+    assert flops_of(lambda size: torch.zeros(size) + 1, 5) is None
+
+
+def test_kernel_times_are_joined() -> None:
+    assert union([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert union([]) == 0
+
+
+def test_compiled_steps_are_warmed_and_counted() -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(8, 8)
+    compiled: Any = torch.compile(model, backend="eager", dynamic=False)
+    work = batchfit.Workload(lambda size: compiled(torch.zeros(size, 8)), state=[model])
+    profile = batchfit.profile_throughput(work, sizes=[2, 4], budget="64MiB", diagnose=False)
+    first, second = (point.recompilations for point in profile.points)
+    assert (first >= 1, second) == (True, 1)
+    assert any("compiled during warm-up" in note for note in profile.notes)
+    torch._dynamo.reset()

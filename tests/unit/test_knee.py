@@ -1,0 +1,197 @@
+"""The knee: few sizes, the right one, the same one again under noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfit._decide.knee import Ask, Knee, Timed, grid, marginal_gains
+from batchfit.errors import ResultFileError
+
+Curve = Callable[[int], float]
+
+# name -> (time of a step at a size, the largest size that fits)
+CURVES: dict[str, tuple[Curve, int]] = {
+    "resnet": (lambda size: 0.017 + 0.001 * size, 549),
+    "gpt2": (lambda size: 0.010 + 0.005 * size, 190),
+    "host floor": (lambda size: max(0.040, 0.004 + 0.0005 * size), 4096),
+    "not saturated": (lambda size: 0.5 + 0.001 * size, 300),
+    "declines": (lambda size: (0.010 + 0.001 * size) * (1 + (size / 2000) ** 2), 1500),
+    "in proportion": (lambda size: 0.001 * size, 256),
+    "free": (lambda size: 0.05, 512),
+    "tiles of 64": (lambda size: (0.02 + 0.001 * size) * (1.04 if size % 64 else 1.0), 1024),
+}
+
+
+def searched(curve: Curve, limit: int | None, *, noise: float = 0.0, seed: int = 0) -> Knee:
+    rng = random.Random(seed)
+    knee = Knee(limit=limit)
+    while (ask := knee.ask()) is not None:
+        step_s = curve(ask.size) * (1 + rng.uniform(-noise, noise))
+        knee = knee.tell(Timed(ask.size, step_s, noise, fine=ask.fine))
+    return knee
+
+
+def best_rate(curve: Curve, limit: int) -> float:
+    return max(size / curve(size) for size in {*grid(1, limit), limit})
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_answer_is_within_reach_of_the_best_at_a_third_of_a_sweep(name: str) -> None:
+    curve, limit = CURVES[name]
+    knee = searched(curve, limit)
+    assert knee.recommended is not None
+    assert knee.recommended / curve(knee.recommended) >= 0.95 * best_rate(curve, limit)
+    # Nothing two grid sizes below it would have done.
+    sizes = grid(1, limit)
+    smaller = [size for size in sizes if size < knee.recommended][:-1]
+    assert all(size / curve(size) < 0.96 * best_rate(curve, limit) for size in smaller)
+    spent = sum(curve(one.size) * (8 if one.fine else 4) for one in knee.told)
+    assert spent <= sum(8 * curve(size) for size in sizes) / 3
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_noise_of_5_percent_leaves_the_size_or_its_neighbour(name: str) -> None:
+    """The same or a neighbouring power of two in 95 % of runs; Ludwig's rule below is all over the place."""
+    curve, limit = CURVES[name]
+    found = Counter(searched(curve, limit, noise=0.05, seed=seed).recommended or 0 for seed in range(100))
+    right = min(
+        size for size in {*grid(1, limit), limit} if size / curve(size) >= 0.95 * best_rate(curve, limit)
+    )
+    near = sum(count for size, count in found.items() if right / 2 <= size <= right * 2)
+    assert near >= 95, found
+    rates = [size / curve(size) / best_rate(curve, limit) for size in found.elements()]
+    assert sum(rates) / len(rates) >= 0.95
+
+
+def test_ludwigs_rule_is_less_stable_than_ours() -> None:
+    """Doubling until samples/s falls for the first time, on the same saturating curve with the same noise."""
+    curve: Curve = lambda size: 0.02 + 0.0005 * size  # noqa: E731
+
+    def ludwig(seed: int) -> int:
+        rng, size, last, best = random.Random(seed), 1, 0.0, 1
+        while size <= 4096:
+            rate = size / (curve(size) * (1 + rng.uniform(-0.05, 0.05)))
+            if rate < last:
+                break
+            last, best, size = rate, size, size * 2
+        return best
+
+    theirs = {ludwig(seed) for seed in range(100)}
+    ours = {searched(curve, 4096, noise=0.05, seed=seed).recommended or 0 for seed in range(100)}
+    assert max(theirs) / min(theirs) >= 8
+    assert math.log2(max(ours) / min(ours)) < math.log2(max(theirs) / min(theirs)) - 0.5
+
+
+@given(
+    fixed=st.floats(1e-5, 1.0),
+    sample=st.floats(1e-7, 1e-1),
+    floor=st.floats(0.0, 1.0),
+    limit=st.integers(1, 20_000),
+    real_limit=st.integers(1, 20_000),
+    noise=st.floats(0.0, 0.2),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_curve_ends_with_a_size_that_ran(
+    fixed: float, sample: float, floor: float, limit: int, real_limit: int, noise: float, seed: int
+) -> None:
+    """Whatever the curve, the noise, and memory that ends elsewhere than was thought."""
+    rng = random.Random(seed)
+    knee = Knee(limit=limit)
+    while (ask := knee.ask()) is not None:
+        assert 1 <= ask.size <= limit
+        assert all(ask.size < one.size for one in knee.told if not one.fits)
+        assert Knee.from_json(knee.to_json()) == knee
+        assert Knee.from_json(knee.to_json()).ask() == ask
+        if ask.size > real_limit:
+            knee = knee.tell(Timed(ask.size, fits=False))
+            continue
+        step_s = max(floor, fixed + sample * ask.size) * (1 + rng.uniform(-noise, noise))
+        knee = knee.tell(Timed(ask.size, step_s, noise, fine=ask.fine))
+    assert len(knee.told) <= 40
+    assert knee.recommended in {one.size for one in knee.told if one.fits}
+
+
+def test_without_a_limit_it_stops_past_the_knee() -> None:
+    knee = searched(lambda size: 0.01 + 0.001 * size, None)
+    assert knee.recommended in (128, 192, 256)
+    assert max(one.size for one in knee.told) <= 4 * 256
+
+
+def test_a_size_that_runs_out_is_out_and_so_is_all_above() -> None:
+    knee = Knee(limit=1000)
+    while (ask := knee.ask()) is not None:
+        if ask.size > 40:
+            knee = knee.tell(Timed(ask.size, fits=False))
+        else:
+            knee = knee.tell(Timed(ask.size, 1 + 0.001 * ask.size, fine=ask.fine))
+    assert 32 <= (knee.recommended or 0) <= 40
+    assert knee.ceiling is not None
+    assert knee.ceiling < 64
+
+
+def test_nothing_fits() -> None:
+    knee = Knee(limit=8).tell(Timed(1, fits=False))
+    assert knee.ask() is None
+    assert knee.recommended is None
+
+
+def test_sizes_that_were_named_are_timed_in_order() -> None:
+    knee = Knee(sizes=(8, 2, 32))
+    asked = []
+    while (ask := knee.ask()) is not None:
+        asked.append((ask.size, ask.fine))
+        knee = knee.tell(Timed(ask.size, 0.01 + 0.001 * ask.size))
+    assert asked == [(8, True), (2, True), (32, True)]
+    assert knee.recommended == 32
+
+
+def test_named_sizes_above_one_that_ran_out_are_left_out() -> None:
+    knee = Knee(sizes=(8, 32, 64, 16)).tell(Timed(8, 1.0)).tell(Timed(32, fits=False))
+    assert knee.ask() == Ask(16, True)
+
+
+def test_a_brief_look_is_not_the_answer() -> None:
+    knee = searched(lambda size: 0.01 + 0.001 * size, 2048)
+    assert any(one.fine and one.size == knee.recommended for one in knee.told)
+
+
+def test_gains_are_those_of_a_doubling() -> None:
+    rates = {size: size / (0.01 + 0.001 * size) for size in (1, 4, 16, 64)}
+    gains = marginal_gains(rates)
+    assert set(gains) == {4, 16, 64}  # below the smallest size nothing is known
+    for size in gains:
+        assert gains[size] == pytest.approx((0.01 + 0.001 * size / 2) * 2 / (0.01 + 0.001 * size))
+
+
+def test_the_grid_is_powers_of_two_and_midpoints() -> None:
+    assert grid(1, 50) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+    assert grid(5, 5) == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"limit": 0}, "limit must be a positive integer, not 0"),
+        ({"within": 0.0}, "within must be above 0 and below 1, not 0.0"),
+        ({"within": True}, "within must be above 0 and below 1, not True"),
+        ({"smallest": -1}, "smallest must be a positive integer, not -1"),
+        ({"sizes": (4, 0)}, r"sizes must hold positive integers, not \(4, 0\)"),
+    ],
+)
+def test_wrong_settings_are_refused(keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Knee(**keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "search"}'])
+def test_a_file_that_is_not_ours_is_refused(text: str) -> None:
+    with pytest.raises(ResultFileError, match="not a knee search"):
+        Knee.from_json(text)

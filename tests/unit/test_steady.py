@@ -1,0 +1,120 @@
+"""Planted series of step times: when they are warm, enough, and steady."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchfit._decide.flops import peak_flops
+from batchfit._decide.steady import FINE, LOOK, Interval, is_warm, verdict
+
+times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=80)
+
+
+def warmup(series: list[float], *, most: int = 12) -> int:
+    """How many steps are taken before the first that is timed."""
+    return next(count for count in range(1, len(series) + 1) if is_warm(series[:count], most=most))
+
+
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [
+        ([1.0, 1.0, 1.0], 2),
+        ([30.0, 0.1, 0.1, 0.1], 3),  # compiled in the first step
+        ([30.0, 12.0, 0.1, 0.1, 0.1], 4),  # and again in the second
+        ([2.0, 1.7, 1.4, 1.1, 0.9, 0.85, 0.84], 6),  # clocks that go up
+        ([1.0, 1.2, 1.0], 2),  # noise upwards is not warm-up
+    ],
+)
+def test_warm_up_ends_where_steps_stop_getting_faster(series: list[float], expected: int) -> None:
+    assert warmup(series) == expected
+
+
+def test_warm_up_that_never_ends_is_cut_off() -> None:
+    assert warmup([0.8**number for number in range(50)], most=12) == 12
+
+
+@given(times)
+@settings(max_examples=200, deadline=None)
+def test_an_interval_holds_its_median_and_lies_within_the_values(series: list[float]) -> None:
+    interval = Interval.of(series)
+    assert min(series) <= interval.low <= interval.median <= interval.high <= max(series)
+
+
+@pytest.mark.parametrize("count", [6, 9, 20, 60])
+def test_the_interval_covers_the_median_in_95_percent(count: int) -> None:
+    rng = random.Random(count)
+    hits = 0
+    for _ in range(2000):
+        interval = Interval.of([rng.expovariate(1.0) for _ in range(count)])
+        hits += interval.low <= math.log(2) <= interval.high
+    assert hits / 2000 >= 0.945  # exact coverage is a little above 95 %
+    assert hits / 2000 < 1.0 or count == 6
+
+
+def test_one_stall_moves_neither_median_nor_interval() -> None:
+    quiet = [1.0 + 0.001 * number for number in range(12)]
+    stalled = Interval.of([*quiet[:-1], 40.0])
+    assert stalled.spread < 0.01
+
+
+def test_no_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="times must hold"):
+        Interval.of([])
+
+
+def test_steps_are_repeated_until_the_interval_is_narrow() -> None:
+    rng = random.Random(0)
+    for noise, few in ((0.001, True), (0.2, False)):
+        series: list[float] = []
+        while not FINE.is_enough(series):
+            series.append(1 + rng.gauss(0, noise))
+        assert (len(series) == FINE.least) is few
+        assert len(series) <= FINE.most
+        assert (verdict(series, target=FINE.target) == "steady") is few
+    assert not LOOK.is_enough([1.0])
+    assert LOOK.is_enough([1.0, 1.001])
+
+
+def test_planted_series_are_told_apart() -> None:
+    rng = random.Random(1)
+    clean = [1 + rng.gauss(0, 0.005) for _ in range(30)]
+    assert verdict(clean, target=0.015) == "steady"
+    assert verdict([one * (1 + 0.01 * n) for n, one in enumerate(clean)], target=0.015) == "drifting"
+    assert verdict([one * (1 - 0.01 * n) for n, one in enumerate(clean)], target=0.015) == "drifting"
+    assert (
+        verdict([one * (4 if n % 5 == 0 else 1) for n, one in enumerate(clean)], target=0.015) == "stalling"
+    )
+    assert verdict([1 + rng.uniform(-0.3, 0.3) for _ in range(30)], target=0.015) == "noisy"
+
+
+def test_clean_series_are_rarely_called_unsteady() -> None:
+    rng = random.Random(2)
+    wrong = sum(
+        verdict([1 + rng.gauss(0, 0.01) for _ in range(20)], target=0.05) != "steady" for _ in range(500)
+    )
+    assert wrong <= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected"),
+    [
+        ("NVIDIA H200", "bf16", 989.4e12),
+        ("NVIDIA GH200 480GB", "bf16", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156e12),
+        ("Tesla T4", "fp16", 65e12),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("NVIDIA GeForce RTX 4090", "fp32", 82.6e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
+        ("some new card", "bf16", None),
+    ],
+)
+def test_peaks_of_devices(name: str, precision: str, expected: float | None) -> None:
+    assert peak_flops(name, precision) == expected
