@@ -43,6 +43,7 @@ _EXPORTS = {
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
     "predict_batch_size": "batchfit._predict",
+    "report": "batchfit._report",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -76,6 +77,7 @@ __all__ = [
     "inference",
     "load_schedule",
     "predict_batch_size",
+    "report",
     "testing",
     "training",
     "virtual_memory",
@@ -91,6 +93,7 @@ if TYPE_CHECKING:
     from batchfit._microbatch import Microbatcher
     from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size
+    from batchfit._report import report
     from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import (

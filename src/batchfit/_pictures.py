@@ -1,8 +1,8 @@
 """What each result looks like: charts as values, which `batchfit._svg` draws.
 
-Rules: a chart shows what was measured or predicted and nothing between that would look like it; results of one
-kind of question share a chart where their memory is of one order, so that a prediction lies under the search
-that followed it. An outcome has a shape of its own. What is written about a point is what the table says.
+Rules: a chart shows what was measured or predicted and nothing between that would look like it. Results share
+a chart where their memory is of one order, so that a prediction lies under the search that followed it. An
+outcome has a shape of its own. What is written about a point is what the table says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from batchfit._svg import Axis, Chart, Mark, Rule, Series, Shape, chart_css, dra
 from batchfit._throughput_screen import format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from batchfit.results import FitResult, MemoryExplanation, Prediction, ThroughputProfile, Trial
+    from batchfit.results import (
+        FitResult,
+        MemoryExplanation,
+        Prediction,
+        ThroughputPoint,
+        ThroughputProfile,
+        Trial,
+    )
 
 # What a trial's ending looks like, and how it is called where there is a whole sentence of room.
 OUTCOMES: dict[str, tuple[Shape, str, str]] = {
@@ -32,13 +39,13 @@ OUTCOMES: dict[str, tuple[Shape, str, str]] = {
 }
 # The order in which kinds of memory lie on each other: what is always there at the bottom.
 KINDS = ("weights", "optimizer", "gradients", "batch", "activations", "temporaries", "workspaces")
-_COLUMNS = 100  # moments of a timeline that are drawn: a chart has not many more pixels to tell apart
+_COLUMNS = 80  # moments of a timeline that are drawn: a chart has not many more pixels to tell apart
 _ONE_ORDER = 8  # budgets further apart than this do not share an axis
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Results that say how memory grows with the size; each comes with its name, or none where it is alone."""
+    """Results that say how memory grows with the size; each has a name, or none where it is alone."""
 
     fits: tuple[tuple[str, FitResult], ...] = ()
     predictions: tuple[tuple[str, Prediction], ...] = ()
@@ -47,7 +54,8 @@ class Memory:
 
     def budgets(self) -> list[int]:
         """The bytes that these results are about."""
-        found = [one.budget_bytes for _, one in (*self.fits, *self.predictions, *self.profiles)]
+        found = [one.budget_bytes for _, one in self.fits] + [one.budget_bytes for _, one in self.predictions]
+        found += [one.budget_bytes for _, one in self.profiles]
         return found + [one.budget_bytes or one.peak_bytes for _, one in self.explanations]
 
 
@@ -115,7 +123,7 @@ def path_chart(fit: FitResult) -> Chart:
         "Search path",
         f"{len(fit.trials)} trials in the order in which they were run, by batch size; the answer is "
         f"{fit.batch_size}.",
-        Axis("trial", whole=True),
+        Axis("trial", whole=True, least=1),
         Axis("batch size", log=True, switched=True, whole=True),
         tuple(series),
     )
@@ -133,7 +141,12 @@ def memory_chart(memory: Memory) -> Chart:
         series += _measured(name, fit, unit)
     for name, profile in memory.profiles:
         marks = [
-            Mark(p.size, real(p.peak_bytes) / unit, f"size {p.size:,}: peak {format_bytes(p.peak_bytes)}", "square")
+            Mark(
+                p.size,
+                real(p.peak_bytes) / unit,
+                f"size {p.size:,}: peak {format_bytes(p.peak_bytes)}",
+                "square",
+            )
             for p in profile.points
             if p.peak_bytes is not None
         ]
@@ -147,7 +160,7 @@ def memory_chart(memory: Memory) -> Chart:
         "Memory against batch size",
         f"Memory in {unit_name} by batch size, under a budget of "
         f"{', '.join(format_bytes(one) for one in budgets) or 'any size'}.",
-        Axis("batch size", switched=True, whole=True),
+        Axis("batch size", log=_is_crowded(memory), switched=True, whole=True),
         Axis(f"memory, {unit_name}"),
         tuple(series),
         tuple(Rule(real(at) / unit, label) for at, label in budgets.items()),
@@ -163,13 +176,11 @@ def throughput_chart(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Chart
             Mark(
                 p.size,
                 real(p.samples_per_s),
-                f"size {p.size:,}: {format_rate(p.samples_per_s)} samples/s, {format_seconds(p.step_s)} a step"
-                f" ± {p.spread:.1%}{'' if p.steady else ', not steady'}"
-                + ("" if p.gain is None else f", x{p.gain:.2f} of half the size"),
+                _point_tip(p),
                 "diamond" if p.size == one.recommended else shapes[number % 3],
                 label=f"recommended {p.size:,}" if p.size == one.recommended else "",
-                low=real(p.size / p.step_s_high) * _scaled(p) if p.step_s_high > 0 else None,
-                high=real(p.size / p.step_s_low) * _scaled(p) if p.step_s_low > 0 else None,
+                low=real(p.samples_per_s * p.step_s / p.step_s_high) if p.step_s_high > 0 else None,
+                high=real(p.samples_per_s * p.step_s / p.step_s_low) if p.step_s_low > 0 else None,
             )
             for p in one.points
         )
@@ -205,11 +216,18 @@ def timeline_chart(told: MemoryExplanation) -> Chart:
             floors[n] = height
         series.append(Series(kind, tuple(marks), f"c{number % 7}", line="area", named=True))
     tips = tuple(
-        Mark(m.at, floor, f"{m.phase}: {format_bytes(sum(m.kinds.values()))} live, most of it {_most(m.kinds)}", "none")
+        Mark(
+            m.at,
+            floor,
+            f"{m.phase}: {format_bytes(sum(m.kinds.values()))} live, most of it {_most(m.kinds)}",
+            "none",
+        )
         for m, floor in list(zip(moments, floors, strict=True))[::4]
     )
     peak = max(range(len(moments)), key=floors.__getitem__, default=0)
-    top = (Mark(moments[peak].at, floors[peak], _peak_tip(told), "triangle", label=f"peak in {told.peak_phase}"),)
+    top = (
+        Mark(moments[peak].at, floors[peak], _peak_tip(told), "triangle", label=f"peak in {told.peak_phase}"),
+    )
     series += [Series("", tips, "c5"), Series("", top if moments else (), "c5")]
     begins = [next(group) for _, group in groupby(moments, key=lambda moment: moment.phase)]
     return Chart(
@@ -255,11 +273,15 @@ def _predicted(name: str, one: Prediction, role: str, unit: int, end: float) -> 
     for point in curve:
         about = f"size {point.size:,}: predicted peak {format_bytes(point.peak_bytes)}"
         live.append(Mark(point.size, real(point.peak_bytes) / unit, about, "none"))
-        about = f"size {point.size:,}: predicted {format_bytes(point.reserved_bytes)} with the allocator's cache"
+        about = (
+            f"size {point.size:,}: predicted {format_bytes(point.reserved_bytes)} with the allocator's cache"
+        )
         whole.append(Mark(point.size, real(point.reserved_bytes) / unit, about, "none"))
     found = [Series(f"{name}predicted peak", tuple(live), role, line="solid", named=True)]
     if any(point.reserved_bytes > point.peak_bytes for point in curve):
-        found.append(Series(f"{name}predicted, with the allocator's cache", tuple(whole), role, line="dashed"))
+        found.append(
+            Series(f"{name}predicted, with the allocator's cache", tuple(whole), role, line="dashed")
+        )
     answers = [
         Mark(
             answer.batch_size,
@@ -304,6 +326,15 @@ def _sizes(memory: Memory) -> list[int]:
     return sizes + [one.batch_size for _, one in memory.explanations]
 
 
+def _is_crowded(memory: Memory) -> bool:
+    """Whether sizes that were far too large would press all others into a corner of a linear axis."""
+    ran = [trial.size for _, fit in memory.fits for trial in fit.trials if trial.fits]
+    ran += [one.batch_size for _, one in memory.predictions]
+    ran += [one.batch_size for _, one in memory.explanations]
+    ran += [point.size for _, one in memory.profiles for point in one.points]
+    return max(_sizes(memory), default=1) > 4 * max(ran, default=1)
+
+
 def _peaks(memory: Memory) -> list[int]:
     peaks = [trial.peak_bytes or 0 for _, fit in memory.fits for trial in fit.trials]
     return peaks + [one.peak_bytes for _, one in memory.explanations]
@@ -343,7 +374,8 @@ def _peak_tip(told: MemoryExplanation) -> str:
     return f"peak {format_bytes(told.peak_bytes)} in {told.peak_phase}"
 
 
-def _scaled(point: object) -> float:
-    """Ranks: samples per second are those of all of them, times those of one."""
-    one = point.size / point.step_s  # type: ignore[attr-defined]
-    return float(point.samples_per_s / one) if one else 1.0  # type: ignore[attr-defined]
+def _point_tip(point: ThroughputPoint) -> str:
+    steady = "" if point.steady else ", not steady"
+    gain = "" if point.gain is None else f", x{point.gain:.2f} of half the size"
+    rate = f"{format_rate(point.samples_per_s)} samples/s, {format_seconds(point.step_s)} a step"
+    return f"size {point.size:,}: {rate} ± {point.spread:.1%}{steady}{gain}"

@@ -3,10 +3,10 @@
 Rules: a chart is a value, and its picture a pure function of it, so one drawing serves the report with
 JavaScript on or off, a notebook, a printer and a test. Nothing is told by colour alone: a series has a shape
 or a dash of its own, and what matters is written beside its line. Every text is escaped here, in one place.
-There are no style attributes (a page's Content-Security-Policy may forbid them): looks are in `chart.css`.
+There are no style attributes (a page's Content-Security-Policy may forbid them): looks are in `_chart.css`.
 
-Why not Plotly: a page with it is 4.8 MB, is empty without JavaScript, and its labels shrink on a phone. Here a
-chart is some kilobytes, and each is drawn twice, for a wide and for a narrow page, with letters of one size.
+Why not Plotly: a page with it is 4.8 MB, is empty without JavaScript, and its labels shrink on a phone. Here
+a chart is some kilobytes, and a report draws it for a wide and for a narrow page, with letters of one size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Shape = Literal["dot", "ring", "cross", "square", "triangle", "diamond", "none"]
 
 LETTER = 7.4  # pixels of a letter of 12 pixels, rather too many than too few
 ROW = 15.0
-_TOP, _RIGHT, _BOTTOM = 26.0, 14.0, 38.0
+_TOP, _RIGHT, _BOTTOM = 32.0, 14.0, 38.0
 # Paths round 0, about as large to the eye as each other.
 SHAPES: dict[str, str] = {
     "dot": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0Z",
@@ -83,6 +83,7 @@ class Axis:
     log: bool = False
     switched: bool = False
     whole: bool = False  # only whole numbers stand at it
+    least: float = 0.0  # and none below this
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,8 @@ def key(one: Series) -> str:
         if SHAPES[shape]
         else ""
     )
-    return f'<svg class="bf-key {one.role}" width="26" height="14" viewBox="0 0 26 14" aria-hidden="true">{line}{mark}</svg>'
+    size = 'width="26" height="14" viewBox="0 0 26 14"'
+    return f'<svg class="bf-key {one.role}" {size} aria-hidden="true">{line}{mark}</svg>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,34 +183,32 @@ def _plan(chart: Chart, width: int, height: int, log: bool) -> _Plan:
     y_ticks = _ticks(y, max(2, int((bottom - _TOP) / 38)), chart.y)
     left = max([len(count_text(tick)) for tick in y_ticks], default=1) * LETTER + 10
     x = scale_over(across, left, width - _RIGHT, log=x_log, headroom=0.03)
-    widest = max([len(count_text(tick)) for tick in (x.low, x.high)], default=1) + 3
+    widest = len(count_text(round(x.high))) + 2.5
     x_ticks = _ticks(x, int((width - left) / (widest * LETTER)), chart.x)
     return _Plan(chart, x, y, tuple(x_ticks), tuple(y_ticks), width, height, log)
 
 
 def _ticks(scale: Scale, most: int, axis: Axis) -> list[float]:
-    found = ticks_within(scale, most)
+    found = [tick for tick in ticks_within(scale, most) if tick >= axis.least]
     return [tick for tick in found if tick == int(tick)] if axis.whole else found
 
 
 def _axes(plan: _Plan) -> str:
     """Grid, numbers and the names of both axes."""
     left, right, bottom = plan.x.begin, plan.x.end, plan.y.begin
-    parts = []
-    for tick in plan.y_ticks:
-        at = plan.y.place(tick)
-        parts.append(f'<path class="grid" d="M{_n(left)} {_n(at)}H{_n(right)}"/>')
-        parts.append(f'<text x="{_n(left - 6)}" y="{_n(at + 4)}" class="end dim">{count_text(tick)}</text>')
-    for tick in plan.x_ticks:
-        at = plan.x.place(tick)
-        parts.append(f'<path class="axis" d="M{_n(at)} {_n(bottom)}v4"/>')
-        parts.append(f'<text x="{_n(at)}" y="{_n(bottom + 16)}" class="mid dim">{count_text(tick)}</text>')
-    parts.append(f'<path class="axis" d="M{_n(left)} {_n(bottom)}H{_n(right)}"/>')
-    parts.append(f'<text x="2" y="12" class="name">{escaped(plan.chart.y.name)}</text>')
-    parts.append(
-        f'<text x="{_n(right)}" y="{_n(plan.height - 5)}" class="end name">{escaped(plan.chart.x.name)}</text>'
+    ups = [(plan.y.place(tick), count_text(tick)) for tick in plan.y_ticks]
+    alongs = [(plan.x.place(tick), count_text(tick)) for tick in plan.x_ticks]
+    grid = "".join(f"M{_n(left)} {_n(at)}H{_n(right)}" for at, _ in ups)
+    axis = f"M{_n(left)} {_n(bottom)}H{_n(right)}" + "".join(f"M{_n(at)} {_n(bottom)}v4" for at, _ in alongs)
+    at_left = "".join(f'<text x="{_n(left - 6)}" y="{_n(at + 4)}">{text}</text>' for at, text in ups)
+    below = "".join(f'<text x="{_n(at)}" y="{_n(bottom + 16)}">{text}</text>' for at, text in alongs)
+    return (
+        f'<path class="grid" d="{grid}"/><path class="axis" d="{axis}"/>'
+        f'<g class="dim end">{at_left}</g><g class="dim mid">{below}</g>'
+        f'<text x="2" y="12" class="name">{escaped(plan.chart.y.name)}</text>'
+        f'<text x="{_n(right)}" y="{_n(plan.height - 5)}" class="end name">'
+        f"{escaped(plan.chart.x.name)}</text>"
     )
-    return "".join(parts)
 
 
 def _line(plan: _Plan, number: int, one: Series) -> str:
@@ -217,7 +217,9 @@ def _line(plan: _Plan, number: int, one: Series) -> str:
     places = [(plan.x.place(mark.x), plan.y.place(mark.y)) for mark in one.marks]
     if one.line == "area":
         floors = [plan.y.place(mark.low or 0.0) for mark in one.marks]
-        path = _stairs(places) + "L" + _stairs(list(zip((x for x, _ in places), floors, strict=True)), back=True)
+        path = (
+            _stairs(places) + "L" + _stairs(list(zip((x for x, _ in places), floors, strict=True)), back=True)
+        )
         return f'<g data-series="{number}" class="{one.role}"><path class="area" d="{path}Z"/></g>'
     path = _stairs(places) if one.line == "stairs" else "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in places)
     return f'<g data-series="{number}" class="{one.role}"><path class="line {one.line}" d="{path}"/></g>'
@@ -290,7 +292,7 @@ def _end(plan: _Plan, number: int, one: Series, labels: _Labels) -> str:
 
 @dataclass(slots=True)
 class _Labels:
-    """Finds places for words: inside the chart, on no other word and on no mark."""
+    """Finds places for words: inside the chart, on no other word, on no mark and on no level."""
 
     plan: _Plan
     taken: list[tuple[float, float, float, float]] = field(default_factory=list)
@@ -300,7 +302,13 @@ class _Labels:
             for mark in one.marks:
                 if mark.shape != "none":
                     x, y = self.plan.x.place(mark.x), self.plan.y.place(mark.y)
-                    self.taken.append((x - 6, y - 6, x + 6, y + 6))
+                    above = self.plan.y.place(mark.high) if mark.high is not None else y
+                    below = self.plan.y.place(mark.low) if mark.low is not None else y
+                    self.taken.append((x - 6, min(above, y - 6), x + 6, max(below, y + 6)))
+        for rule in self.plan.chart.rules:
+            if rule.axis == "y":
+                y = self.plan.y.place(rule.at)
+                self.taken.append((self.plan.x.begin, y - 1, self.plan.x.end, y + 1))
 
     def beside(self, x: float, y: float, text: str) -> str:
         """Words about a point; none where there is no room for them."""
@@ -314,13 +322,17 @@ class _Labels:
         wide = len(one.name) * LETTER
         spots = []
         for mark in one.marks:
-            x, top, floor = (self.plan.x.place(mark.x), self.plan.y.place(mark.y), self.plan.y.place(mark.low or 0))
+            x, top, floor = (
+                self.plan.x.place(mark.x),
+                self.plan.y.place(mark.y),
+                self.plan.y.place(mark.low or 0),
+            )
             spots.append((floor - top, x, top, floor))
         for thick, x, top, floor in sorted(spots, reverse=True)[:8]:
             near = [spot for spot in spots if abs(spot[1] - x) <= wide / 2]
             top, floor = max(spot[2] for spot in near), min(spot[3] for spot in near)
             if thick >= ROW and floor - top >= ROW:
-                found = self._first([(x - wide / 2, (top + floor) / 2 + 4)], one.name, wide)
+                found = self._first([(x - wide / 2, (top + floor) / 2 + 4)], one.name, wide, within=True)
                 if found:
                     return found
         return ""
@@ -329,15 +341,19 @@ class _Labels:
         """Words about a level: over or under its line, at the left or at the right."""
         wide = len(text) * LETTER
         left, right = self.plan.x.begin + 6, self.plan.x.end - wide - 2
-        return self._first([(left, y - 5), (right, y - 5), (left, y + 14), (right, y + 14)], text, wide)
+        across = [left, right, *(left + (right - left) * share for share in (0.5, 0.25, 0.75))]
+        return self._first([(x, y + lift) for lift in (-5, 14) for x in across], text, wide)
 
-    def _first(self, spots: Sequence[tuple[float, float]], text: str, wide: float) -> str:
+    def _first(
+        self, spots: Sequence[tuple[float, float]], text: str, wide: float, *, within: bool = False
+    ) -> str:
         for x, y in spots:
             box = (x, y - 11, x + wide, y + 3)
-            inside = box[0] >= self.plan.x.begin and box[2] <= self.plan.width and box[1] >= 13
+            inside = box[0] >= self.plan.x.begin and box[2] <= self.plan.width and box[1] >= 15
             if inside and box[3] <= self.plan.y.begin and not any(_meet(box, other) for other in self.taken):
                 self.taken.append(box)
-                return f'<text x="{_n(x)}" y="{_n(y)}" class="told">{escaped(text)}</text>'
+                where = "told in" if within else "told"
+                return f'<text x="{_n(x)}" y="{_n(y)}" class="{where}">{escaped(text)}</text>'
         return ""
 
 

@@ -1,8 +1,8 @@
 """`batchfit.report`: results as one HTML file.
 
 Rules: an output that cannot be written and an input that cannot be read are told before anything is written;
-the file is there whole or not at all; torch is not needed. Charts are drawn by `batchfit._svg`, which says why
-no plotting library is in the file: a report has under 100 KB.
+the file is there whole or not at all; torch is not needed. Charts are drawn by `batchfit._svg`, which says
+why no plotting library is in the file: a report has about 100 KB at most.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ def report(
 
 def checked_path(path: str | Path) -> Path:
     """The path of a file that can be written, as far as one can tell."""
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise TypeError(f"path must be the path of a file, not {path!r}")
-    where = Path(path)
-    if where.is_dir():
-        raise ValueError(f"path must be a file that can be written, not {str(path)!r}: it is a folder")
+    try:
+        where = Path(path)
+    except TypeError:
+        raise TypeError(f"path must be the path of a file, not {path!r}") from None
     folder = where.resolve().parent
-    if not folder.is_dir():
-        raise ValueError(
-            f"path must be a file that can be written, not {str(path)!r}: the folder {str(folder)!r} does not exist"
-        )
-    if not os.access(where if where.exists() and not where.is_file() else folder, os.W_OK):
-        raise ValueError(f"path must be a file that can be written, not {str(path)!r}: permission denied")
+    why = ""
+    if where.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"the folder {str(folder)!r} does not exist"
+    elif not os.access(where if where.exists() and not where.is_file() else folder, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise ValueError(f"path must be a file that can be written, not {str(path)!r}: {why}")
     return where

@@ -1,7 +1,7 @@
 """Pieces of the page: figures with their switches and tables, lists, facts.
 
-Rules: every text that comes in is escaped here; there are no style attributes and no scripts in what goes out,
-so the page's policy can forbid both. A figure stands with JavaScript off: its table is a `<details>`.
+Rules: every text that comes in is escaped here; there are no style attributes and no scripts in what goes
+out, so the page's policy can forbid both. A figure stands with JavaScript off: its table is a `<details>`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def figure(chart: Chart, table: Table, *, name: str, note: str = "") -> str:
     """A chart in all its drawings, its switches, its legend and its numbers."""
     begins = "log" if chart.begins_log else "linear"
     both = (chart.begins_log, not chart.begins_log) if chart.is_switched else (chart.begins_log,)
-    # The texts of the points are in the first drawing only; the script copies them to the others, which a page
-    # without scripts shows on phones at most, where nothing hovers.
+    # The texts of the points are in the first drawing only. The script copies them to the others, which a
+    # page without scripts shows on phones at most, where nothing hovers.
     pictures = "".join(
         draw(
             chart,
@@ -80,13 +80,14 @@ def bars(title: str, rows: Sequence[tuple[str, float, str, str]]) -> str:
     """Rows of (name, share of the longest, amount, share): a table whose bars need no colour to be read."""
     body = "".join(
         f"<tr><td>{escaped(name)}</td>"
-        f'<td class="bar"><svg aria-hidden="true"><rect width="{min(max(share, 0.0), 1.0):.1%}" height="12" rx="2"/>'
-        f"</svg></td><td>{escaped(amount)}</td><td>{escaped(part)}</td></tr>"
+        '<td class="bar"><svg aria-hidden="true">'
+        f'<rect width="{min(max(share, 0.0), 1.0):.1%}" height="12" rx="2"/></svg></td>'
+        f"<td>{escaped(amount)}</td><td>{escaped(part)}</td></tr>"
         for name, share, amount, part in rows
     )
     return (
-        f'<table class="bars"><thead><tr><th scope="col">{escaped(title)}</th><th></th><th scope="col">memory</th>'
-        f'<th scope="col">share</th></tr></thead><tbody>{body}</tbody></table>'
+        f'<table class="bars"><thead><tr><th scope="col">{escaped(title)}</th><th></th>'
+        f'<th scope="col">memory</th><th scope="col">share</th></tr></thead><tbody>{body}</tbody></table>'
     )
 
 
@@ -115,11 +116,14 @@ def _axis_switch(chart: Chart) -> str:
         return ""
     what = chart.x.name if chart.x.switched else chart.y.name
     buttons = "".join(
-        f'<button type="button" data-to-axis="{kind}" aria-pressed="{str((kind == "log") == chart.begins_log).lower()}">'
-        f"{kind}</button>"
-        for kind in ("linear", "log")
+        f'<button type="button" data-to-axis="{kind}" aria-pressed="{pressed}">{kind}</button>'
+        for kind, pressed in (("linear", _yes(not chart.begins_log)), ("log", _yes(chart.begins_log)))
     )
     return f'<span class="switch" role="group" aria-label="axis of {escaped(what)}">{buttons}</span>'
+
+
+def _yes(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _view_switch() -> str:

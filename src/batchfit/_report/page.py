@@ -1,8 +1,8 @@
 """The page: head, policy, verdict, sections.
 
-Rules: one file that needs nothing else, not even JavaScript; its policy lets no request out and runs no script
-but ours, which it knows by its hash, so that a text that was not escaped could still do nothing. The same
-results give the same bytes.
+Rules: one file that needs nothing else, not even JavaScript; its policy lets no request out and runs no
+script but ours, which it knows by its hash, so that a text that was not escaped could still do nothing. The
+same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,19 @@ def page(sources: Sequence[Source], *, title: str | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escaped(title or told)}</title><style>{style}</style></head>\n<body>"
-        f'<header><p class="brand">batchfit report</p>{f"<h1>{escaped(title)}</h1>" if title else ""}'
-        f'<p class="verdict"{"" if title else " role=heading aria-level=1"}>{escaped(told)}</p></header>\n'
+        f'<header><p class="brand">batchfit report</p>{_head(told, title)}</header>\n'
         f"<main>{facts(facts_of(results))}{sections(sources)}</main>\n"
         f"<footer>Made by batchfit {escaped(batchfit.__version__)}.</footer>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
+
+
+def _head(told: str, title: str | None) -> str:
+    """Title and verdict; without a title the verdict is the page's first heading."""
+    name = "verdict long" if len(told) > 130 else "verdict"
+    if title is None:
+        return f'<p class="{name}" role="heading" aria-level="1">{escaped(told)}</p>'
+    return f'<h1>{escaped(title)}</h1><p class="{name}">{escaped(told)}</p>'
 
 
 def _hash(text: str) -> str:

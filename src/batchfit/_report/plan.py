@@ -17,8 +17,13 @@ def schedule_sections(name: str, plan: SchedulePlan, number: int) -> Iterator[st
     yield f"<h2>{escaped(name)}Schedule</h2>"
     yield from (f'<p class="warn">{escaped(text)}</p>' for text in plan.more_than_fits)
     yield figure(size_chart(plan), _table(plan), name=f"schedule-{number}", note=plan.schedule)
-    if any(phase.lr_factor != 1 for phase in plan.phases):
+    if has_rates(plan):
         yield figure(rate_chart(plan), _table(plan), name=f"rate-{number}")
+
+
+def has_rates(plan: SchedulePlan) -> bool:
+    """Whether the learning rate follows the batch size."""
+    return any(phase.lr_factor != 1 for phase in plan.phases)
 
 
 def size_chart(plan: SchedulePlan) -> Chart:

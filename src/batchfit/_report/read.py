@@ -1,7 +1,7 @@
 """Result files, read whatever kind they are of.
 
 Rules: a file says what it is in its field `kind`; a file that cannot be read names itself, the field and why;
-nothing is guessed. A list of results, as `batchfit predict --json` writes for several cards, is several results.
+nothing is guessed. A list of results, as `batchfit predict --json` writes for several cards, is several.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def read_file(path: Path) -> list[Source]:
     """The results in a file."""
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise ResultFileError(f"{path}: {path.stat().st_size:,} bytes are too many for a result of batchfit")
+            raise ResultFileError(
+                f"{path}: {path.stat().st_size:,} bytes are too many for a result of batchfit"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ResultFileError(f"{path}: {error.strerror or error}") from None
@@ -135,11 +137,15 @@ def _result(data: Any) -> Result:
     kind = data.get("kind")
     known = ", ".join(KINDS)
     if kind is None:
-        what = "the file of a search for --resume, not its result" if "search" in data else "not a result of batchfit"
+        what = (
+            "the file of a search for --resume, not its result"
+            if "search" in data
+            else "not a result of batchfit"
+        )
         raise ResultFileError(f"{what}: field 'kind' is missing (one of {known})")
     reader = KINDS.get(kind) if isinstance(kind, str) else None
     if reader is None:
         raise ResultFileError(
-            f"field 'kind' must be one of {known}, not {kind!r:.80}. It may be of a later version of batchfit."
+            f"field 'kind' must be one of {known}, not {kind!r:.80}. A later version of batchfit may know it."
         )
     return reader.from_json(json.dumps(data))

@@ -20,10 +20,10 @@ from batchfit._pictures import (
     timeline_chart,
 )
 from batchfit._report.markup import Table, bars, card, figure, table_of
-from batchfit._report.plan import schedule_sections
+from batchfit._report.plan import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.read import NothingFits, SchedulePlan, Source
 from batchfit._screen import operation_name
-from batchfit._svg import escaped
+from batchfit._svg import Chart, escaped
 from batchfit._throughput_screen import format_rate, format_seconds
 from batchfit.results import (
     TRIAL_COLUMNS,
@@ -55,10 +55,29 @@ def sections(sources: Sequence[Source]) -> str:
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
             *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
             *(part for number, (name, one) in enumerate(told) for part in _explained(name, one, number)),
-            *(part for number, (name, plan) in enumerate(plans) for part in schedule_sections(name, plan, number)),
+            *(
+                part
+                for number, (name, plan) in enumerate(plans)
+                for part in schedule_sections(name, plan, number)
+            ),
             _environment(sources),
         ]
     )
+
+
+def charts(sources: Sequence[Source]) -> list[Chart]:
+    """The figures alone, in the same order."""
+    fits, profiles = _named(sources, FitResult), _named(sources, ThroughputProfile)
+    told, predictions = _named(sources, MemoryExplanation), _named(sources, Prediction)
+    plans = [plan for _, plan in _named(sources, SchedulePlan)]
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
+    found = [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
+    found += [memory_chart(group) for group in of_one_order(memory)]
+    found += [path_chart(fit) for _, fit in fits]
+    found += [timeline_chart(one) for _, one in told if one.timeline]
+    found += [size_chart(plan) for plan in plans]
+    found += [rate_chart(plan) for plan in plans if has_rates(plan)]
+    return [chart for chart in found if any(one.marks for one in chart.series)]
 
 
 def _named(sources: Sequence[Source], kind: type[OneResult]) -> list[tuple[str, OneResult]]:
@@ -106,7 +125,8 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Table:
     columns = ("size", "time/step", "±", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
-    rows, chosen = [], []
+    rows: list[tuple[str, ...]] = []
+    chosen: list[int] = []
     for name, one in profiles:
         for p in one.points:
             if p.size == one.recommended:
@@ -138,11 +158,10 @@ def _memory(memory: Memory) -> Iterator[str]:
         chart = memory_chart(group)
         if any(one.marks for one in chart.series):
             yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
-    notes = dict.fromkeys(
-        note for _, one in (*memory.predictions, *memory.explanations) for note in one.unseen
-    )
+    notes = [note for _, one in memory.predictions for note in one.unseen]
+    notes += [note for _, one in memory.explanations for note in one.unseen]
     if notes:
-        items = "".join(f"<li>{escaped(note)}</li>" for note in notes)
+        items = "".join(f"<li>{escaped(note)}</li>" for note in dict.fromkeys(notes))
         yield card(f'<h3>What the trace could not see</h3><ul class="list warn">{items}</ul>')
 
 
@@ -150,9 +169,9 @@ def _memory_note(group: Memory) -> str:
     parts = []
     if any(not trial.fits for _, fit in group.fits for trial in fit.trials):
         parts.append("A trial that ran out stands on the budget's line.")
-    for name, one in group.predictions:
+    for _, one in group.predictions:
         left = f", {one.margin:.1%} of the budget left free" if one.margin else ""
-        parts.append(f"{name}predicted for {one.card} ({one.based_on}{left}).")
+        parts.append(f"Predicted for {one.card} ({one.based_on}{left}).")
     return " ".join(parts)
 
 
@@ -206,7 +225,7 @@ def _asides(fit: FitResult) -> str:
         parts.append(" The size came from the store, and was confirmed.")
     if fit.shrunk_from_bytes is not None:
         parts.append(
-            f" Other programs took memory meanwhile: the budget was {format_bytes(fit.shrunk_from_bytes)} at first."
+            f" Other programs took memory meanwhile: it began with {format_bytes(fit.shrunk_from_bytes)}."
         )
     return "".join(parts)
 
@@ -215,14 +234,15 @@ def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]
     yield f"<h2>{escaped(name)}What holds the peak at batch size {told.batch_size:,}</h2>"
     where = f", at {told.peak_source}" if told.peak_source else ""
     doing = f", {operation_name(told.peak_operation)}" if told.peak_operation else ""
-    peak = f"{format_bytes(told.peak_bytes)} in {told.peak_phase}{doing}{where}; traced for {told.card}, {told.based_on}."
+    peak = f"{format_bytes(told.peak_bytes)} in {told.peak_phase}{doing}{where}"
+    traced = f"traced for {told.card}, {told.based_on}"
     yield card(
-        f"<h3>By kind</h3><p class=dim>{escaped(peak)}</p>",
+        f"<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>",
         bars("kind", _rows(told.kinds)),
     )
     if told.timeline:
         kinds = sorted({kind for moment in told.timeline for kind in moment.kinds})
-        every = max(1, len(told.timeline) // 40)
+        every = max(1, len(told.timeline) // 20)
         rows = tuple(
             (str(m.at), m.phase, *(format_bytes(m.kinds.get(kind, 0)) for kind in kinds))
             for m in told.timeline[::every]
@@ -231,7 +251,8 @@ def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]
         yield figure(timeline_chart(told), table, name=f"timeline-{number}")
     yield card(
         '<div class="columns">',
-        f"<div>{bars('module', _rows(told.modules))}</div><div>{bars('source line', _rows(told.lines))}</div></div>",
+        f"<div>{bars('module', _rows(told.modules))}</div>",
+        f"<div>{bars('source line', _rows(told.lines))}</div></div>",
     )
     if told.what_ifs:
         yield card(_changes(told))
@@ -272,7 +293,9 @@ def _environment(sources: Sequence[Source]) -> str:
     rows = []
     for source in sources:
         one = source.result
-        kind = {"fit": "search", "memory": "explanation"}.get(getattr(one, "kind", ""), getattr(one, "kind", ""))
+        kind = {"fit": "search", "memory": "explanation"}.get(
+            getattr(one, "kind", ""), getattr(one, "kind", "")
+        )
         where = [getattr(one, name, "") for name in ("device", "device_model", "card")]
         budget = getattr(one, "budget_bytes", None)
         took = getattr(one, "elapsed_s", None)

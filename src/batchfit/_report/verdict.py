@@ -29,7 +29,9 @@ def verdict(results: Sequence[Result]) -> str:
         if match is not None:
             compared.add(id(match))
         clauses.append(_found(fit, match))
-    clauses += [_predicted(one) for one in results if isinstance(one, Prediction) and id(one) not in compared]
+    alone = [one for one in results if isinstance(one, Prediction) and id(one) not in compared]
+    clauses += [_predicted(alone[0])] if len(alone) == 1 else []
+    clauses += [_predicted_each(alone)] if len(alone) > 1 else []
     clauses += [_nothing(one) for one in results if isinstance(one, NothingFits)]
     clauses += [one.summary for one in results if isinstance(one, MemoryExplanation)]
     clauses += [_planned(one) for one in results if isinstance(one, SchedulePlan)]
@@ -59,7 +61,9 @@ def _facts(one: Result) -> list[Fact]:
         return [Fact("predicted batch size", size, f"{one.card}, {format_bytes(one.budget_bytes)}")]
     if isinstance(one, ThroughputProfile) and one.points:
         best = next((p for p in one.points if p.size == one.recommended), one.best)
-        share = f"{best.samples_per_s / one.best.samples_per_s:.0%} of the best" if one.best.samples_per_s else ""
+        share = (
+            f"{best.samples_per_s / one.best.samples_per_s:.0%} of the best" if one.best.samples_per_s else ""
+        )
         return [
             Fact("recommended batch size", f"{one.recommended:,}", f"of {one.largest:,} at most"),
             Fact("throughput there", f"{format_rate(best.samples_per_s)}/s", share),
@@ -83,27 +87,24 @@ def _facts(one: Result) -> list[Fact]:
 def _facts_of_fit(one: FitResult) -> list[Fact]:
     lost = sum(not trial.fits for trial in one.trials)
     ran_out = "none failed" if not lost else f"{lost} failed"
-    peak = [
-        Fact(
-            "peak memory",
-            format_bytes(one.peak_bytes),
-            f"{one.peak_bytes / one.budget_bytes:.1%} of {format_bytes(one.budget_bytes)}",
-        )
-        for _ in (0,)
-        if one.peak_bytes is not None and one.budget_bytes > 0
-    ]
-    survived = f"survived {one.survived_steps} steps"
-    return [
-        Fact("batch size", f"{one.batch_size:,}", survived),
-        *peak,
+    found = [
+        Fact("batch size found", f"{one.batch_size:,}", f"survived {one.survived_steps} steps"),
         Fact("trials", str(len(one.trials)), f"{ran_out}, {one.elapsed_s:.1f} s in all"),
     ]
+    if one.peak_bytes is not None:
+        share = f"{one.peak_bytes / one.budget_bytes:.1%} of " if one.budget_bytes > 0 else "of "
+        found.append(
+            Fact("peak memory", format_bytes(one.peak_bytes), share + format_bytes(one.budget_bytes))
+        )
+    return found
 
 
 def _found(fit: FitResult, prediction: Prediction | None) -> str:
     held = f"it survived {fit.survived_steps} steps"
     if fit.peak_bytes is not None:
-        held = f"it peaks at {format_bytes(fit.peak_bytes)} of {format_bytes(fit.budget_bytes)} and {held[3:]}"
+        held = (
+            f"it peaks at {format_bytes(fit.peak_bytes)} of {format_bytes(fit.budget_bytes)} and {held[3:]}"
+        )
     against = f" ({prediction.batch_size:,} was predicted)" if prediction is not None else ""
     largest = " is the largest that lasts" if fit.sustained else " fits"
     return f"batch size {fit.batch_size:,}{largest} on {fit.device}{against}: {held}"
@@ -114,6 +115,13 @@ def _predicted(one: Prediction) -> str:
     if not one.batch_size:
         return f"not even a batch of 1 is predicted to fit in {where}"
     return f"batch size {one.batch_size:,} is predicted to fit in {where}"
+
+
+def _predicted_each(several: Sequence[Prediction]) -> str:
+    sizes = [
+        f"{one.batch_size or 'nothing'} on {one.card} ({format_bytes(one.budget_bytes)})" for one in several
+    ]
+    return f"predicted to fit are {', '.join(sizes[:-1])} and {sizes[-1]}"
 
 
 def _nothing(one: NothingFits) -> str:
