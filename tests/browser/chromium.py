@@ -148,7 +148,8 @@ class Page:
         """Press the mouse on the middle of an element, which is brought into view."""
         code = (
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            " e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+            " e.scrollIntoView({block: 'center'}); const r = e.getBoundingClientRect();"
+            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
         x, y = self.value(code)
         for kind in ("mousePressed", "mouseReleased"):

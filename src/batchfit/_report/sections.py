@@ -237,7 +237,7 @@ def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]
     peak = f"{format_bytes(told.peak_bytes)} in {told.peak_phase}{doing}{where}"
     traced = f"traced for {told.card}, {told.based_on}"
     yield card(
-        f"<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>",
+        f'<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>',
         bars("kind", _rows(told.kinds)),
     )
     if told.timeline:
