@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batchfit._decide.units import format_bytes
 from batchfit._scale import byte_axis, real
-from batchfit._svg import Axis, Chart, Mark, Rule, Series, Shape, chart_css, draw
+from batchfit._svg import Axis, Chart, Mark, Rule, Series, Shape, chart_css, draw, escaped, key
 from batchfit._throughput_screen import format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -240,10 +240,14 @@ def timeline_chart(told: MemoryExplanation) -> Chart:
     )
 
 
-def as_notebook(chart: Chart) -> str:
-    """A chart for a notebook's cell, with the style sheet that it needs."""
+def as_cell(chart: Chart) -> str:
+    """A chart for a notebook's cell, with the style sheet that it needs; nothing where there is no point."""
+    if not any(one.marks for one in chart.series):
+        return ""
+    keys = "".join(f"<span>{key(one)} {escaped(one.name)}&emsp;</span>" for one in chart.series if one.name)
+    style = f"{chart_css()}.bf-cell{{max-width:640px}}"
     picture = draw(chart, width=640, height=260)
-    return f'<div class="bf-cell"><style>{chart_css()}.bf-cell{{max-width:640px}}</style>{picture}</div>'
+    return f'<div class="bf-cell"><style>{style}</style>{picture}<p>{keys}</p></div>'
 
 
 def _ending(trial: Trial) -> str:

@@ -15,11 +15,13 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from itertools import pairwise
 from typing import Literal
 
 from batchfit._scale import Scale, count_text, scale_over, ticks_within
 
 Line = Literal["", "solid", "dashed", "dotted", "stairs", "area"]
+_Box = tuple[float, float, float, float]
 Shape = Literal["dot", "ring", "cross", "square", "triangle", "diamond", "none"]
 
 LETTER = 7.4  # pixels of a letter of 12 pixels, rather too many than too few
@@ -292,10 +294,11 @@ def _end(plan: _Plan, number: int, one: Series, labels: _Labels) -> str:
 
 @dataclass(slots=True)
 class _Labels:
-    """Finds places for words: inside the chart, on no other word, on no mark and on no level."""
+    """Finds places for words: inside the chart, on no other word, mark or level; on no curve if it can be."""
 
     plan: _Plan
-    taken: list[tuple[float, float, float, float]] = field(default_factory=list)
+    taken: list[_Box] = field(default_factory=list)
+    curves: list[_Box] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for one in self.plan.chart.series:
@@ -305,6 +308,8 @@ class _Labels:
                     above = self.plan.y.place(mark.high) if mark.high is not None else y
                     below = self.plan.y.place(mark.low) if mark.low is not None else y
                     self.taken.append((x - 6, min(above, y - 6), x + 6, max(below, y + 6)))
+            if one.line in ("solid", "dashed", "dotted"):
+                self.curves += _along(self.plan, one)
         for rule in self.plan.chart.rules:
             if rule.axis == "y":
                 y = self.plan.y.place(rule.at)
@@ -347,17 +352,39 @@ class _Labels:
     def _first(
         self, spots: Sequence[tuple[float, float]], text: str, wide: float, *, within: bool = False
     ) -> str:
-        for x, y in spots:
-            box = (x, y - 11, x + wide, y + 3)
-            inside = box[0] >= self.plan.x.begin and box[2] <= self.plan.width and box[1] >= 15
-            if inside and box[3] <= self.plan.y.begin and not any(_meet(box, other) for other in self.taken):
-                self.taken.append(box)
-                where = "told in" if within else "told"
-                return f'<text x="{_n(x)}" y="{_n(y)}" class="{where}">{escaped(text)}</text>'
-        return ""
+        free = [spot for spot in spots if self._is_free(_box(*spot, wide), self.taken)]
+        best = [spot for spot in free if self._is_free(_box(*spot, wide), self.curves)]
+        if not free:
+            return ""
+        x, y = (best or free)[0]
+        self.taken.append(_box(x, y, wide))
+        where = "told in" if within else "told"
+        return f'<text x="{_n(x)}" y="{_n(y)}" class="{where}">{escaped(text)}</text>'
+
+    def _is_free(self, box: _Box, others: Sequence[_Box]) -> bool:
+        across = box[0] >= self.plan.x.begin and box[2] <= self.plan.width
+        up = box[1] >= 15 and box[3] <= self.plan.y.begin
+        return across and up and not any(_meet(box, other) for other in others)
 
 
-def _meet(one: tuple[float, float, float, float], two: tuple[float, float, float, float]) -> bool:
+def _box(x: float, y: float, wide: float) -> _Box:
+    """What a word takes whose line of writing begins there."""
+    return (x, y - 11, x + wide, y + 3)
+
+
+def _along(plan: _Plan, one: Series) -> list[_Box]:
+    """Small boxes along a curve."""
+    places = [(plan.x.place(mark.x), plan.y.place(mark.y)) for mark in one.marks]
+    found = []
+    for (x0, y0), (x1, y1) in pairwise(places):
+        count = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 10))
+        for n in range(count + 1):
+            x, y = x0 + (x1 - x0) * n / count, y0 + (y1 - y0) * n / count
+            found.append((x - 2, y - 2, x + 2, y + 2))
+    return found
+
+
+def _meet(one: _Box, two: _Box) -> bool:
     return one[0] < two[2] and two[0] < one[2] and one[1] < two[3] and two[1] < one[3]
 
 

@@ -173,10 +173,15 @@ def _draw_series(axes: Any, one: Series) -> None:
         axes.fill_between(across, floors, up, step="post", color=colour, label=name, linewidth=0)
         return
     shape = one.marks[0].shape if one.marks else "none"
-    hollow = {"markerfacecolor": "none"} if shape in ("ring", "square") else {}
-    steps = {"drawstyle": "steps-post"} if one.line == "stairs" else {}
     axes.plot(
-        across, up, _MARKERS[shape] + _DASHES[one.line] or "none", color=colour, label=name, **hollow, **steps
+        across,
+        up,
+        color=colour,
+        label=name,
+        marker=_MARKERS[shape],
+        linestyle=_DASHES[one.line] or "none",
+        markerfacecolor="none" if shape in ("ring", "square") else colour,
+        drawstyle="steps-post" if one.line == "stairs" else "default",
     )
     for mark in one.marks:
         if mark.label:

@@ -7,6 +7,7 @@ or not steady stands beside what was. A kind that is new gets a function here an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -156,6 +157,8 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield "<h2>Memory</h2>"
     for number, group in enumerate(groups):
         chart = memory_chart(group)
+        if len(groups) > 1:
+            chart = replace(chart, title=f"{chart.title}, up to {format_bytes(max(group.budgets()))}")
         if any(one.marks for one in chart.series):
             yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
     notes = [note for _, one in memory.predictions for note in one.unseen]
@@ -169,9 +172,11 @@ def _memory_note(group: Memory) -> str:
     parts = []
     if any(not trial.fits for _, fit in group.fits for trial in fit.trials):
         parts.append("A trial that ran out stands on the budget's line.")
+    how: dict[str, list[str]] = {}
     for _, one in group.predictions:
         left = f", {one.margin:.1%} of the budget left free" if one.margin else ""
-        parts.append(f"Predicted for {one.card} ({one.based_on}{left}).")
+        how.setdefault(f"{one.based_on}{left}", []).append(one.card)
+    parts += [f"Predicted for {' and '.join(dict.fromkeys(cards))} ({by})." for by, cards in how.items()]
     return " ".join(parts)
 
 

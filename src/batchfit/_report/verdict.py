@@ -41,12 +41,13 @@ def verdict(results: Sequence[Result]) -> str:
 
 
 def facts_of(results: Sequence[Result]) -> list[Fact]:
-    """The figures that people look for, of the first result of each kind."""
+    """The figures that people look for: of the first result of each kind, and of a few predictions."""
     found: list[Fact] = []
     seen: set[type[Result]] = set()
+    few = sum(isinstance(one, Prediction) for one in results) <= 4
     # A recommendation first, as in the sentence.
     for one in sorted(results, key=lambda one: not isinstance(one, ThroughputProfile)):
-        if type(one) in seen:
+        if type(one) in seen and not (few and isinstance(one, Prediction)):
             continue
         seen.add(type(one))
         found += _facts(one)
@@ -57,8 +58,13 @@ def _facts(one: Result) -> list[Fact]:
     if isinstance(one, FitResult):
         return _facts_of_fit(one)
     if isinstance(one, Prediction):
-        size = f"{one.batch_size:,}" if one.batch_size else "none"
-        return [Fact("predicted batch size", size, f"{one.card}, {format_bytes(one.budget_bytes)}")]
+        return [
+            Fact(
+                "predicted batch size",
+                _count(one.batch_size),
+                f"{one.card}, {format_bytes(one.budget_bytes)}",
+            )
+        ]
     if isinstance(one, ThroughputProfile) and one.points:
         best = next((p for p in one.points if p.size == one.recommended), one.best)
         share = (
@@ -118,10 +124,12 @@ def _predicted(one: Prediction) -> str:
 
 
 def _predicted_each(several: Sequence[Prediction]) -> str:
-    sizes = [
-        f"{one.batch_size or 'nothing'} on {one.card} ({format_bytes(one.budget_bytes)})" for one in several
-    ]
+    sizes = [f"{_count(one.batch_size)} on {one.card} ({format_bytes(one.budget_bytes)})" for one in several]
     return f"predicted to fit are {', '.join(sizes[:-1])} and {sizes[-1]}"
+
+
+def _count(size: int) -> str:
+    return f"{size:,}" if size else "none"
 
 
 def _nothing(one: NothingFits) -> str:
