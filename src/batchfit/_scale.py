@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 from batchfit._draw import ticks
 
-MOST = 1e18  # whatever a file says, a chart's numbers stay where floats are exact enough to draw
+# Whatever a file says, a chart's numbers stay where floats are exact enough to draw.
+MOST, LEAST = 1e18, 1e-12
 _BYTES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def real(value: float) -> float:
     """A number of a result as a float that can be drawn."""
-    return float(max(-MOST, min(value, MOST)))
+    held = float(max(-MOST, min(value, MOST)))
+    return held if abs(held) >= LEAST else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,6 @@ def ticks_within(scale: Scale, most: int) -> list[float]:
 def byte_axis(top: float) -> tuple[int, str]:
     """The unit in which an axis up to `top` bytes is numbered, and its name."""
     return next(((unit, name) for name, unit in _BYTES if top >= unit), (1, "B"))
-
-
-def seconds_axis(top: float) -> tuple[float, str]:
-    """The unit in which an axis up to `top` seconds is numbered, and its name."""
-    return next(((unit, name) for name, unit in (("s", 1.0), ("ms", 1e-3)) if top >= unit), (1e-6, "µs"))
 
 
 def count_text(value: float) -> str:
