@@ -186,7 +186,7 @@ def _plan(chart: Chart, width: int, height: int, log: bool) -> _Plan:
     left = max([len(count_text(tick)) for tick in y_ticks], default=1) * LETTER + 10
     x = scale_over(across, left, width - _RIGHT, log=x_log, headroom=0.03)
     widest = len(count_text(round(x.high))) + 2.5
-    x_ticks = _ticks(x, int((width - left) / (widest * LETTER)), chart.x)
+    x_ticks = _ticks(x, min(12, int((width - left) / (widest * LETTER))), chart.x)
     return _Plan(chart, x, y, tuple(x_ticks), tuple(y_ticks), width, height, log)
 
 
@@ -260,7 +260,7 @@ def _marks(plan: _Plan, number: int, one: Series, labels: _Labels, *, tips: bool
             high, low = plan.y.place(mark.high) - y, plan.y.place(mark.low) - y
             bar = f'<path class="bar" d="M0 {_n(high)}V{_n(low)}M-4 {_n(high)}h8M-4 {_n(low)}h8"/>'
         tip = f"<title>{escaped(mark.tip)}</title>" if tips else ""
-        text = labels.beside(x, y, mark.label) if mark.label else ""
+        text = labels.beside((x, y), text=mark.label) if mark.label else ""
         parts.append(
             f'<g class="pt {mark.role or one.role}" tabindex="0" role="img" '
             f'transform="translate({_n(x)} {_n(y)})">{tip}{bar}'
@@ -276,19 +276,19 @@ def _rule(plan: _Plan, one: Rule, labels: _Labels) -> str:
         text = labels.along(at, one.label)
         return f'<g class="rule {one.role}"><path d="M{_n(left)} {_n(at)}H{_n(right)}"/>{text}</g>'
     at = plan.x.place(one.at)
-    text = labels.beside(at, _TOP + 4, one.label)
+    text = labels.beside((at, _TOP + 4), text=one.label)
     return f'<g class="rule {one.role}"><path d="M{_n(at)} {_n(_TOP)}V{_n(bottom)}"/>{text}</g>'
 
 
 def _end(plan: _Plan, number: int, one: Series, labels: _Labels) -> str:
-    """A series' name at the end of its line, where there is room."""
+    """A series' name at the end of its line, or beside it where there is room."""
     if not one.marks:
         return ""
-    last = one.marks[-1]
     if one.line == "area":
         text = labels.inside(one)
     else:
-        text = labels.beside(plan.x.place(last.x), plan.y.place(last.y), one.name)
+        places = [(plan.x.place(mark.x), plan.y.place(mark.y)) for mark in reversed(one.marks)]
+        text = labels.beside(*places, text=one.name)
     return f'<g data-series="{number}" class="{one.role}">{text}</g>' if text else ""
 
 
@@ -315,11 +315,13 @@ class _Labels:
                 y = self.plan.y.place(rule.at)
                 self.taken.append((self.plan.x.begin, y - 1, self.plan.x.end, y + 1))
 
-    def beside(self, x: float, y: float, text: str) -> str:
-        """Words about a point; none where there is no room for them."""
+    def beside(self, *points: tuple[float, float], text: str) -> str:
+        """Words about one of some points, the first if it can be; none where there is no room for them."""
         wide = len(text) * LETTER
-        spots = [(x - wide - 9, y - 5), (x + 9, y - 5), (x + 9, y + 13), (x - wide - 9, y + 13)]
-        spots += [(x - wide / 2, y - 10), (x - wide / 2, y + 22), (x - wide - 9, y + 28), (x + 9, y + 28)]
+        spots = []
+        for x, y in points:
+            spots += [(x - wide - 9, y - 5), (x + 9, y - 5), (x + 9, y + 13), (x - wide - 9, y + 13)]
+            spots += [(x - wide / 2, y - 10), (x - wide / 2, y + 22), (x - wide - 9, y + 28), (x + 9, y + 28)]
         return self._first(spots, text, wide)
 
     def inside(self, one: Series) -> str:

@@ -49,10 +49,11 @@ def sections(sources: Sequence[Source]) -> str:
     predictions = _named(sources, Prediction)
     plans = _named(sources, SchedulePlan)
     nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
     return "".join(
         [
             *_throughput(profiles),
-            *_memory(Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))),
+            *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
             *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
             *(part for number, (name, one) in enumerate(told) for part in _explained(name, one, number)),
@@ -61,6 +62,7 @@ def sections(sources: Sequence[Source]) -> str:
                 for number, (name, plan) in enumerate(plans)
                 for part in schedule_sections(name, plan, number)
             ),
+            _unseen(memory),
             _environment(sources),
         ]
     )
@@ -161,11 +163,14 @@ def _memory(memory: Memory) -> Iterator[str]:
             chart = replace(chart, title=f"{chart.title}, up to {format_bytes(max(group.budgets()))}")
         if any(one.marks for one in chart.series):
             yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
+
+
+def _unseen(memory: Memory) -> str:
+    """What predictions and explanations do not know."""
     notes = [note for _, one in memory.predictions for note in one.unseen]
     notes += [note for _, one in memory.explanations for note in one.unseen]
-    if notes:
-        items = "".join(f"<li>{escaped(note)}</li>" for note in dict.fromkeys(notes))
-        yield card(f'<h3>What the trace could not see</h3><ul class="list warn">{items}</ul>')
+    items = "".join(f"<li>{escaped(note)}</li>" for note in dict.fromkeys(notes))
+    return f"<h2>What the trace could not see</h2>{card(f'<ul class=list>{items}</ul>')}" if items else ""
 
 
 def _memory_note(group: Memory) -> str:
