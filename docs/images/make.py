@@ -15,7 +15,7 @@ from PIL import Image
 import batchfit
 from batchfit._cli.demo import CARDS, small_gpt_training
 
-WIDTH, HEIGHT = 900, 1130
+WIDTH, HEIGHT = 900, 965
 HERE = Path(__file__).parent
 
 
