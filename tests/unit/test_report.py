@@ -38,6 +38,8 @@ DATA = Path(__file__).parent.parent / "data" / "report"
 FILES = {name: DATA / f"{name}.json" for name in ("fit", "cards", "why", "profile", "schedule")}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 VOID = {"meta", "br"}
+NUMBERS = [0, -1, 1, 2**63, 10**30, -(10**20), 0.0, 1e308, 5e-324, -2.5]
+ANYTHING = [*NUMBERS, None, True, "", "x", [], {}, float("nan")]
 
 
 class Elements(HTMLParser):
@@ -327,11 +329,9 @@ class TestReading:
                     st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))
                 )
                 holder, last = value, at  # type: ignore[assignment]
-            holder[last] = data.draw(
-                st.sampled_from(
-                    [None, 0, -1, 1, 10**30, 1e308, 5e-324, -2.5, True, "", "x", [], {}, float("nan")]
-                )
-            )
+            number = isinstance(holder[last], int | float)
+            # Numbers for numbers are read more often than not: those reach the charts.
+            holder[last] = data.draw(st.sampled_from(NUMBERS if number else ANYTHING))
         try:
             results = results_in(json.dumps(whole))
         except ResultFileError:
@@ -418,6 +418,17 @@ class TestCommand:
             "good.json",
             "report.html",
         ]
+
+    @pytest.mark.parametrize("suffix", [".png", ".svg"])
+    def test_the_charts_as_a_picture(self, suffix: str) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib")
+        ran = self.run(*map(str, FILES.values()), "--plot", f"a{suffix}")
+        assert ran.exit_code == Code.FOUND, ran.output
+        assert f"report.html, a{suffix}" in ran.stdout
+        picture = Path(f"a{suffix}").read_bytes()
+        assert picture.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+        if suffix == ".svg":  # one pair of axes for each figure of the page
+            assert len(set(re.findall(rb'id="axes_\d+"', picture))) == made(*FILES).count("<figure")
 
     def test_no_file_at_all_is_wrong_usage(self) -> None:
         assert self.run().exit_code == Code.USAGE
