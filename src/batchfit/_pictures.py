@@ -140,17 +140,7 @@ def memory_chart(memory: Memory) -> Chart:
     for name, fit in memory.fits:
         series += _measured(name, fit, unit)
     for name, profile in memory.profiles:
-        marks = [
-            Mark(
-                p.size,
-                real(p.peak_bytes) / unit,
-                f"size {p.size:,}: peak {format_bytes(p.peak_bytes)}",
-                "square",
-            )
-            for p in profile.points
-            if p.peak_bytes is not None
-        ]
-        series += [Series(f"{name}profiled peak", tuple(marks), "c3")] if marks else []
+        series += _profiled(name, profile, unit)
     for name, why in memory.explanations:
         tip = f"size {why.batch_size:,}: traced peak {format_bytes(why.peak_bytes)} in {why.peak_phase}"
         mark = Mark(why.batch_size, real(why.peak_bytes) / unit, tip, "triangle")
@@ -322,11 +312,31 @@ def _measured(name: str, fit: FitResult, unit: int) -> list[Series]:
     return found
 
 
+def _profiled(name: str, profile: ThroughputProfile, unit: int) -> list[Series]:
+    marks = [
+        Mark(
+            p.size, real(p.peak_bytes) / unit, f"size {p.size:,}: peak {format_bytes(p.peak_bytes)}", "square"
+        )
+        for p in profile.points
+        if p.peak_bytes is not None
+    ]
+    lost = [
+        Mark(size, real(profile.budget_bytes) / unit, f"size {size:,}: ran out of memory", "cross")
+        for size in profile.too_large
+    ]
+    found = (
+        Series(f"{name}profiled peak", tuple(marks), "c3"),
+        Series(f"{name}profiled, ran out", tuple(lost), "oom"),
+    )
+    return [one for one in found if one.marks]
+
+
 def _sizes(memory: Memory) -> list[int]:
     sizes = [trial.size for _, fit in memory.fits for trial in fit.trials]
     sizes += [answer.batch_size for _, one in memory.predictions for answer in one.answers]
     sizes += [one.batch_size for _, one in memory.predictions]
     sizes += [point.size for _, one in memory.profiles for point in one.points]
+    sizes += [size for _, one in memory.profiles for size in one.too_large]
     return sizes + [one.batch_size for _, one in memory.explanations]
 
 

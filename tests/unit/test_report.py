@@ -212,6 +212,13 @@ class TestCharts:
         assert (chosen.x, chosen.shape, chosen.label) == (profile.recommended, "diamond", "recommended 128")
         assert all(m.low is not None and m.high is not None and m.low <= m.y <= m.high for m in series.marks)
 
+    def test_sizes_that_a_profile_could_not_run_stand_on_the_budget(self) -> None:
+        profile = result("profile").model_copy(update={"too_large": (256,)})
+        lost = [
+            one for one in memory_chart(Memory(profiles=(("", profile),))).series if "ran out" in one.name
+        ]
+        assert [(mark.x, mark.y, mark.shape) for one in lost for mark in one.marks] == [(256, 128, "cross")]
+
     def test_kinds_lie_on_each_other_up_to_the_peak(self) -> None:
         told = result("why")
         areas = [one for one in timeline_chart(told).series if one.line == "area"]
@@ -250,6 +257,8 @@ class TestVerdict:
         results = [result("fit"), result("profile")]
         assert verdict(results).startswith("Batch size 128")
         assert facts_of(results)[0].value == "128"
+        terse = result("profile").model_copy(update={"reason": "3 is the smallest size within 5%."})
+        assert verdict([terse]) == "Batch size 3 is the smallest size within 5%."
 
     def test_cards_on_which_nothing_fits_are_told(self) -> None:
         data = [json.loads(TEXTS["cards"])[0], {"kind": "nothing_fits", "card": "t4", "budget_bytes": 2**34}]

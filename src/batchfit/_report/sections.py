@@ -203,6 +203,7 @@ def _memory_table(group: Memory) -> Table:
         for p in profile.points:
             seen = [format_bytes(b) if b is not None else "-" for b in (p.peak_bytes, p.reserved_bytes)]
             rows.append((f"{p.size:,}", f"{name}profiled", *seen))
+        rows += [(f"{size:,}", f"{name}profiled, ran out", "-", "-") for size in profile.too_large]
     for name, why in group.explanations:
         amounts = (format_bytes(why.peak_bytes), format_bytes(why.reserved_bytes))
         rows.append((f"{why.batch_size:,}", f"{name}explained", *amounts))

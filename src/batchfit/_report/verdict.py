@@ -22,7 +22,7 @@ _CLAUSES = 3  # a sentence with more is not read
 def verdict(results: Sequence[Result]) -> str:
     """One sentence about all of them."""
     fits = [one for one in results if isinstance(one, FitResult)]
-    clauses = [one.reason.rstrip(".") for one in results if isinstance(one, ThroughputProfile)]
+    clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
     compared: set[int] = set()
     for fit in fits:
         match = next((p for p in results if isinstance(p, Prediction) and _same_memory(p, fit)), None)
@@ -71,7 +71,7 @@ def _facts(one: Result) -> list[Fact]:
             f"{best.samples_per_s / one.best.samples_per_s:.0%} of the best" if one.best.samples_per_s else ""
         )
         return [
-            Fact("recommended batch size", f"{one.recommended:,}", f"of {one.largest:,} at most"),
+            Fact("recommended batch size", f"{one.recommended:,}", f"largest measured: {one.largest:,}"),
             Fact("throughput there", f"{format_rate(best.samples_per_s)}/s", share),
             Fact("time per step", format_seconds(best.step_s), "" if best.steady else "not steady"),
         ]
@@ -103,6 +103,11 @@ def _facts_of_fit(one: FitResult) -> list[Fact]:
             Fact("peak memory", format_bytes(one.peak_bytes), share + format_bytes(one.budget_bytes))
         )
     return found
+
+
+def _recommended(one: ThroughputProfile) -> str:
+    text = one.reason.rstrip(".")
+    return f"batch size {text}" if text[:1].isdigit() else text
 
 
 def _found(fit: FitResult, prediction: Prediction | None) -> str:
