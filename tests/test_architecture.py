@@ -27,6 +27,9 @@ LAYERS = {
     "batchfit._draw": 0,
     "batchfit._files": 0,
     "batchfit._screen": 0,
+    "batchfit._scale": 0,
+    "batchfit._svg": 0,
+    "batchfit._pictures": 0,
     "batchfit._throughput_screen": 0,
     "batchfit._torch": 1,
     "batchfit.workload": 1,
@@ -45,6 +48,7 @@ LAYERS = {
     "batchfit._noise": 2,
     "batchfit._schedule": 2,
     "batchfit._loader": 2,
+    "batchfit._report": 3,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }

@@ -45,6 +45,7 @@ _EXPORTS = {
     "load_schedule": "batchfit.schedules",
     "predict_batch_size": "batchfit._predict",
     "profile_throughput": "batchfit._profile",
+    "report": "batchfit._report",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -80,6 +81,7 @@ __all__ = [
     "load_schedule",
     "predict_batch_size",
     "profile_throughput",
+    "report",
     "testing",
     "training",
     "virtual_memory",
@@ -97,6 +99,7 @@ if TYPE_CHECKING:
     from batchfit._noise import GradientNoise
     from batchfit._predict import predict_batch_size
     from batchfit._profile import profile_throughput
+    from batchfit._report import report
     from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import (

@@ -185,7 +185,10 @@ class FitResult(Result):
 
     def _repr_html_(self) -> str:
         rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
-        return html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+        from batchfit._pictures import Memory, as_cell, memory_chart
+
+        table = html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+        return table + as_cell(memory_chart(Memory(fits=(("", self),))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +300,10 @@ class Prediction(Result):
         return f"{table}{self.summary}{notes}"
 
     def _repr_html_(self) -> str:
-        return html_table(ANSWER_COLUMNS, self._rows(), caption=self.summary)
+        from batchfit._pictures import Memory, as_cell, memory_chart
+
+        table = html_table(ANSWER_COLUMNS, self._rows(), caption=self.summary)
+        return table + as_cell(memory_chart(Memory(predictions=(("", self),))))
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
@@ -386,8 +392,10 @@ class MemoryExplanation(Result):
 
     def _repr_html_(self) -> str:
         # A notebook has room: the same screen, wider, in letters of one width.
+        from batchfit._pictures import as_cell, timeline_chart
+
         text = as_text(memory_lines(self, width=100))
-        return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>"
+        return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>{as_cell(timeline_chart(self))}"
 
 
 class ThroughputPoint(Result):
@@ -512,8 +520,11 @@ class ThroughputProfile(Result):
         return as_text(throughput_lines(self))
 
     def _repr_html_(self) -> str:
+        from batchfit._pictures import as_cell, throughput_chart
+
         text = as_text(throughput_lines(self, width=100))
-        return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>"
+        picture = as_cell(throughput_chart([("", self)]))
+        return f"<pre style='line-height:1.2'>{html.escape(text)}</pre>{picture}"
 
     def _sizes(self) -> str:
         return ", ".join(str(point.size) for point in self.points)

@@ -678,4 +678,13 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
         assert size is not None, ran.stdout
         assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
     assert "Predicting it for cards that are not here" in ran.stderr
-    assert ran.stdout.endswith("next       batchfit predict your_file.py:your_function --gpu h100\n")
+    assert "next       batchfit predict your_file.py:your_function --gpu h100\n" in ran.stdout
+    # Nobody asked for a file here: the report is in a temporary folder, and its path is the last word.
+    report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))
+    assert report.name == "batchfit-demo.html"
+    assert f"Batch size {fit.batch_size} is the largest that lasts on cpu" in report.read_text(
+        encoding="utf-8"
+    )
+    assert not list(project.glob("**/*.html"))
+    report.unlink()
+    report.parent.rmdir()

@@ -142,6 +142,15 @@ assert_type(fit.to_json(), str)
 assert_type(FitResult.from_json(Path("fit.json").read_text()), FitResult)
 
 
+# Reports.
+assert_type(batchfit.report(fit, "report.html"), Path)
+assert_type(
+    batchfit.report([fit, "prediction.json", Path("why.json")], Path("report.html"), title="mine"), Path
+)
+batchfit.report(fit, "report.html", "mine")  # type: ignore[call-arg]
+batchfit.report(7, "report.html")  # type: ignore[arg-type]
+
+
 # Microbatches.
 def loss_of(micro: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss_fn(model, micro)

@@ -89,6 +89,7 @@ class TestHelp:
             ("explain", "-h"),
             ("doctor", "-h"),
             ("demo", "--help"),
+            ("report", "--help"),
             ("schedule", "--help"),
             ("schedule", "show", "--help"),
             ("--version",),

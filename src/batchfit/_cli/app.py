@@ -32,6 +32,7 @@ Examples:
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
   batchfit profile train.py:make_workload
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+  batchfit report fit.json -o report.html
   batchfit doctor
 
 {CODES}
@@ -106,6 +107,18 @@ Examples:
 {CODES}
 """
 
+REPORT_HELP = """\
+Make one HTML page of result files: charts, tables, verdict.
+
+Results are what --json and --output of find, predict, explain, profile and
+schedule show write, one or several side by side. The page needs no network.
+
+Examples:
+  batchfit report fit.json
+  batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
+  batchfit report fit.json --plot memory.png
+"""
+
 DOCTOR_HELP = """\
 Show what batchfit finds on this machine, and test that it works here.
 
@@ -121,10 +134,11 @@ DEMO_HELP = """\
 Find the largest batch of a small GPT, on a GPU if there is one, and predict it for other cards.
 
 Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's. Under a minute.
+It ends with a report of both as an HTML page.
 
 Examples:
   batchfit demo
-  batchfit demo --output fit.json
+  batchfit demo --output fit.json --report demo.html
 """
 
 app = typer.Typer(
@@ -607,6 +621,32 @@ def profile(
     end(lambda: profile_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
+@app.command(help=REPORT_HELP)
+def report(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULT.json...", show_default=False, help="Result files, one or several."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes; it ends in .html.")
+    ] = Path("report.html"),
+    title: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default=False, help="What stands over the page.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Draw the charts into FILE.png or FILE.svg too (needs matplotlib).",
+        ),
+    ] = None,
+) -> None:
+    from batchfit._cli.report import write_report
+
+    end(lambda: write_report(results, output=output, title=title, plot=plot))
+
+
 @app.command(help=DOCTOR_HELP)
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="The same as JSON, alone on stdout.")] = False,
@@ -621,10 +661,16 @@ def demo(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the result goes; its folder is made if it is missing.")
     ] = Path("out/demo.json"),
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", show_default="in a temporary folder", help="Where the HTML report goes."
+        ),
+    ] = None,
 ) -> None:
     from batchfit._cli.demo import run_demo
 
-    end(lambda: run_demo(output=output))
+    end(lambda: run_demo(output=output, report=report))
 
 
 app.add_typer(schedule_app, name="schedule")

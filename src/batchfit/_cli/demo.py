@@ -2,26 +2,31 @@
 
 Rules: it is a real search, with real steps and the defaults of `find`, and then a real prediction; it says
 what it is about to do before it does it, and claims nothing that it did not run; without a GPU the CPU runs
-out of memory like one, and the prediction is for cards that are not there. Nothing is downloaded.
+out of memory like one, and the prediction is for cards that are not there. Nothing is downloaded, and no file
+is left in the current folder that `--output` and `--report` do not name.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import Job, default_settings, run_job
-from batchfit._cli.output import check_writable
+from batchfit._cli.output import check_writable, write_whole
 from batchfit._cli.predict import default_settings as prediction_settings
 from batchfit._cli.predict import predicted, prediction_lines
 from batchfit._cli.progress import progress_here, speaks
+from batchfit._cli.report import check_output
 from batchfit._cli.tracing import show
 from batchfit._decide.units import parse_bytes
 
 if TYPE_CHECKING:
+    from batchfit.results import Prediction
     from batchfit.workload import Workload
 
 WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
@@ -31,9 +36,11 @@ CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
 NEXT = "batchfit predict your_file.py:your_function --gpu h100"
 
 
-def run_demo(*, output: Path) -> Code:
-    """Find the largest batch of the small GPT and save the result; then predict it."""
+def run_demo(*, output: Path, report: Path | None = None) -> Code:
+    """Find the largest batch of the small GPT and save the result; then predict it, and report both."""
     check_writable(output, make_folder=True)
+    if report is not None:
+        check_output(report)
     # Read when torch is loaded. On a busy machine threads that spin while they wait double the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
@@ -58,11 +65,27 @@ def run_demo(*, output: Path) -> Code:
     )
     code = run_job(job, as_json=False, output=output)
     if code == Code.FOUND and speaks():
-        _predict_too(device, budget)
+        predictions = _predict_too(device, budget)
+        _report_too(output, predictions, report)
     return code
 
 
-def _predict_too(device: str, budget: str) -> None:
+def _report_too(output: Path, predictions: Sequence[Prediction], report: Path | None) -> None:
+    """Both answers on one page; nobody asked for a file here, so without a path it is a temporary one."""
+    from batchfit._report.page import page
+    from batchfit._report.read import sources_of
+
+    where = report or Path(tempfile.mkdtemp(prefix="batchfit-")) / "batchfit-demo.html"
+    try:
+        write_whole(where, page(sources_of([output, *predictions]), title="batchfit demo: a small GPT"))
+    except OSError as error:
+        raise CommandFailed(
+            Code.BROKEN, f"the report could not be saved to {where}: {error.strerror or error}"
+        ) from None
+    sys.stdout.write(f"  {'report':<11}{where}\n")
+
+
+def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
     """The same question without running it: for this GPU's budget, or for cards that are not here."""
     settings = prediction_settings()
     if device == "cuda":
@@ -80,6 +103,7 @@ def _predict_too(device: str, budget: str) -> None:
         sys.stdout,
         saved=[],
     )
+    return found.predictions
 
 
 def small_gpt_training(device: str) -> Workload:

@@ -32,7 +32,7 @@ class Code(IntEnum):
 MEANINGS = {
     Code.FOUND: "the question was answered (doctor: all is well)",
     Code.BROKEN: "doctor found something broken, or batchfit itself failed",
-    Code.USAGE: "bad usage: a flag or the target is wrong",
+    Code.USAGE: "bad usage: a flag, the target or a result file is wrong",
     Code.NOTHING_FITS: "not even the smallest allowed size fits",
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",

@@ -19,6 +19,7 @@ from batchfit._decide.units import format_bytes
 if TYPE_CHECKING:
     from batchfit._cli.predict import Row
     from batchfit._cli.schedule import Shown
+    from batchfit._svg import Chart, Series
     from batchfit.results import MemoryExplanation, Prediction, ThroughputProfile
 
 SUFFIXES = (".png", ".svg")
@@ -166,16 +167,73 @@ def draw_schedule(shown: Shown, path: Path) -> None:
     _save(figure, path)
 
 
-def _figure() -> tuple[Any, Any]:
+def draw_charts(charts: Sequence[Chart], path: Path) -> None:
+    """The charts of a report, one below the other."""
+    figure, rows = _figure(len(charts))
+    for chart, axes in zip(charts, rows, strict=True):
+        for one in chart.series:
+            _draw_series(axes, one)
+        for rule in chart.rules:
+            line = axes.axhline if rule.axis == "y" else axes.axvline
+            line(rule.at, color="0.4", linestyle="--", linewidth=1)
+            where = (0.01, rule.at) if rule.axis == "y" else (rule.at, 0.97)
+            coordinates = ("axes fraction", "data") if rule.axis == "y" else ("data", "axes fraction")
+            axes.annotate(
+                rule.label, where, xycoords=coordinates, xytext=(3, 3), textcoords="offset points", fontsize=8
+            )
+        for axis, name in ((chart.x, "x"), (chart.y, "y")):
+            if axis.log:
+                getattr(axes, f"set_{name}scale")("log", base=2)
+                getattr(axes, f"{name}axis").set_major_formatter("{x:g}")
+            elif name == "y":
+                axes.set_ylim(0, None)
+        axes.set(xlabel=chart.x.name, ylabel=chart.y.name, title=chart.title)
+        if sum(bool(one.name) for one in chart.series) > 1:
+            axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+# The shapes and colours of `batchfit._svg` as matplotlib calls them.
+_MARKERS = {"dot": "o", "ring": "o", "cross": "x", "square": "s", "triangle": "^", "diamond": "D", "none": ""}
+_DASHES = {"": "", "solid": "-", "stairs": "-", "dashed": "--", "dotted": ":"}
+_COLOURS = {"fits": "#009E73", "oom": "#D55E00", "other": "#E69F00", "c5": "0.4"}
+
+
+def _draw_series(axes: Any, one: Series) -> None:
+    colour = _COLOURS.get(one.role, f"C{one.role[1:]}")
+    across, up = [mark.x for mark in one.marks], [mark.y for mark in one.marks]
+    name = one.name or "_nolegend_"
+    if one.line == "area":
+        floors = [mark.low or 0.0 for mark in one.marks]
+        axes.fill_between(across, floors, up, step="post", color=colour, label=name, linewidth=0)
+        return
+    shape = one.marks[0].shape if one.marks else "none"
+    axes.plot(
+        across,
+        up,
+        color=colour,
+        label=name,
+        marker=_MARKERS[shape],
+        linestyle=_DASHES[one.line] or "none",
+        markerfacecolor="none" if shape in ("ring", "square") else colour,
+        drawstyle="steps-post" if one.line == "stairs" else "default",
+    )
+    for mark in one.marks:
+        if mark.label:
+            axes.annotate(mark.label, (mark.x, mark.y), xytext=(6, 5), textcoords="offset points", fontsize=8)
+
+
+def _figure(rows: int | None = None) -> tuple[Any, Any]:
     # Not pyplot: it would look for a display, and keep the figure.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    return figure, axes
+    figure = Figure(figsize=(8, 4.5 * (rows or 1)), layout="constrained")
+    grid = figure.subplots(rows or 1, squeeze=False)
+    for axes in grid[:, 0]:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+        axes.set_axisbelow(True)
+    return figure, grid[0, 0] if rows is None else list(grid[:, 0])
 
 
 def _unit(largest: int) -> tuple[int, str]:

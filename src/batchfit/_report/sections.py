@@ -1,0 +1,331 @@
+"""What the report says about each kind of result.
+
+Rules: a section has a figure where a figure says more than a table, and always the numbers; what was not seen
+or not steady stands beside what was. A kind that is new gets a function here and a line in `read.KINDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TypeVar
+
+from batchfit._decide.units import format_bytes
+from batchfit._pictures import (
+    Memory,
+    memory_chart,
+    of_one_order,
+    path_chart,
+    throughput_chart,
+    timeline_chart,
+)
+from batchfit._report.markup import Table, bars, card, figure, table_of
+from batchfit._report.plan import has_rates, rate_chart, schedule_sections, size_chart
+from batchfit._report.read import NothingFits, SchedulePlan, Source
+from batchfit._screen import operation_name
+from batchfit._svg import Chart, escaped
+from batchfit._throughput_screen import format_rate, format_seconds
+from batchfit.results import (
+    TRIAL_COLUMNS,
+    FitResult,
+    Holder,
+    MemoryExplanation,
+    Prediction,
+    Result,
+    ThroughputProfile,
+    trial_row,
+)
+
+_MOST_HOLDERS = 8
+OneResult = TypeVar("OneResult", bound=Result)
+
+
+def sections(sources: Sequence[Source]) -> str:
+    """All sections, in the order in which people ask: how fast, how large, why, when."""
+    fits = _named(sources, FitResult)
+    profiles = _named(sources, ThroughputProfile)
+    told = _named(sources, MemoryExplanation)
+    predictions = _named(sources, Prediction)
+    plans = _named(sources, SchedulePlan)
+    nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
+    return "".join(
+        [
+            *_throughput(profiles),
+            *_memory(memory),
+            *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
+            *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
+            *(part for number, (name, one) in enumerate(told) for part in _explained(name, one, number)),
+            *(
+                part
+                for number, (name, plan) in enumerate(plans)
+                for part in schedule_sections(name, plan, number)
+            ),
+            _unseen(memory),
+            _environment(sources),
+        ]
+    )
+
+
+def charts(sources: Sequence[Source]) -> list[Chart]:
+    """The figures alone, in the same order."""
+    fits, profiles = _named(sources, FitResult), _named(sources, ThroughputProfile)
+    told, predictions = _named(sources, MemoryExplanation), _named(sources, Prediction)
+    plans = [plan for _, plan in _named(sources, SchedulePlan)]
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
+    found = [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
+    found += [memory_chart(group) for group in of_one_order(memory)]
+    found += [path_chart(fit) for _, fit in fits]
+    found += [timeline_chart(one) for _, one in told if one.timeline]
+    found += [size_chart(plan) for plan in plans]
+    found += [rate_chart(plan) for plan in plans if has_rates(plan)]
+    return [chart for chart in found if any(one.marks for one in chart.series)]
+
+
+def _named(sources: Sequence[Source], kind: type[OneResult]) -> list[tuple[str, OneResult]]:
+    """Results of one kind; where there are several, each with a name that tells it from the others."""
+    found = [(source, source.result) for source in sources if isinstance(source.result, kind)]
+    if len(found) < 2:
+        return [("", result) for _, result in found]
+    names = [_name(source, result) for source, result in found]
+    if len(set(names)) < len(names):
+        files = [PurePath(source.name).stem for source, _ in found]
+        names = files if len(set(files)) == len(files) else [f"{n} ({i})" for i, n in enumerate(names, 1)]
+    return [(f"{name}: ", result) for name, (_, result) in zip(names, found, strict=True)]
+
+
+def _name(source: Source, result: Result) -> str:
+    where = getattr(result, "card", "") or getattr(result, "device", "") or getattr(result, "schedule", "")
+    return str(where) or PurePath(source.name).stem or "result"
+
+
+def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[str]:
+    if not any(one.points for _, one in profiles):
+        return
+    yield "<h2>Throughput</h2>"
+    yield figure(
+        throughput_chart(profiles),
+        _profile_table(profiles),
+        name="throughput",
+        note="The smallest size within reach of the best throughput is enough: beyond it, more memory buys "
+        "hardly any more samples a second.",
+    )
+    for name, one in profiles:
+        lines = [(f"{name}{found.kind}", found.evidence, found.advice) for found in one.diagnosis]
+        if one.accumulation is not None:
+            lines.append((f"{name}accumulation", one.accumulation.advice, ""))
+        lines += [(f"{name}note", note, "") for note in one.notes]
+        if lines:
+            items = "".join(
+                f"<li><b>{escaped(kind)}</b>: {escaped(text)}"
+                + (f'<br><span class="dim">What to change: {escaped(advice)}</span>' if advice else "")
+                + "</li>"
+                for kind, text, advice in lines
+            )
+            yield card(f'<h3>What holds it back</h3><ul class="list">{items}</ul>')
+
+
+def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Table:
+    columns = ("size", "time/step", "±", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
+    rows: list[tuple[str, ...]] = []
+    chosen: list[int] = []
+    for name, one in profiles:
+        for p in one.points:
+            if p.size == one.recommended:
+                chosen.append(len(rows))
+            rows.append(
+                (
+                    f"{name}{p.size:,}",
+                    format_seconds(p.step_s),
+                    f"{p.spread:.1%}{'' if p.steady else ' (not steady)'}",
+                    format_rate(p.samples_per_s),
+                    "-" if p.tokens_per_s is None else format_rate(p.tokens_per_s),
+                    "-" if p.gain is None else f"x{p.gain:.2f}",
+                    "-" if p.peak_bytes is None else format_bytes(p.peak_bytes),
+                    "-" if p.flops_per_s is None else format_rate(p.flops_per_s),
+                    "-" if p.flops_share is None else f"{p.flops_share:.0%}",
+                )
+            )
+    keep = [n for n in range(len(columns)) if n < 4 or any(row[n] != "-" for row in rows)]
+    return Table(
+        tuple(columns[n] for n in keep), tuple(tuple(row[n] for n in keep) for row in rows), chosen=chosen
+    )
+
+
+def _memory(memory: Memory) -> Iterator[str]:
+    groups = of_one_order(memory)
+    if groups:
+        yield "<h2>Memory</h2>"
+    for number, group in enumerate(groups):
+        chart = memory_chart(group)
+        if len(groups) > 1:
+            chart = replace(chart, title=f"{chart.title}, up to {format_bytes(max(group.budgets()))}")
+        if any(one.marks for one in chart.series):
+            yield figure(chart, _memory_table(group), name=f"memory-{number}", note=_memory_note(group))
+
+
+def _unseen(memory: Memory) -> str:
+    """What predictions and explanations do not know."""
+    notes = [note for _, one in memory.predictions for note in one.unseen]
+    notes += [note for _, one in memory.explanations for note in one.unseen]
+    items = "".join(f"<li>{escaped(note)}</li>" for note in dict.fromkeys(notes))
+    return f"<h2>What the trace could not see</h2>{card(f'<ul class=list>{items}</ul>')}" if items else ""
+
+
+def _memory_note(group: Memory) -> str:
+    parts = []
+    if any(not trial.fits for _, fit in group.fits for trial in fit.trials):
+        parts.append("A trial that ran out stands on the budget's line.")
+    how: dict[str, list[str]] = {}
+    for _, one in group.predictions:
+        left = f", {one.margin:.1%} of the budget left free" if one.margin else ""
+        how.setdefault(f"{one.based_on}{left}", []).append(one.card)
+    parts += [f"Predicted for {' and '.join(dict.fromkeys(cards))} ({by})." for by, cards in how.items()]
+    return " ".join(parts)
+
+
+def _memory_table(group: Memory) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for name, fit in group.fits:
+        for trial in fit.trials:
+            row = trial_row(trial, fit.budget_bytes)
+            rows.append((f"{trial.size:,}", f"{name}measured, {row[1]}", row[3], row[4]))
+    for name, one in group.predictions:
+        for point in one.curve:
+            amounts = (format_bytes(point.peak_bytes), format_bytes(point.reserved_bytes))
+            rows.append((f"{point.size:,}", f"{name}predicted", *amounts))
+        for answer in one.answers:
+            size = f"{answer.batch_size:,}" if answer.batch_size else "none"
+            what = f"{name}predicted largest in {format_bytes(answer.budget_bytes)}"
+            rows.append((size, what, format_bytes(answer.peak_bytes), "-"))
+    for name, profile in group.profiles:
+        for p in profile.points:
+            seen = [format_bytes(b) if b is not None else "-" for b in (p.peak_bytes, p.reserved_bytes)]
+            rows.append((f"{p.size:,}", f"{name}profiled", *seen))
+        rows += [(f"{size:,}", f"{name}profiled, ran out", "-", "-") for size in profile.too_large]
+    for name, why in group.explanations:
+        amounts = (format_bytes(why.peak_bytes), format_bytes(why.reserved_bytes))
+        rows.append((f"{why.batch_size:,}", f"{name}explained", *amounts))
+    return Table(("size", "from", "peak", "reserved"), tuple(rows), words=("from",))
+
+
+def _search(name: str, fit: FitResult, number: int) -> Iterator[str]:
+    chosen = [n for n, t in enumerate(fit.trials) if t.size == fit.batch_size and t.fits]
+    rows = []
+    for count, trial in enumerate(fit.trials, 1):
+        why = f"{trial.phase}: {trial.message}" if trial.phase and trial.message else trial.message
+        rows.append((str(count), *trial_row(trial, fit.budget_bytes), why))
+    told = any(trial.message for trial in fit.trials)
+    columns = ("trial", *TRIAL_COLUMNS, *(("message",) if told else ()))
+    cut = tuple(row if told else row[:-1] for row in rows)
+    yield f"<h2>{escaped(name)}Search</h2>"
+    yield figure(
+        path_chart(fit),
+        Table(columns, cut, words=("message",), chosen=chosen[-1:]),
+        name=f"search-{number}",
+        note=f"Strategy {fit.strategy}; it stopped because {fit.reason}.{_asides(fit)}",
+    )
+
+
+def _asides(fit: FitResult) -> str:
+    parts = []
+    if fit.trials_resumed:
+        parts.append(f" {fit.trials_resumed} of the trials were run earlier.")
+    if fit.from_store:
+        parts.append(" The size came from the store, and was confirmed.")
+    if fit.shrunk_from_bytes is not None:
+        parts.append(
+            f" Other programs took memory meanwhile: it began with {format_bytes(fit.shrunk_from_bytes)}."
+        )
+    return "".join(parts)
+
+
+def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]:
+    yield f"<h2>{escaped(name)}What holds the peak at batch size {told.batch_size:,}</h2>"
+    where = f", at {told.peak_source}" if told.peak_source else ""
+    doing = f", {operation_name(told.peak_operation)}" if told.peak_operation else ""
+    peak = f"{format_bytes(told.peak_bytes)} in {told.peak_phase}{doing}{where}"
+    traced = f"traced for {told.card}, {told.based_on}"
+    yield card(
+        f'<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>',
+        bars("kind", _rows(told.kinds)),
+    )
+    if told.timeline:
+        kinds = sorted({kind for moment in told.timeline for kind in moment.kinds})
+        every = max(1, len(told.timeline) // 20)
+        rows = tuple(
+            (str(m.at), m.phase, *(format_bytes(m.kinds.get(kind, 0)) for kind in kinds))
+            for m in told.timeline[::every]
+        )
+        table = Table(("event", "phase", *kinds), rows, words=("phase",))
+        yield figure(timeline_chart(told), table, name=f"timeline-{number}")
+    yield card(
+        '<div class="columns">',
+        f"<div>{bars('module', _rows(told.modules))}</div>",
+        f"<div>{bars('source line', _rows(told.lines))}</div></div>",
+    )
+    if told.what_ifs:
+        yield card(_changes(told))
+
+
+def _rows(holders: Sequence[Holder]) -> list[tuple[str, float, str, str]]:
+    longest = max((one.share for one in holders), default=0.0) or 1.0
+    rows = [
+        (one.name, one.share / longest, format_bytes(one.peak_bytes), f"{one.share:.1%}")
+        for one in holders[:_MOST_HOLDERS]
+    ]
+    rest = holders[_MOST_HOLDERS:]
+    if rest:
+        share = sum(one.share for one in rest)
+        amount = format_bytes(sum(one.peak_bytes for one in rest))
+        rows.append((f"{len(rest)} more", share / longest, amount, f"{share:.1%}"))
+    return rows
+
+
+def _changes(told: MemoryExplanation) -> str:
+    """What would change it, the most first."""
+    items = []
+    for one in sorted(told.what_ifs, key=lambda one: -one.gain):
+        if one.largest_before is not None and one.largest_after is not None:
+            numbers = f"{one.largest_before:,} → {one.largest_after:,}"
+        else:
+            numbers = f"{format_bytes(one.peak_bytes_before)} → {format_bytes(one.peak_bytes_after)}"
+        cost = f" Costs {escaped(one.cost)}." if one.cost else ""
+        items.append(
+            f'<li><span class="gain">{escaped(numbers)} (x{one.gain:.2f})</span> <b>{escaped(one.change)}</b>'
+            f'<br><span class="dim">{escaped(one.how)}{cost}</span></li>'
+        )
+    what = "the largest batch" if told.largest is not None else "the peak"
+    return f'<h3>What would change {what}</h3><ul class="list">{"".join(items)}</ul>'
+
+
+def _environment(sources: Sequence[Source]) -> str:
+    rows = []
+    for source in sources:
+        one = source.result
+        kind = {"fit": "search", "memory": "explanation"}.get(
+            getattr(one, "kind", ""), getattr(one, "kind", "")
+        )
+        where = [getattr(one, name, "") for name in ("device", "device_model", "card")]
+        budget = getattr(one, "budget_bytes", None)
+        took = getattr(one, "elapsed_s", None)
+        rows.append(
+            (
+                kind.replace("_", " "),
+                ", ".join(str(part) for part in where if part) or "-",
+                format_bytes(budget) if budget is not None else "-",
+                getattr(one, "torch_version", "") or "-",
+                getattr(one, "batchfit_version", "") or "-",
+                "-" if took is None else f"{took:.1f} s",
+                source.name or "-",
+            )
+        )
+    columns = ("result", "device", "budget", "torch", "batchfit", "took", "file")
+    keep = [n for n in range(len(columns)) if any(row[n] != "-" for row in rows)]
+    table = Table(
+        tuple(columns[n] for n in keep),
+        tuple(tuple(row[n] for n in keep) for row in rows),
+        words=("result", "device", "file"),
+    )
+    return f"<h2>Environment</h2>{card(table_of(table))}"

@@ -1,0 +1,155 @@
+"""The answer of one or several results in a sentence, and the figures below it.
+
+Rules: what to do comes first (a recommended size), then what was found, then what was only predicted; a
+prediction is set against the search that followed it where both were about the same memory. Nothing is
+claimed that the results do not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batchfit._decide.units import format_bytes
+from batchfit._report.markup import Fact
+from batchfit._report.read import NothingFits, SchedulePlan
+from batchfit._throughput_screen import format_rate, format_seconds
+from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
+
+_SAME_BUDGET = 0.02
+_CLAUSES = 3  # a sentence with more is not read
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """One sentence about all of them."""
+    fits = [one for one in results if isinstance(one, FitResult)]
+    clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
+    compared: set[int] = set()
+    for fit in fits:
+        match = next((p for p in results if isinstance(p, Prediction) and _same_memory(p, fit)), None)
+        if match is not None:
+            compared.add(id(match))
+        clauses.append(_found(fit, match))
+    alone = [one for one in results if isinstance(one, Prediction) and id(one) not in compared]
+    clauses += [_predicted(alone[0])] if len(alone) == 1 else []
+    clauses += [_predicted_each(alone)] if len(alone) > 1 else []
+    clauses += [_nothing(one) for one in results if isinstance(one, NothingFits)]
+    clauses += [one.summary for one in results if isinstance(one, MemoryExplanation)]
+    clauses += [_planned(one) for one in results if isinstance(one, SchedulePlan)]
+    left = len(clauses) - _CLAUSES
+    text = "; ".join(clauses[:_CLAUSES]) + (f"; and {left} more below" if left > 0 else "")
+    return text[:1].upper() + text[1:] + "."
+
+
+def facts_of(results: Sequence[Result]) -> list[Fact]:
+    """The figures that people look for: of the first result of each kind, and of a few predictions."""
+    found: list[Fact] = []
+    seen: set[type[Result]] = set()
+    few = sum(isinstance(one, Prediction) for one in results) <= 4
+    # A recommendation first, as in the sentence.
+    for one in sorted(results, key=lambda one: not isinstance(one, ThroughputProfile)):
+        if type(one) in seen and not (few and isinstance(one, Prediction)):
+            continue
+        seen.add(type(one))
+        found += _facts(one)
+    return found[:8]
+
+
+def _facts(one: Result) -> list[Fact]:
+    if isinstance(one, FitResult):
+        return _facts_of_fit(one)
+    if isinstance(one, Prediction):
+        return [
+            Fact(
+                "predicted batch size",
+                _count(one.batch_size),
+                f"{one.card}, {format_bytes(one.budget_bytes)}",
+            )
+        ]
+    if isinstance(one, ThroughputProfile) and one.points:
+        best = next((p for p in one.points if p.size == one.recommended), one.best)
+        share = (
+            f"{best.samples_per_s / one.best.samples_per_s:.0%} of the best" if one.best.samples_per_s else ""
+        )
+        return [
+            Fact("recommended batch size", f"{one.recommended:,}", f"largest measured: {one.largest:,}"),
+            Fact("throughput there", f"{format_rate(best.samples_per_s)}/s", share),
+            Fact("time per step", format_seconds(best.step_s), "" if best.steady else "not steady"),
+        ]
+    if isinstance(one, MemoryExplanation):
+        return [
+            Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
+            *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
+        ]
+    if isinstance(one, SchedulePlan):
+        against = f"a constant {one.initial_batch_size:,} makes {one.updates_at_constant_size:,}"
+        sizes = [phase.batch_size for phase in one.phases] or [one.initial_batch_size]
+        return [
+            Fact("updates", f"{one.updates:,}", against),
+            Fact("batch sizes", f"{min(sizes):,} to {max(sizes):,}", f"{len(sizes)} phases"),
+        ]
+    return []
+
+
+def _facts_of_fit(one: FitResult) -> list[Fact]:
+    lost = sum(not trial.fits for trial in one.trials)
+    ran_out = "none failed" if not lost else f"{lost} failed"
+    found = [
+        Fact("batch size found", f"{one.batch_size:,}", f"survived {one.survived_steps} steps"),
+        Fact("trials", str(len(one.trials)), f"{ran_out}, {one.elapsed_s:.1f} s in all"),
+    ]
+    if one.peak_bytes is not None:
+        share = f"{one.peak_bytes / one.budget_bytes:.1%} of " if one.budget_bytes > 0 else "of "
+        found.append(
+            Fact("peak memory", format_bytes(one.peak_bytes), share + format_bytes(one.budget_bytes))
+        )
+    return found
+
+
+def _recommended(one: ThroughputProfile) -> str:
+    text = one.reason.rstrip(".")
+    return f"batch size {text}" if text[:1].isdigit() else text
+
+
+def _found(fit: FitResult, prediction: Prediction | None) -> str:
+    held = f"it survived {fit.survived_steps} steps"
+    if fit.peak_bytes is not None:
+        held = (
+            f"it peaks at {format_bytes(fit.peak_bytes)} of {format_bytes(fit.budget_bytes)} and {held[3:]}"
+        )
+    against = f" ({prediction.batch_size:,} was predicted)" if prediction is not None else ""
+    largest = " is the largest that lasts" if fit.sustained else " fits"
+    return f"batch size {fit.batch_size:,}{largest} on {fit.device}{against}: {held}"
+
+
+def _predicted(one: Prediction) -> str:
+    where = f"{format_bytes(one.budget_bytes)} on {one.card}"
+    if not one.batch_size:
+        return f"not even a batch of 1 is predicted to fit in {where}"
+    return f"batch size {one.batch_size:,} is predicted to fit in {where}"
+
+
+def _predicted_each(several: Sequence[Prediction]) -> str:
+    sizes = [f"{_count(one.batch_size)} on {one.card} ({format_bytes(one.budget_bytes)})" for one in several]
+    return f"predicted to fit are {', '.join(sizes[:-1])} and {sizes[-1]}"
+
+
+def _count(size: int) -> str:
+    return f"{size:,}" if size else "none"
+
+
+def _nothing(one: NothingFits) -> str:
+    return f"not even a batch of 1 is predicted to fit in {format_bytes(one.budget_bytes)} on {one.card}"
+
+
+def _planned(one: SchedulePlan) -> str:
+    change = f"{abs(one.updates_saved):.1%} {'fewer' if one.updates_saved >= 0 else 'more'}"
+    return (
+        f"the schedule makes {one.updates:,} updates in {one.epochs:,} epochs, {change} than a constant "
+        f"{one.initial_batch_size:,}"
+    )
+
+
+def _same_memory(one: Prediction, fit: FitResult) -> bool:
+    """Whether a prediction was about what was then run: a CPU's virtual memory holds no CUDA workspaces."""
+    near = abs(one.budget_bytes - fit.budget_bytes) <= _SAME_BUDGET * fit.budget_bytes
+    return near and fit.device.startswith("cuda")
