@@ -163,7 +163,7 @@ def find_batch_size(
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
-        budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
+        budget_bytes = ranks.minimum(usable_bytes(place, budget, asked_bytes), doing="the budget")
         search = replace(search, budget_bytes=budget_bytes)
         trials: list[Trial] = []
         if file is not None:
@@ -324,7 +324,7 @@ def _with_less(search: Search, budget_bytes: int, device: str) -> Search:
     return replace(search, budget_bytes=budget_bytes, predicted=None)
 
 
-def _budget(place: Place, asked: int | str | None, asked_bytes: int | None) -> int:
+def usable_bytes(place: Place, asked: int | str | None, asked_bytes: int | None) -> int:
     """The budget asked for, checked against the device; what is free now where none was."""
     available = place.budget_bytes()
     if asked_bytes is None:

@@ -28,13 +28,14 @@ from batchfit._decide.knee import Knee, Timed, marginal_gains
 from batchfit._decide.steady import FINE, LOOK, verdict
 from batchfit._decide.units import parse_bytes
 from batchfit._diagnosis import Diagnosis, diagnosed
-from batchfit._find import _budget, _telling_others
+from batchfit._find import usable_bytes
 from batchfit._throughput_screen import format_rate
 from batchfit._torch.bench import Bench
 from batchfit._torch.bottlenecks import loader_pace
 from batchfit._torch.clock import Run, counts_memory
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, DeviceSpec, resolve_device
 from batchfit._torch.inputs_seen import is_compiled
+from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, ThroughputProfile
@@ -94,14 +95,14 @@ def profile_throughput(
     """
     begun = time.perf_counter()
     ranks = Ranks.current()
-    with _telling_others(ranks):
+    with telling_others(ranks):
         work = as_workload(workload)
         knee = _checked(smallest, largest, sizes, within)
         _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)
         asked_bytes = None if budget is None else parse_bytes(budget)
         place = resolve_device(device, near=(*work.state, work.model))
         ranks.same([knee.to_json(), target_batch_size, diagnose, loader is None], doing="the settings")
-        budget_bytes = ranks.minimum(_budget(place, budget, asked_bytes), doing="the budget")
+        budget_bytes = ranks.minimum(usable_bytes(place, budget, asked_bytes), doing="the budget")
         if not work.declared and ranks.is_main:
             warnings.warn(
                 "the step's state is not declared, so timing changes the model and optimizer that it uses. "

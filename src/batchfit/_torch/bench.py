@@ -31,7 +31,7 @@ from batchfit._torch.here import QuickCollections
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.trial import _put_back, _uninterrupted, run_trial
+from batchfit._torch.trial import put_back, run_trial, uninterrupted
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -132,9 +132,9 @@ class Bench:
             raised = error
             raise
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 phase.clear()
-                _put_back(self._snapshot, self.place if counts else UNCOUNTED, raised)
+                put_back(self._snapshot, self.place if counts else UNCOUNTED, raised, cut_off=answer is None)
             raised = None
         return answer
 

@@ -27,7 +27,7 @@ from batchfit._torch import oom, phase
 from batchfit._torch.attempt import begin_peak
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, Peaks
 from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.trial import _lazy_kind, _note, _put_back, _uninterrupted
+from batchfit._torch.trial import _note, lazy_kind, put_back, uninterrupted
 from batchfit._torch.virtual import active
 from batchfit.errors import NothingRanError
 
@@ -109,10 +109,11 @@ def run_timed(
         raised = error
         raise
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             phase.clear()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                _put_back(snapshot, device if counts else UNCOUNTED, raised)
+                cut_off = raised is not None or not run.fits
+                put_back(snapshot, device if counts else UNCOUNTED, raised, cut_off=cut_off)
         raised = None
     if run.times_s:
         run.verdict = verdict(run.times_s, target=timing.target)
@@ -210,7 +211,7 @@ def _on_cuda(step: Step, run: Run, device: Any, count: int) -> None:
 
 def _one(step: Step, size: int) -> None:
     phase.clear()
-    nothing = _lazy_kind(step(size))
+    nothing = lazy_kind(step(size))
     if nothing:
         raise NothingRanError(
             f"the step returned {nothing} instead of running: nothing was measured. "

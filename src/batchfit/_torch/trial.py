@@ -88,11 +88,11 @@ def run_trial(
         raised = error
         raise
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             phase.clear()
             # A dead context can put nothing back, and trying would hide the error.
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                _put_back(snapshot, device, raised, cut_off=cut_off)
+                put_back(snapshot, device, raised, cut_off=cut_off)
         raised = None  # or this frame and its exception would keep each other alive
     settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
     return Trial(
@@ -131,7 +131,7 @@ def _run_steps(
                 device.reset()
             phase.clear()
             begun = time.perf_counter()
-            nothing = _lazy_kind(step(size))
+            nothing = lazy_kind(step(size))
             if nothing:
                 raise NothingRanError(
                     f"the step returned {nothing} instead of running: nothing was measured. "
@@ -156,7 +156,7 @@ def _autotunes(device: Device) -> bool:
     return device.name.startswith("cuda") and torch.backends.cudnn.enabled and torch.backends.cudnn.benchmark
 
 
-def _put_back(snapshot: Snapshot, device: Device, raised: BaseException | None, *, cut_off: bool) -> None:
+def put_back(snapshot: Snapshot, device: Device, raised: BaseException | None, *, cut_off: bool) -> None:
     """Free what the steps left, then put the state back."""
     # A failed step may have left cycles that hold its tensors, and putting gradients back needs memory.
     gc.collect()
@@ -183,7 +183,7 @@ def _gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
     return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
 
-def _lazy_kind(returned: object) -> str:
+def lazy_kind(returned: object) -> str:
     """What kind of unstarted work a step returned, or "" when it ran."""
     if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
         return "a generator"
@@ -210,7 +210,7 @@ def _outcome(failure: _Failure | None) -> Outcome:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Hold back Ctrl-C until the block is done, then deliver it as it would have been."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only
