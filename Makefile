@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
 	@touch $@
 
-demo: $(STAMP)  ## find the largest batch of a small GPT, and predict it for other cards
+demo: $(STAMP)  ## find the largest batch of a small GPT, time it, predict it for other cards, report
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy

@@ -363,6 +363,8 @@ def _reason(points: Sequence[ThroughputPoint], chosen: int, knee: Knee) -> str:
     )
     if here.peak_bytes and best.peak_bytes and best.peak_bytes > here.peak_bytes:
         text += f" with {here.peak_bytes / best.peak_bytes:.0%} of the memory"
+    if share < 1 - knee.within:
+        text += "; the times vary, and a curve through all of them puts it closer"
     return text
 
 

@@ -677,6 +677,8 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
         size = re.search(rf"{card} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
         assert size is not None, ran.stdout
         assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
+    assert f"Timing sizes up to {fit.batch_size}" in ran.stderr
+    assert re.search(r"batch size \d+ is recommended", ran.stdout)
     assert "Predicting it for cards that are not here" in ran.stderr
     assert "next       batchfit predict your_file.py:your_function --gpu h100\n" in ran.stdout
     # Nobody asked for a file here: the report is in a temporary folder, and its path is the last word.

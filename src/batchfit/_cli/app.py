@@ -134,7 +134,7 @@ DEMO_HELP = """\
 Find the largest batch of a small GPT, on a GPU if there is one, and predict it for other cards.
 
 Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's. Under a minute.
-It ends with a report of both as an HTML page.
+It times the sizes up to there too, and ends with a report of it all as an HTML page.
 
 Examples:
   batchfit demo

@@ -1,9 +1,9 @@
 """`batchfit demo`: the main jobs on a small GPT, in well under a minute.
 
-Rules: it is a real search, with real steps and the defaults of `find`, and then a real prediction; it says
-what it is about to do before it does it, and claims nothing that it did not run; without a GPU the CPU runs
-out of memory like one, and the prediction is for cards that are not there. Nothing is downloaded, and no file
-is left in the current folder that `--output` and `--report` do not name.
+Rules: it is a real search, with real steps and the defaults of `find`, then a real profile and a real
+prediction; it says what it is about to do before it does it, and claims nothing that it did not run; without
+a GPU the CPU runs out of memory like one, and the prediction is for cards that are not there. Nothing is
+downloaded, and no file is left in the current folder that `--output` and `--report` do not name.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from batchfit._cli.find import Job, default_settings, run_job
 from batchfit._cli.output import check_writable, write_whole
 from batchfit._cli.predict import default_settings as prediction_settings
 from batchfit._cli.predict import predicted, prediction_lines
+from batchfit._cli.profile import point_line
 from batchfit._cli.progress import progress_here, speaks
 from batchfit._cli.report import check_output
 from batchfit._cli.tracing import show
 from batchfit._decide.units import parse_bytes
+from batchfit._throughput_screen import throughput_lines
 
 if TYPE_CHECKING:
-    from batchfit.results import Prediction
+    from batchfit.results import Prediction, ThroughputProfile
     from batchfit.workload import Workload
 
 WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
 CPU_BUDGET = "128MiB"  # a step at the answer takes a fifth of a second on two cores
 GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
+PROFILE_S = 8
 CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
 NEXT = "batchfit predict your_file.py:your_function --gpu h100"
 
 
 def run_demo(*, output: Path, report: Path | None = None) -> Code:
-    """Find the largest batch of the small GPT and save the result; then predict it, and report both."""
+    """Find the largest batch of the small GPT and save the result; then profile, predict and report."""
     check_writable(output, make_folder=True)
     if report is not None:
         check_output(report)
@@ -65,19 +68,44 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
     )
     code = run_job(job, as_json=False, output=output)
     if code == Code.FOUND and speaks():
+        profile = _profile_too(device, budget, output)
         predictions = _predict_too(device, budget)
-        _report_too(output, predictions, report)
+        _report_too([output, profile, *predictions], report)
     return code
 
 
-def _report_too(output: Path, predictions: Sequence[Prediction], report: Path | None) -> None:
-    """Both answers on one page; nobody asked for a file here, so without a path it is a temporary one."""
+def _profile_too(device: str, budget: str, output: Path) -> ThroughputProfile:
+    """How fast the sizes up to the answer are: the largest is seldom the best."""
+    from batchfit._profile import profile_throughput
+    from batchfit.results import FitResult
+
+    largest = FitResult.from_json(output.read_text(encoding="utf-8")).batch_size
+    with progress_here(steps=0, soak_steps=0) as progress:
+        progress.note(f"\nTiming sizes up to {largest}, for about {PROFILE_S} seconds.")
+        profile = profile_throughput(
+            small_gpt_training(device),
+            budget=budget,
+            largest=largest,
+            time_limit_s=PROFILE_S,
+            on_point=lambda point: progress.note(point_line(point)),
+        )
+    sys.stdout.write("\n")
+    show(
+        lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
+        sys.stdout,
+        saved=[],
+    )
+    return profile
+
+
+def _report_too(results: Sequence[Path | Prediction | ThroughputProfile], report: Path | None) -> None:
+    """All answers on one page; nobody asked for a file here, so without a path it is a temporary one."""
     from batchfit._report.page import page
     from batchfit._report.read import sources_of
 
     where = report or Path(tempfile.mkdtemp(prefix="batchfit-")) / "batchfit-demo.html"
     try:
-        write_whole(where, page(sources_of([output, *predictions]), title="batchfit demo: a small GPT"))
+        write_whole(where, page(sources_of(results), title="batchfit demo: a small GPT"))
     except OSError as error:
         raise CommandFailed(
             Code.BROKEN, f"the report could not be saved to {where}: {error.strerror or error}"
