@@ -684,9 +684,9 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
     # Nobody asked for a file here: the report is in a temporary folder, and its path is the last word.
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))
     assert report.name == "batchfit-demo.html"
-    assert f"Batch size {fit.batch_size} is the largest that lasts on cpu" in report.read_text(
-        encoding="utf-8"
-    )
+    page = report.read_text(encoding="utf-8")
+    assert f"batch size {fit.batch_size} is the largest that lasts on cpu" in page
+    assert "recommended batch size" in page
     assert not list(project.glob("**/*.html"))
     report.unlink()
     report.parent.rmdir()
