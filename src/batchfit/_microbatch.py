@@ -35,6 +35,8 @@ from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import Lengths, attention_without_plans
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.shortage import owned_bytes
+from batchfit._torch.sharded import Sharded, Work, code_of, sample_of
+from batchfit._torch.sharded import Turn as InStep
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import (
     check_callable,
@@ -55,11 +57,13 @@ from batchfit._torch.tries import (
     Judgement,
     MapTry,
     Planned,
+    Watch,
     judge_loss,
 )
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
+from batchfit.workload import check_loss
 
 log = logging.getLogger("batchfit")
 
@@ -180,11 +184,11 @@ class Microbatcher:
         self._generators = generators_of(models)
         modules = leaves_of(models)[2]
         self._compiled = any(is_compiled(module) for module in modules)
-        self._sync: Together | Alone = together(
+        self._sync: Together | Sharded | Alone = together(
             modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
         )
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
-        self._reduction_checked = False
+        self._reduction_checked = self._sync.in_step  # sharded: calls that only some ranks would make
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
@@ -275,6 +279,8 @@ class Microbatcher:
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.
         """
+        if isinstance(self._sync, Sharded):
+            return self._map_in_step(self._sync, fn, batch, lengths)
         check_callable(fn, "fn")
         opened = self._open(batch, "map", fn, lengths)
         call, tables = opened.call, opened.tables
@@ -321,7 +327,10 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=self._sync)
+        ranks: Any = self._sync
+        norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
+        gathered: Any = getattr(norm, "full_tensor", None)  # of shards: a sum over the ranks, on all of them
+        return norm if gathered is None else gathered()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -349,6 +358,11 @@ class Microbatcher:
         with self._sync.turn(self._device) as turn:
             for name, fn in fns.items():
                 check_callable(fn, name)
+            if self._sync.in_step and kind == "cached":
+                raise BatchfitError(
+                    "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
+                    "and ranks with other numbers of chunks would have other collectives. Use DDP"
+                )
             opened = self._open(batch, kind, next(iter(fns.values())), lengths)
             call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
             look = self._coverage.look(list(fns.values()), leaves, kind)
@@ -364,7 +378,10 @@ class Microbatcher:
                 def prepare(plan: Sequence[Piece]) -> Any:
                     nonlocal weight
                     assert call is not None
-                    layers, watch = self._layers(call, opened.modules, plan), call.watch or NOBODY
+                    layers = self._layers(call, opened.modules, plan)
+                    watch: Watch = call.watch or NOBODY
+                    if isinstance(turn, InStep):
+                        watch = turn.watching(watch)
                     around = Around(
                         device=self._target,
                         rewind=rewind,
@@ -374,7 +391,7 @@ class Microbatcher:
                         is_local=not turn.overlapped,
                         scaler=scaler,
                         layers=layers,
-                        look=look,
+                        look=None if self._sync.in_step else look,
                         watch=watch,
                     )
                     made, weight = make(call.whole, plan, around)
@@ -383,7 +400,10 @@ class Microbatcher:
                     return made
 
                 with turn.quiet():
-                    if turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
+                    if isinstance(turn, InStep):
+                        work = self._work(opened, kind, fns["fn"], rewind, prepare, weigh)
+                        plan, done = turn.run(work)
+                    elif turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
                         plan, done = self._overlapped(call, prepare, turn)
                     elif call is None:
                         finish()
@@ -399,9 +419,10 @@ class Microbatcher:
                 "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
             )
         whole = None
-        if batch is not None or kind == "map" or not self._sync.joins_empty:
+        joins = self._sync.joins_empty and (kind != "map" or self._sync.in_step)
+        if batch is not None or not joins:
             whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
-            if whole.length == 0 and (kind == "map" or not self._sync.joins_empty):
+            if whole.length == 0 and not joins:
                 raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
         shared = len(leaves)
@@ -479,6 +500,72 @@ class Microbatcher:
                     loss_failed = True
                 else:
                     sizer.shrink(call, failure, at)
+
+    def _work(
+        self, opened: _Opened, kind: str, fn: Callable[[Any], Any], rewind: Rewind, prepare: Any, weigh: Any
+    ) -> Work:
+        """A batch as ranks run it that are in step."""
+        call, everybody = opened.call, self._sync
+        trains = kind != "map"
+        shared = opened.leaves[: opened.shared]
+
+        def idle(micro: Any) -> None:
+            found = fn(micro)
+            if not trains:
+                return
+            check_loss(found, "fn")
+            if isinstance(
+                everybody, Sharded
+            ):  # parameters that are known exist in a graph by their twins only
+                look = self._coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
+                if look is not None:
+                    look([found])
+            (found * 0.0).backward()
+
+        def weigh_one(micro: Any) -> float:
+            return self._weighing.shares([micro], [Piece(slice(0, 1), 1)])[1]
+
+        return Work(
+            key=(self._mode(kind), len(shared), code_of(fn)),
+            call=call,
+            sizer=self._sizer(call),
+            sizing=self._sizing,
+            rewind=rewind,
+            prepare=prepare,
+            weigh=weigh,
+            spare=lambda: None if call is None else sample_of(call.whole, weigh_one if trains else None),
+            idle=idle,
+            inside=lambda: nullcontext() if call is None else self._inside(call),
+            device=self._target,
+        )
+
+    def _map_in_step(
+        self, everybody: Sharded, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
+    ) -> Any:
+        """`map` of a sharded model: all ranks call it, with as many microbatches each; None for no samples."""
+        with everybody.turn(self._device) as turn:
+            check_callable(fn, "fn")
+            opened = self._open(batch, "map", fn, lengths)
+            call, tables = opened.call, opened.tables
+            outputs: list[Any] = []
+            marks = Buffers()
+
+            def prepare(plan: Sequence[Piece]) -> MapTry:
+                assert call is not None
+                outputs.clear()
+                watch = turn.watching(call.watch or NOBODY)
+                begin = partial(self._rewinding, [], tables, None, marks)
+                return MapTry(fn, call.whole, plan, self._target, begin, outputs, [], watch)
+
+            def weigh() -> float:
+                return 0.0 if call is None else float(call.whole.length)
+
+            # Not in inference mode: parameters that FSDP2 gathers there could not be trained afterwards.
+            with torch.no_grad(), self._rewinding([], tables, None) as rewind:
+                plan, _ = turn.run(self._work(opened, "map", fn, rewind, prepare, weigh))
+                answer = None if call is None else self._joined(call.whole, outputs, plan)
+                rewind.keep()
+                return answer
 
     def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
         """Whether a batch can be trusted to run without a second try."""
