@@ -508,6 +508,7 @@ class Microbatcher:
         call, everybody = opened.call, self._sync
         trains = kind != "map"
         shared = opened.leaves[: opened.shared]
+        least = 2 if self._training_norms(opened.modules) else 1
 
         def idle(micro: Any) -> None:
             found = fn(micro)
@@ -525,6 +526,10 @@ class Microbatcher:
         def weigh_one(micro: Any) -> float:
             return self._weighing.shares([micro], [Piece(slice(0, 1), 1)])[1]
 
+        def spare() -> Any:
+            weigh_it = weigh_one if trains else None
+            return None if call is None else sample_of(call.whole, weigh_it, times=least)
+
         return Work(
             key=(self._mode(kind), len(shared), code_of(fn)),
             call=call,
@@ -533,10 +538,11 @@ class Microbatcher:
             rewind=rewind,
             prepare=prepare,
             weigh=weigh,
-            spare=lambda: None if call is None else sample_of(call.whole, weigh_one if trains else None),
+            spare=spare,
             idle=idle,
             inside=lambda: nullcontext() if call is None else self._inside(call),
             device=self._target,
+            least=least,
         )
 
     def _map_in_step(

@@ -69,6 +69,7 @@ class Work:
     idle: Callable[[Any], None]  # runs it for nothing
     inside: Callable[[], AbstractContextManager[None]]
     device: torch.device | None
+    least: int  # samples that a microbatch must have: BatchNorm trains on two at least
 
 
 @final
@@ -501,7 +502,7 @@ def _cut(work: Work, count: int) -> tuple[tuple[Piece, ...], int | None]:
     if len(plan) >= count or not _is_plain(call) or call.compiled:
         return plan, None
     own = call.bounds.size or (call.size if len(plan) > 1 else 0)
-    call.size = -(-call.whole.length // count)
+    call.size = -(-call.whole.length // max(1, min(count, call.whole.length // work.least)))
     return work.sizer.plan(call), own
 
 
@@ -537,13 +538,17 @@ def code_of(fn: Any) -> Hashable:
     return _code(fn)
 
 
-def sample_of(whole: Whole, weigh: Callable[[Any], float] | None) -> Any:
-    """A microbatch of one sample that has weight (its loss is a number then); None where none is found."""
+def sample_of(whole: Whole, weigh: Callable[[Any], float] | None, *, times: int) -> Any:
+    """A microbatch of one sample that has weight (its loss is a number then); None where none is found.
+
+    `times`: how often it is there. Where samples cannot be picked, it is the first ones.
+    """
     for at in range(min(whole.length, _MOST_LOOKS if whole.can_take and weigh is not None else 1)):
         if whole.can_take:
-            micro = whole.take([at], None if whole.trimmer is None else whole.trimmer.padded_length)
+            micro = whole.take([at] * times, None if whole.trimmer is None else whole.trimmer.padded_length)
         else:
-            micro = whole.cut([1, whole.length - 1] if whole.length > 1 else [1])[0]
+            first = min(times, whole.length)
+            micro = whole.cut([first, whole.length - first] if whole.length > first else [first])[0]
         if weigh is None or weigh(micro):
             return micro
     return None
