@@ -30,13 +30,13 @@ from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.coverage import Coverage, modules_held
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
+from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
+from batchfit._torch.lockstep import Turn as InStep
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import Lengths, attention_without_plans
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.shortage import owned_bytes
-from batchfit._torch.sharded import Sharded, Work, code_of, sample_of
-from batchfit._torch.sharded import Turn as InStep
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import (
     check_callable,
@@ -187,6 +187,11 @@ class Microbatcher:
         self._sync: Together | Sharded | Alone = together(
             modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
         )
+        if noise is not None and self._sync.in_step:
+            raise BatchfitError(
+                "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
+                "norm of its own batch's"
+            )
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._reduction_checked = self._sync.in_step  # sharded: calls that only some ranks would make
         self._leaf_count = -1
@@ -366,7 +371,7 @@ class Microbatcher:
             opened = self._open(batch, kind, next(iter(fns.values())), lengths)
             call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
             look = self._coverage.look(list(fns.values()), leaves, kind)
-            if look is not None:
+            if look is not None and not self._sync.in_step:
                 self._sync.check_reached(modules_held(fns.values()))
             with self._rewinding(leaves, opened.tables, scaler) as rewind:
                 finish = partial(turn.reserve, rewind, shared)
@@ -540,6 +545,7 @@ class Microbatcher:
             weigh=weigh,
             spare=spare,
             idle=idle,
+            check=lambda: everybody.check_reached(modules_held([fn])),
             inside=lambda: nullcontext() if call is None else self._inside(call),
             device=self._target,
             least=least,
@@ -548,7 +554,7 @@ class Microbatcher:
     def _map_in_step(
         self, everybody: Sharded, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
     ) -> Any:
-        """`map` of a sharded model: all ranks call it, with as many microbatches each; None for no samples."""
+        """`map` of a sharded model: all ranks call it, in as many microbatches; None for no samples."""
         with everybody.turn(self._device) as turn:
             check_callable(fn, "fn")
             opened = self._open(batch, "map", fn, lengths)

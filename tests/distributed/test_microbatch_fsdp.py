@@ -178,7 +178,7 @@ def test_refused_with_the_reason() -> None:
             ("BatchfitError", "set_requires_gradient_sync(False) keeps gradients unsharded"),
             ("CollectivesError", "beside FSDP2 (broadcast_)"),
             ("BatchfitError", "set_gradient_divide_factor() must be the same"),
-            ("TypeError", "not DTensor"),
+            ("BatchfitError", "noise is not measured under FSDP2"),
         ]
         for (kind, text), (wanted_kind, wanted) in zip(told, expected, strict=True):
             assert kind == wanted_kind, text

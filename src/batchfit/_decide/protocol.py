@@ -142,8 +142,9 @@ def settle_offers(offers: Sequence[Offer]) -> InStep:
     if rehearse and lacking:
         return InStep(
             "fail",
-            why=f"ranks {lacking} have no sample that counts in the first batch of this function, and a sharded "
-            "model needs one on every rank to join the others with. Begin with a batch that all have a part of",
+            why=f"ranks {lacking} have no sample that counts in the first batch of this function, and a "
+            "sharded model needs one on every rank to join the others with. Begin with a batch that all "
+            "have a part of",
         )
     return InStep("run", count, total, rehearse)
 

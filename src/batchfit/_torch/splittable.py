@@ -2,7 +2,7 @@
 
 Rules
 - Refused, with the reason: whatever talks to other ranks in forward or backward. One rank alone that tries
-  again would leave the others waiting for ever. FSDP2 is let through: its ranks run in step (`sharded`).
+  again would leave the others waiting for ever. FSDP2 is let through: its ranks run in step (`lockstep`).
 - Nothing here touches a device.
 """
 

@@ -9,7 +9,7 @@ Rules
   Losses are made as if all ranks had the same weight, and gradients are corrected after the vote where they
   have not: one agreement a batch, and no pass over the gradients in the usual case.
 - The user's `ddp.no_sync()` is honoured: gradients stay local until a call outside of it reduces them all.
-- In one process, and without DDP, `Alone` does nothing. Models under FSDP2 are another protocol (`sharded`).
+- In one process, and without DDP, `Alone` does nothing. Models under FSDP2 are another protocol (`lockstep`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from batchfit._torch.attempt import recover, twice
 from batchfit._torch.blame import broken, is_of_others
 from batchfit._torch.device import Device
 from batchfit._torch.fsdp import sharded_modules
+from batchfit._torch.lockstep import Sharded
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
-from batchfit._torch.sharded import Sharded
 from batchfit._torch.step_turn import StepTurn
 from batchfit._torch.wrapped import Wrapped
 from batchfit.errors import BatchfitError, RankFailedError
@@ -68,8 +68,8 @@ class Alone:
         modules = list(modules)
         if any(sharded_modules(module.modules()) for module in modules):
             raise BatchfitError(
-                "fn runs a model under FSDP2 that Microbatcher was not given: it talks to other ranks in every "
-                "microbatch, and a rank that tries again would wait for the others. Pass it too"
+                "fn runs a model under FSDP2 that Microbatcher was not given: it talks to other ranks in "
+                "every microbatch, and a rank that tries again would wait for the others. Pass it too"
             )
         if any(isinstance(module, DistributedDataParallel) for module in modules):
             raise BatchfitError(
