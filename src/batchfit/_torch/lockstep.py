@@ -183,12 +183,14 @@ class Turn:
     def run(self, work: Work) -> tuple[tuple[Piece, ...], Any]:
         """Try until it fits on all ranks: (this rank's plan, its try), or (..., None) for no weight here."""
         while True:
-            agreed = self._agree(self._offer(work))
-            if agreed.action == "nothing":
-                return (), None
-            weight = 0.0 if work.call is None else work.weigh()
-            self.guess = self._all.models.factor() * (1.0 if self._all.sums else weight / agreed.total)
             with work.inside():
+                offer = self._offer(work)
+                agreed = self._agree(offer)
+                if agreed.action == "nothing":
+                    return (), None
+                # From here to the vote others may wait in a collective: only `_try` may run out of memory.
+                weight = offer.weight
+                self.guess = self._all.models.factor() * (1.0 if self._all.sums else weight / agreed.total)
                 if agreed.rehearse:
                     self._rehearse(work)
                 plan, own = _cut(work, agreed.count)
