@@ -121,7 +121,7 @@ class Microbatcher:
         sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
-        timeout_s: under DDP and FSDP2, how long this rank waits for the others' work on a batch; default: 600.
+        timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
     of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
