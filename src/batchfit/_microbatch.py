@@ -30,6 +30,8 @@ from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.coverage import Coverage, modules_held
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
+from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
+from batchfit._torch.lockstep import Turn as InStep
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import Lengths, attention_without_plans
@@ -55,11 +57,13 @@ from batchfit._torch.tries import (
     Judgement,
     MapTry,
     Planned,
+    Watch,
     judge_loss,
 )
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
+from batchfit.workload import check_loss
 
 log = logging.getLogger("batchfit")
 
@@ -117,10 +121,11 @@ class Microbatcher:
         sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
-        timeout_s: under DDP, how long this rank waits for the others' work on a batch; default: 600.
+        timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
-    of one process with the joined batch, whatever the sizes. A rank without samples passes None.
+    of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
+    FSDP2 too: all ranks then run as many microbatches, and do a batch again together.
     """
 
     def __init__(
@@ -180,11 +185,16 @@ class Microbatcher:
         self._generators = generators_of(models)
         modules = leaves_of(models)[2]
         self._compiled = any(is_compiled(module) for module in modules)
-        self._sync: Together | Alone = together(
+        self._sync: Together | Sharded | Alone = together(
             modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
         )
+        if noise is not None and self._sync.in_step:
+            raise BatchfitError(
+                "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
+                "norm of its own batch's"
+            )
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
-        self._reduction_checked = False
+        self._reduction_checked = self._sync.in_step  # sharded: calls that only some ranks would make
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
@@ -275,6 +285,8 @@ class Microbatcher:
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.
         """
+        if isinstance(self._sync, Sharded):
+            return self._map_in_step(self._sync, fn, batch, lengths)
         check_callable(fn, "fn")
         opened = self._open(batch, "map", fn, lengths)
         call, tables = opened.call, opened.tables
@@ -321,7 +333,10 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        return step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=self._sync)
+        ranks: Any = self._sync
+        norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
+        gathered: Any = getattr(norm, "full_tensor", None)  # of shards: a sum over the ranks, on all of them
+        return norm if gathered is None else gathered()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -349,10 +364,15 @@ class Microbatcher:
         with self._sync.turn(self._device) as turn:
             for name, fn in fns.items():
                 check_callable(fn, name)
+            if self._sync.in_step and kind == "cached":
+                raise BatchfitError(
+                    "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
+                    "and ranks with other numbers of chunks would have other collectives. Use DDP"
+                )
             opened = self._open(batch, kind, next(iter(fns.values())), lengths)
             call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
             look = self._coverage.look(list(fns.values()), leaves, kind)
-            if look is not None:
+            if look is not None and not self._sync.in_step:
                 self._sync.check_reached(modules_held(fns.values()))
             with self._rewinding(leaves, opened.tables, scaler) as rewind:
                 finish = partial(turn.reserve, rewind, shared)
@@ -364,7 +384,10 @@ class Microbatcher:
                 def prepare(plan: Sequence[Piece]) -> Any:
                     nonlocal weight
                     assert call is not None
-                    layers, watch = self._layers(call, opened.modules, plan), call.watch or NOBODY
+                    layers = self._layers(call, opened.modules, plan)
+                    watch: Watch = call.watch or NOBODY
+                    if isinstance(turn, InStep):
+                        watch = turn.watching(watch)
                     around = Around(
                         device=self._target,
                         rewind=rewind,
@@ -374,7 +397,7 @@ class Microbatcher:
                         is_local=not turn.overlapped,
                         scaler=scaler,
                         layers=layers,
-                        look=look,
+                        look=None if self._sync.in_step else look,
                         watch=watch,
                     )
                     made, weight = make(call.whole, plan, around)
@@ -383,7 +406,10 @@ class Microbatcher:
                     return made
 
                 with turn.quiet():
-                    if turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
+                    if isinstance(turn, InStep):
+                        work = self._work(opened, kind, fns["fn"], rewind, prepare, weigh)
+                        plan, done = turn.run(work)
+                    elif turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
                         plan, done = self._overlapped(call, prepare, turn)
                     elif call is None:
                         finish()
@@ -399,9 +425,10 @@ class Microbatcher:
                 "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
             )
         whole = None
-        if batch is not None or kind == "map" or not self._sync.joins_empty:
+        joins = self._sync.joins_empty and (kind != "map" or self._sync.in_step)
+        if batch is not None or not joins:
             whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
-            if whole.length == 0 and (kind == "map" or not self._sync.joins_empty):
+            if whole.length == 0 and not joins:
                 raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
         shared = len(leaves)
@@ -479,6 +506,79 @@ class Microbatcher:
                     loss_failed = True
                 else:
                     sizer.shrink(call, failure, at)
+
+    def _work(
+        self, opened: _Opened, kind: str, fn: Callable[[Any], Any], rewind: Rewind, prepare: Any, weigh: Any
+    ) -> Work:
+        """A batch as ranks run it that are in step."""
+        call, everybody = opened.call, self._sync
+        trains = kind != "map"
+        shared = opened.leaves[: opened.shared]
+        least = 2 if self._training_norms(opened.modules) else 1
+
+        def idle(micro: Any) -> None:
+            found = fn(micro)
+            if not trains:
+                return
+            check_loss(found, "fn")
+            if isinstance(
+                everybody, Sharded
+            ):  # parameters that are known exist in a graph by their twins only
+                look = self._coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
+                if look is not None:
+                    look([found])
+            (found * 0.0).backward()
+
+        def weigh_one(micro: Any) -> float:
+            return self._weighing.shares([micro], [Piece(slice(0, 1), 1)])[1]
+
+        def spare() -> Any:
+            weigh_it = weigh_one if trains else None
+            return None if call is None else sample_of(call.whole, weigh_it, times=least)
+
+        return Work(
+            key=(self._mode(kind), len(shared), code_of(fn)),
+            call=call,
+            sizer=self._sizer(call),
+            sizing=self._sizing,
+            rewind=rewind,
+            prepare=prepare,
+            weigh=weigh,
+            spare=spare,
+            idle=idle,
+            check=lambda: everybody.check_reached(modules_held([fn])),
+            inside=lambda: nullcontext() if call is None else self._inside(call),
+            device=self._target,
+            least=least,
+        )
+
+    def _map_in_step(
+        self, everybody: Sharded, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
+    ) -> Any:
+        """`map` of a sharded model: all ranks call it, in as many microbatches; None for no samples."""
+        with everybody.turn(self._device) as turn:
+            check_callable(fn, "fn")
+            opened = self._open(batch, "map", fn, lengths)
+            call, tables = opened.call, opened.tables
+            outputs: list[Any] = []
+            marks = Buffers()
+
+            def prepare(plan: Sequence[Piece]) -> MapTry:
+                assert call is not None
+                outputs.clear()
+                watch = turn.watching(call.watch or NOBODY)
+                begin = partial(self._rewinding, [], tables, None, marks)
+                return MapTry(fn, call.whole, plan, self._target, begin, outputs, [], watch)
+
+            def weigh() -> float:
+                return 0.0 if call is None else float(call.whole.length)
+
+            # Not in inference mode: parameters that FSDP2 gathers there could not be trained afterwards.
+            with torch.no_grad(), self._rewinding([], tables, None) as rewind:
+                plan, _ = turn.run(self._work(opened, "map", fn, rewind, prepare, weigh))
+                answer = None if call is None else self._joined(call.whole, outputs, plan)
+                rewind.keep()
+                return answer
 
     def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
         """Whether a batch can be trusted to run without a second try."""

@@ -9,6 +9,9 @@ Rules
   ones is a function of the votes. What they need in memory was taken before the vote.
 - A batch has one vote, and a second one only where ranks have gradients for different parameters. A step has
   one, and one more after each try where a host copy protects it.
+- Sharded models (FSDP2) have collectives in every microbatch, so nobody works alone: ranks agree on a number
+  of microbatches before each try (`settle_offers`), and on what became of it after it (`settle_try`). Whoever
+  fails in between goes on sending, so that all come to the second vote.
 
 `docs/ranks_microbatch.md` says the same in words, and `tests/unit/test_protocol.py` runs every interleaving
 of 2 and 3 ranks with a failure at every point.
@@ -21,6 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 Action = Literal["fail", "zeros", "reduce", "keep", "nothing"]
+TryAction = Literal["keep", "again", "fail", "stuck"]
 StepAction = Literal["fail", "protect", "go", "again", "undo", "done"]
 
 
@@ -97,6 +101,74 @@ def settle_zeros(errors: Sequence[str], before: Settled) -> Settled:
     """What follows when all have made the zeros that they lack, or not ("" for made)."""
     failed = tuple((rank, error) for rank, error in enumerate(errors) if error)
     return Settled("fail", failed=failed) if failed else Settled("reduce", before.reduces, before.total)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a rank brings to a batch that all ranks run in step."""
+
+    error: str = ""  # why it gives up
+    pieces: int = 0  # microbatches that it needs; 0: it has nothing that counts
+    weight: float = 0.0  # of its local batch
+    rehearsed: bool = True  # it knows what a microbatch sends
+    spare: bool = True  # it has a sample to join with where it has fewer microbatches than others
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """What all ranks do: `count` microbatches each, after a rehearsal where one of them needs that."""
+
+    action: Literal["fail", "nothing", "run"]
+    count: int = 0
+    total: float = 0.0
+    rehearse: bool = False
+    why: str = ""
+    failed: tuple[tuple[int, str], ...] = ()
+
+
+def settle_offers(offers: Sequence[Offer]) -> InStep:
+    """What follows from what all ranks bring: as many microbatches as the one has that needs most."""
+    failed = tuple((rank, offer.error) for rank, offer in enumerate(offers) if offer.error)
+    if failed:
+        return InStep("fail", failed=failed)
+    total = sum(offer.weight for offer in offers)
+    count = max(offer.pieces for offer in offers)
+    if total == 0 or count == 0:
+        return InStep("nothing")
+    rehearse = not all(offer.rehearsed for offer in offers)
+    lacking = [rank for rank, offer in enumerate(offers) if not offer.spare]
+    if rehearse and lacking:
+        return InStep(
+            "fail",
+            why=f"ranks {lacking} have no sample that counts in the first batch of this function, and a "
+            "sharded model needs one on every rank to join the others with. Begin with a batch that all "
+            "have a part of",
+        )
+    return InStep("run", count, total, rehearse)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of a rank's try; `at_rest`: its model can be used again."""
+
+    outcome: Literal["ran", "ran_out", "raised"] = "ran"
+    text: str = ""
+    at_rest: bool = True
+
+
+def settle_try(votes: Sequence[Tried]) -> TryAction:
+    """What follows a try that all ranks ran in step.
+
+    `again`: one ran out, so all do the batch again. An error beside that may come of the zeros that the
+    failed rank has sent; a real one comes again. `stuck`: a model could not be put at rest.
+    """
+    if not all(vote.at_rest for vote in votes):
+        return "stuck"
+    outcomes = {vote.outcome for vote in votes}
+    return "again" if "ran_out" in outcomes else "fail" if "raised" in outcomes else "keep"
 
 
 def _out_of_step(votes: Sequence[Vote]) -> str:

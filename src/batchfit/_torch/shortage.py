@@ -27,7 +27,8 @@ def owned_bytes(models: Sequence[Any], kind: str) -> int:
     tensors += [one.grad for one in tensors if one.grad is not None]
     tensors += [one for table in tables for one in table.values() if isinstance(one, torch.Tensor)]
     sizes: dict[int, int] = {}
-    for tensor in tensors:
+    for held in tensors:
+        tensor = getattr(held, "_local_tensor", held)  # of a DTensor, this rank's part
         if tensor.device.type == kind and tensor.layout is torch.strided and not tensor.is_nested:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()

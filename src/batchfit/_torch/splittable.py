@@ -2,7 +2,7 @@
 
 Rules
 - Refused, with the reason: whatever talks to other ranks in forward or backward. One rank alone that tries
-  again would leave the others waiting for ever.
+  again would leave the others waiting for ever. FSDP2 is let through: its ranks run in step (`lockstep`).
 - Nothing here touches a device.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._torch.fsdp import sharded_modules
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.ragged import check_padding
 from batchfit._torch.rewind import leaves_of
@@ -34,15 +35,17 @@ def check_models(models: Sequence[Any]) -> None:
         if isinstance(model, torch.Tensor) and not model.is_leaf:
             raise TypeError("models must be modules or parameters, not a tensor that was computed")
     leaves, _, modules = leaves_of(models)
+    in_step = sharded_modules(modules)
     for module in modules:
-        if is_parallel(module) and not isinstance(module, DistributedDataParallel):
+        if is_parallel(module) and not isinstance(module, DistributedDataParallel) and module not in in_step:
             raise BatchfitError(f"{type(module).__name__} is not supported by Microbatcher so far: {_ALONE}")
         if isinstance(module, nn.SyncBatchNorm):
             raise BatchfitError(
                 f"SyncBatchNorm talks to the other ranks in forward: {_ALONE}. Use BatchNorm or GroupNorm"
             )
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if sharded is not None and any(isinstance(leaf, sharded) for leaf in leaves):
+    # What `fully_shard` has made of its modules' parameters is looked at in `sharded`.
+    if sharded is not None and not in_step and any(isinstance(leaf, sharded) for leaf in leaves):
         raise BatchfitError(f"parameters are spread over ranks (DTensor): {_ALONE}")
 
 

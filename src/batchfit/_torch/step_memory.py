@@ -190,6 +190,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if opsizes.tracing():  # DTensor asks with fake tensors what an operation would do
+            return func(*args, **kwargs)
         if types and not all(map(opsizes.is_plain, types)):
             return NotImplemented  # a subclass's own dispatch runs first, and we see the tensors inside
         plan = PLANS.get(id(func)) or opsizes.plan_of(func)

@@ -9,7 +9,7 @@ Rules
   Losses are made as if all ranks had the same weight, and gradients are corrected after the vote where they
   have not: one agreement a batch, and no pass over the gradients in the usual case.
 - The user's `ddp.no_sync()` is honoured: gradients stay local until a call outside of it reduces them all.
-- In one process, and without DDP, `Alone` does nothing.
+- In one process, and without DDP, `Alone` does nothing. Models under FSDP2 are another protocol (`lockstep`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
 from batchfit._torch.blame import broken, is_of_others
 from batchfit._torch.device import Device
+from batchfit._torch.fsdp import sharded_modules
+from batchfit._torch.lockstep import Sharded
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
@@ -52,6 +54,7 @@ _BATCH: Final = "the gradients of a batch"
 class Alone:
     """One process, or models that are not wrapped: nobody to agree with."""
 
+    in_step = False
     guess = 1.0
     joins_empty = False
     overlapped = False
@@ -62,6 +65,12 @@ class Alone:
 
     def check_reached(self, modules: Iterable[nn.Module]) -> None:
         """Refuse a function that runs a wrapped model which was not given: it would reduce by itself."""
+        modules = list(modules)
+        if any(sharded_modules(module.modules()) for module in modules):
+            raise BatchfitError(
+                "fn runs a model under FSDP2 that Microbatcher was not given: it talks to other ranks in "
+                "every microbatch, and a rank that tries again would wait for the others. Pass it too"
+            )
         if any(isinstance(module, DistributedDataParallel) for module in modules):
             raise BatchfitError(
                 "fn runs a model in DistributedDataParallel, and Microbatcher was given the one inside: it "
@@ -99,6 +108,7 @@ class Alone:
 class Together:
     """All ranks of the program, with models wrapped in DDP."""
 
+    in_step = False
     joins_empty = True
 
     def __init__(
@@ -371,16 +381,22 @@ class Turn:
 
 def together(
     modules: Sequence[nn.Module], *, sums: bool, sync: Sync, timeout_s: float | None
-) -> Together | Alone:
+) -> Together | Sharded | Alone:
     """Who takes part, from the modules of a Microbatcher; refuses what cannot be done together."""
     if sync not in ("safe", "overlap"):
         raise ValueError(f"sync must be one of 'safe', 'overlap', not {sync!r}")
     if timeout_s is not None:
         Ranks.current(timeout_s)  # refuses what is no time
+    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
+    if sharded_modules(modules):
+        if sync != "safe":
+            raise ValueError(
+                f"sync must be 'safe' for models under FSDP2, which overlap anyhow, not {sync!r}"
+            )
+        return Sharded(modules, sums=sums, timeout_s=limit_s)
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped:
         return Alone()
-    limit_s = TIMEOUT_S if timeout_s is None else timeout_s
     return Together(wrapped, sums=sums, sync=sync, timeout_s=limit_s)
 
 
