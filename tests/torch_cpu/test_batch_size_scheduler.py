@@ -27,6 +27,7 @@ from batchfit import (
     ScheduleEvent,
     StepBatchSizeConfig,
 )
+from batchfit._decide.noise import NoiseReading
 from batchfit._decide.progress import Plan, Progress
 
 STEP = StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)
@@ -229,8 +230,7 @@ class TestLoaders:
         assert loader.sizes == [10, 15]
 
     def test_the_real_one(self) -> None:
-        pytest.importorskip("batchfit._loader", reason="needs ResizableLoader")
-        loader = batchfit.ResizableLoader(range(50_000), 128, collate_fn=len)  # type: ignore[attr-defined]
+        loader = batchfit.ResizableLoader(range(50_000), 128, collate_fn=len)
         config = MilestoneBatchSizeConfig(milestones="0:128 2:640 4:3200 5:16000")
         optimizer = optimizer_of()
         scheduler = BatchSizeScheduler(config, loader=loader, lr="sqrt", optimizer=optimizer)
@@ -510,11 +510,9 @@ class TestNoise:
 
         def reading(self) -> Any:
             self.asked += 1
-            noise = pytest.importorskip("batchfit._decide.noise", reason="needs the noise scale")
-            return _reading(noise.NoiseReading, self.scale)
+            return _reading(NoiseReading, self.scale)
 
     def test_the_size_follows_the_noise_in_ratios(self) -> None:
-        pytest.importorskip("batchfit._decide.goodput", reason="needs the noise scale")
         noise, events = self.Readings(10_000.0), []
         config = NoiseBatchSizeConfig(max_batch_size=1024, min_steps=20)
         loader = Settable(64)
@@ -534,7 +532,6 @@ class TestNoise:
         assert again.batch_size == 1024
 
     def test_sizes_are_shared_by_the_ranks(self) -> None:
-        pytest.importorskip("batchfit._decide.goodput", reason="needs the noise scale")
         noise = self.Readings(1.0)  # so little that a batch of 1 would do
         config = NoiseBatchSizeConfig(min_steps=0)
         scheduler = BatchSizeScheduler(config, 96, noise=noise, world_size=3, microbatch_size=4)
@@ -543,7 +540,6 @@ class TestNoise:
             BatchSizeScheduler(config, 100, noise=noise, world_size=4, microbatch_size=8)
 
     def test_no_estimate_no_change(self) -> None:
-        pytest.importorskip("batchfit._decide.goodput", reason="needs the noise scale")
         events: list[ScheduleEvent] = []
         scheduler = BatchSizeScheduler(
             NoiseBatchSizeConfig(), 64, noise=self.Readings(None), on_event=events.append
@@ -574,7 +570,6 @@ def _reading(kind: Any, scale: float | None) -> Any:
 
 
 def test_the_example() -> None:
-    pytest.importorskip("batchfit._loader", reason="needs ResizableLoader")
     path = Path(__file__).parents[2] / "examples" / "schedule.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 150
     state = torch.get_rng_state()

@@ -33,6 +33,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_smoke_under_a_cap_and_a_second_call_finds_all_of_it_there(
     tmp_path: Path, microbatch_gpu: ModuleType
 ) -> None:

@@ -35,6 +35,7 @@ def test_planted_scales_go_on_where_they_were(tmp_path: Path) -> None:
     assert len(page.splitlines()) > 38
 
 
+@pytest.mark.slow
 def test_schedules_at_equal_tokens(tmp_path: Path) -> None:
     out = str(tmp_path / "smoke.json")
     smoke = ("run", "--smoke", "--seeds", "0", "--ways", "constant", "smith", "noise, bound", "--out", out)

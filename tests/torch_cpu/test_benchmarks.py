@@ -51,6 +51,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_smoke_runs_finders_soaks_and_long_runs_and_a_second_call_finds_all_of_it_there(
     tmp_path: Path, find_gpu: ModuleType
 ) -> None:

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
+from batchfit._torch.collectives import is_lost_connection
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import BatchfitError, RankMissingError
 
 # How long those who lost a connection wait for each other.
 _ROLL_CALL_S: Final = 10.0
-# What a collective says when another rank is to blame.
-_OTHERS: Final = ("connection", "peer", "timed out", "timeout", "nccl", "broken pipe", "socket", "abort")
-
-
-def is_of_others(error: Exception) -> bool:
-    """Whether a collective failed because of another rank; an out-of-memory is always this one's."""
-    text = str(error).lower()
-    return not isinstance(error, torch.OutOfMemoryError) and any(word in text for word in _OTHERS)
 
 
 def broken(ranks: Ranks, error: Exception) -> Exception:
     """A collective failed: the error to raise in its place, which names who has left or is missing."""
     text = f"{type(error).__name__}: {error}"[:500]
-    if not is_of_others(error):
+    if not is_lost_connection(error):
         ranks.leave(text)
         return BatchfitError(
             f"the gradients of a batch could not be reduced, so the ranks are no longer alike: {text}"

@@ -32,8 +32,16 @@ _QUIET = ("wait_tensor", "_wrap_tensor_autograd")
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_", "isend", "irecv")
 _MOST_NUMBERS = 2**16
 _LOST = (
-    *("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe"),
-    *("timed out waiting", "process group", "socket"),
+    *(
+        "gloo",
+        "nccl",
+        "process group",
+        "socket",
+        "connection closed",
+        "connection reset",
+        "connection refused",
+    ),
+    *("connection aborted", "by peer", "pair closure", "broken pipe", "timed out"),
 )
 
 
@@ -59,6 +67,8 @@ def is_lost_connection(error: BaseException) -> bool:
     kinds = tuple(kind for kind in (getattr(dist, "DistError", None),) if kind is not None)
     if isinstance(error, kinds):
         return True
+    if isinstance(error, torch.OutOfMemoryError):  # always this rank's own
+        return False
     return isinstance(error, RuntimeError | OSError) and reads_as_lost(str(error))
 
 

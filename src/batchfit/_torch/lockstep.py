@@ -30,9 +30,16 @@ from batchfit._decide.split import Piece
 from batchfit._torch import attempt as trying
 from batchfit._torch import fsdp
 from batchfit._torch.batch_parts import Whole
-from batchfit._torch.blame import broken, is_of_others
+from batchfit._torch.blame import broken
 from batchfit._torch.collectives import Call as Sent
-from batchfit._torch.collectives import StepSends, Unservable, begun_since, counts, recording
+from batchfit._torch.collectives import (
+    StepSends,
+    Unservable,
+    begun_since,
+    counts,
+    is_lost_connection,
+    recording,
+)
 from batchfit._torch.coverage import _code
 from batchfit._torch.device import Device
 from batchfit._torch.feed import feed
@@ -293,7 +300,7 @@ class Turn:
                 else:
                     failure = work.sizer.attempt(work.call, run)
             except Exception as error:
-                if is_of_others(error):
+                if is_lost_connection(error):
                     raise
                 kept = error
             if failure is None and kept is None:
@@ -355,7 +362,7 @@ class Turn:
         try:
             yield
         except Exception as error:
-            if is_of_others(error):
+            if is_lost_connection(error):
                 raise broken(ranks, error) from error
             ranks.leave(f"{type(error).__name__}: {error}"[:500])
             raise

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
-from batchfit._torch.blame import broken, is_of_others
+from batchfit._torch.blame import broken
+from batchfit._torch.collectives import is_lost_connection
 from batchfit._torch.device import Device
 from batchfit._torch.fsdp import sharded_modules
 from batchfit._torch.lockstep import Sharded
@@ -267,7 +268,7 @@ class Turn:
                 yield
             self._all.wrapped.settle_buckets()
         except Exception as error:
-            if is_of_others(error):
+            if is_lost_connection(error):
                 raise broken(ranks, error) from error
             ranks.leave(f"{type(error).__name__}: {error}"[:500])
             raise
