@@ -7,9 +7,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 # A private pip cache or index is the machine's business; the versions are ours.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-# Two files of tests at a time; a file's tests stay in one process, in order.
+# Two files of tests at a time, a core each; the tests of a file stay in one process, in order.
 JOBS   ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 export BATCHFIT_REQUIRE ?= transformers,gloo,matplotlib
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -99,8 +99,14 @@ class Run:
         return self
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "warm"), [(None, False), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "warm", "kind"),
+    [
+        *((None, False, kind) for kind in KINDS),
+        (4, True, "cached,old,exact"),  # all at once; the others one by one are slow
+        *(pytest.param(4, True, kind, marks=pytest.mark.slow) for kind in KINDS[:-1]),
+    ],
+)
 def test_a_fault_at_every_operation(kind: str, size: int | None, warm: bool) -> None:
     seen = Run(kind, size, warm=warm).go(count_operations())
     expected: dict[tuple[int, ...], Any] = {}
