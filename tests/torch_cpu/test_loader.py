@@ -11,6 +11,7 @@ import random
 import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -889,7 +890,11 @@ def test_nothing_is_left_when_it_is_dropped_mid_epoch(persistent: bool) -> None:
         for drop in ("loop", "void", "end", "leave"):
             use(drop)
             assert not multiprocessing.active_children()
-        assert all(now <= then for now, then in zip(_held(), before, strict=True))
+        # Other tests at the same time use /dev/shm too, for a moment; what leaks stays.
+        deadline = time.monotonic() + 20
+        while (after := _held()) and any(now > then for now, then in zip(after, before, strict=True)):
+            assert time.monotonic() < deadline, f"{after} are left, {before} were there"
+            time.sleep(0.2)
     finally:
         if was:
             gc.enable()
