@@ -8,7 +8,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, final
+from typing import Final, Literal, Self, final
 
 import torch
 
@@ -21,11 +21,18 @@ _STEP: Final = "an optimizer step"
 
 @final
 class StepTurn:
-    """One optimizer step of one rank."""
+    """One optimizer step of one rank: as long as others wait for its vote, an error inside votes too."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._phase: Literal["before", "over", "moving"] = "before"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._gave_up(error)
 
     def vote(self, mine: StepVote) -> list[StepVote]:
         """Everybody's votes."""
@@ -49,7 +56,7 @@ class StepTurn:
         """From here on nobody waits for this rank before its next call, and nobody can go back."""
         self._phase = "moving"
 
-    def gave_up(self, error: BaseException) -> None:
+    def _gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told."""
         text = f"{type(error).__name__}: {error}"[:500]
         if self._phase == "over":
