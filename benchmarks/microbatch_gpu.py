@@ -32,6 +32,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pages import add_page, write_page
+
 GIB = 2**30
 PARTS = (
     "overhead/eager",
@@ -486,9 +488,7 @@ def main() -> None:
     running.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     running.add_argument("--smoke", action="store_true", help="tiny models on the CPU, few steps")
     running.add_argument("--deadline-s", type=float, default=1e9, help="no part starts later than this")
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     single = commands.add_parser("one")
     single.add_argument("part", choices=PARTS)
     single.add_argument("--smoke", action="store_true")
@@ -499,11 +499,7 @@ def main() -> None:
     elif given.command == "one":
         print(json.dumps(one(given.part, given)))
     else:
-        text = page(json.loads(given.results.read_text()))
-        if given.to is None:
-            print(text, end="")
-        else:
-            given.to.write_text(text)
+        write_page(given, page)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from microbatch_gpu import COUNT, LENGTH, SIZE, gpt2
+from pages import add_page, write_page
 
 PARTS = ("plain", "cheap", "exact", "cheap, 2 microbatches")
 PAIRS = 40
@@ -182,18 +183,12 @@ def main() -> None:
     running.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     running.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, few steps")
     running.add_argument("--deadline-s", type=float, default=1e9, help="no part starts later than this")
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     given = parser.parse_args()
     if given.command == "run":
         run_all(given)
         return
-    text = page(json.loads(given.results.read_text()))
-    if given.to is None:
-        print(text, end="")
-    else:
-        given.to.write_text(text)
+    write_page(given, page)
 
 
 if __name__ == "__main__":

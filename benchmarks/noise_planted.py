@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from batchfit._decide.noise import NoiseReading, NoiseState, Observation
+from pages import add_page, write_page
 
 SCALES = (64, 1_000, 10_000)
 SHAPES = {"8x4": [8] * 4, "8x16": [8] * 16, "8x64": [8] * 64}
@@ -185,18 +186,12 @@ def main() -> None:
     running.add_argument("--out", type=Path, default=Path("noise_planted.json"))
     running.add_argument("--seeds", type=int, default=SEEDS)
     running.add_argument("--deadline-s", type=float, default=1e9)
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     given = parser.parse_args()
     if given.command == "run":
         run(given)
         return
-    text = page(json.loads(given.results.read_text()))
-    if given.to is None:
-        print(text, end="")
-    else:
-        given.to.write_text(text)
+    write_page(given, page)
 
 
 if __name__ == "__main__":

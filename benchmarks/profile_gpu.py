@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pages import add_page, write_page
+
 MODELS = {"gpt2": "GPT-2 small", "resnet50": "ResNet-50", "vit": "ViT-B/16"}
 CAPS = {"uncapped": None, "24GiB": "24GiB"}
 WAYS = ("sweep", "ours/1", "ours/2", "ours/3")
@@ -190,20 +192,14 @@ def main() -> None:
     single.add_argument("row")
     for command in (running, single):
         command.add_argument("--smoke", action="store_true")
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     given = parser.parse_args()
     if given.command == "run":
         run_all(given)
     elif given.command == "one":
         print(json.dumps(one(given.row, given)))
     else:
-        text = page(json.loads(given.results.read_text()))
-        if given.to:
-            given.to.write_text(text)
-        else:
-            print(text, end="")
+        write_page(given, page)
 
 
 if __name__ == "__main__":

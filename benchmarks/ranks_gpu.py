@@ -29,6 +29,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from pages import add_page, write_page
+
 PARTS = {"many": 8, "one": 1}
 SAMPLES, LENGTH, WARM, ROUNDS = 32, 512, 9, 40
 CONTENDERS = ("ddp", "late", "safe", "overlap")
@@ -275,9 +277,7 @@ def main() -> None:
     running.add_argument("--out", type=Path, default=Path("ranks_gpu.json"))
     running.add_argument("--smoke", action="store_true", help="a tiny model, no GPU")
     running.add_argument("--deadline-s", type=float, default=600.0, help="rounds end about then")
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     single = commands.add_parser("rank")
     single.add_argument("part", choices=PARTS)
     single.add_argument("--rank", type=int, required=True)
@@ -290,11 +290,7 @@ def main() -> None:
     elif given.command == "rank":
         print(json.dumps(rank_of(given.part, given.rank, given.port, given.smoke, given.deadline_s)))
     else:
-        text = page(json.loads(given.results.read_text()))
-        if given.to is None:
-            print(text)
-        else:
-            given.to.write_text(text)
+        write_page(given, page)
 
 
 if __name__ == "__main__":

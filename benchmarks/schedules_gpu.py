@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pages import add_page, write_page
+
 WAYS = ("constant", "constant x4", "smith", "seesaw", "noise", "noise, bound")
 SEEDS = (0, 1, 2)
 MILESTONES = (0.4, 0.6, 0.75, 0.85)  # of all tokens
@@ -459,18 +461,12 @@ def main() -> None:
     running.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     running.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     running.add_argument("--deadline-s", type=float, default=1e9, help="no run starts that would end later")
-    paging = commands.add_parser("page")
-    paging.add_argument("results", type=Path)
-    paging.add_argument("--to", type=Path)
+    add_page(commands)
     given = parser.parse_args()
     if given.command == "run":
         run_all(given)
         return
-    text = page(json.loads(given.results.read_text()))
-    if given.to is None:
-        print(text, end="")
-    else:
-        given.to.write_text(text)
+    write_page(given, page)
 
 
 if __name__ == "__main__":
