@@ -491,6 +491,9 @@ class Pool:
         self.ends = time.monotonic() + deadline_s
 
     def run(self, jobs: list[tuple[Any, float, list[str]]], done: Any) -> None:
+        if never := [key for key, cap, _ in jobs if cap > self.free]:
+            raise SystemExit(f"--room must hold the largest cap, not {self.free:g} GiB: {never[0]} needs more")
+
         def one(job: tuple[Any, float, list[str]]) -> None:
             key, cap, arguments = job
             with self.turn:
