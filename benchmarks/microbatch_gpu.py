@@ -46,7 +46,7 @@ PARTS = (
     "peer/torch_max_mem",
 )
 PACKAGES = {"peer/toma": "toma", "peer/torch_max_mem": "torch-max-mem"}
-SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 15
+SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 40
 STEPS, PEER_STEPS = 1000, 200
 # Of the free run's peaks, and what the allocator's rests take on top of live tensors.
 QUANTILE, RESTS = 0.9, 1.05

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-WAYS = ("fixed_8", "fixed_12", "by_hand", "halving", "one_shape", "parts", "ours")
+WAYS = ("ours", "by_hand", "fixed_8", "fixed_12", "one_shape", "halving", "parts")
 FLAGS = ("default", "no_cudnn_attention")
 STEPS, WARM_STEPS, SEQUENCES, MULTIPLE = 10, 5, 128, 64
 Shape = tuple[int, int]

@@ -136,6 +136,8 @@ def test_ragged_shapes_are_named_where_a_new_one_costs(ragged: bool) -> None:
     assert named is ragged, profile
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
 def test_compiled_steps_are_warmed_and_not_timed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda()
