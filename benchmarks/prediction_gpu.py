@@ -492,7 +492,9 @@ class Pool:
 
     def run(self, jobs: list[tuple[Any, float, list[str]]], done: Any) -> None:
         if never := [key for key, cap, _ in jobs if cap > self.free]:
-            raise SystemExit(f"--room must hold the largest cap, not {self.free:g} GiB: {never[0]} needs more")
+            raise SystemExit(
+                f"--room must hold the largest cap, not {self.free:g} GiB: {never[0]} needs more"
+            )
 
         def one(job: tuple[Any, float, list[str]]) -> None:
             key, cap, arguments = job
@@ -583,8 +585,10 @@ def main() -> None:
         if results.get(key) and "error" not in results[key]:
             continue
         rest = [model, precision, str(cap)] + ([given.mode] if given.what == "predict" else [])
-        # What runs nothing on the card waits for no room on it.
-        room = 0.0 if given.what == "predict" and given.mode != "calibrated" else float(cap)
+        # What runs nothing on the card waits for no room on it; a calibration's runs are small.
+        room = float(cap)
+        if given.what == "predict":
+            room = cap / 8 if given.mode == "calibrated" else 0.0
         jobs.append((key, room, ["child", given.what, *rest]))
 
     def keep(key: str, answer: dict[str, Any], seconds: float) -> None:
@@ -594,6 +598,7 @@ def main() -> None:
         print(key, round(seconds, 1), json.dumps(shown)[-400:], flush=True)
 
     pool.run(jobs, keep)
+    print(f"{sum('error' in results.get(key, {'error': None}) for key, _, _ in jobs)} cases left")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Ragged batches on one GPU: GPT-2 small, lognormal lengths of 32 to 1024 tokens, 128 sequences a step.
 
-    python benchmarks/ragged_gpu.py --out ragged.json                 # each way in a fresh process; resumes
-    python benchmarks/ragged_gpu.py --out ragged.json --page page.md  # the page of these results
-    python benchmarks/ragged_gpu.py --simulate                        # plans under a model of the GPU
-    python benchmarks/ragged_gpu.py --smoke                           # each way with a tiny model, on a CPU
+    python benchmarks/ragged_gpu.py run --out ragged.json          # each way in a fresh process; resumes
+    python benchmarks/ragged_gpu.py page ragged.json --to page.md  # the page of these results
+    python benchmarks/ragged_gpu.py simulate                       # plans under a model of the GPU
+    python benchmarks/ragged_gpu.py run --smoke                    # each way with a tiny model, on a CPU
 
 Ways: `fixed_8`, `fixed_12` (rows in the loader's order, trimmed to the longest of each microbatch), `by_hand`
 (sorted, 12,000 padded tokens, multiples of 64), `halving` (as Composer does it: halves for ever after an
@@ -30,13 +30,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import add_page, write_page
+
 GIB = 2**30
 WAYS = ("ours", "by_hand", "fixed_8", "fixed_12", "one_shape", "halving", "parts")
 FLAGS = ("default", "no_cudnn_attention")
 STEPS, WARM_STEPS, SEQUENCES, MULTIPLE = 10, 5, 128, 64
 Shape = tuple[int, int]
 
-# The model of an H200 that --simulate uses, fitted to three measured rows (48.1k, 97.8k and 94.6k tokens a
+# The model of an H200 that `simulate` uses, fitted to three measured rows (48.1k, 97.8k and 94.6k tokens a
 # second without cuDNN's attention): 165 tokens a millisecond, 4.8 ms a microbatch and no microbatch under
 # 22 ms, 11 ms for a shape never seen, 10 ms for the optimizer. It gives 46.9k, 96.1k and 91.1k.
 TOKENS_PER_MS, EACH_MS, LAUNCH_MS, NEW_SHAPE_MS, STEP_MS = 165.0, 4.8, 22.0, 11.0, 10.0
@@ -416,7 +418,7 @@ def page(results: dict[str, Any]) -> str:
 
 def begun(way: str, flags: str, given: argparse.Namespace) -> subprocess.Popen[str]:
     """One row in a fresh process, which imports and then waits for its turn."""
-    command = [sys.executable, __file__, "--one", way, flags, "--cap-gib", str(given.cap_gib)]
+    command = [sys.executable, __file__, "one", way, flags, "--cap-gib", str(given.cap_gib)]
     command += ["--smoke"] if given.smoke else []
     quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
     pipe = subprocess.PIPE
@@ -435,7 +437,7 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
 
     on_gpu = torch.cuda.is_available() and not given.smoke
     return {
-        "command": f"python benchmarks/ragged_gpu.py --cap-gib {given.cap_gib}",
+        "command": f"python benchmarks/ragged_gpu.py run --cap-gib {given.cap_gib}",
         "gpu": torch.cuda.get_device_name(0) if on_gpu else "CPU (a tiny model)",
         "cap_gib": given.cap_gib,
         "torch": torch.__version__,
@@ -467,22 +469,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("ragged_gpu.json"))
-    parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way != "parts"], choices=WAYS)
-    parser.add_argument("--deadline-s", type=float, default=1e9, help="no row starts later than this")
-    parser.add_argument("--flags", nargs="+", default=list(FLAGS), choices=FLAGS)
-    parser.add_argument("--cap-gib", type=float, default=23.8)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU, two steps a phase")
-    parser.add_argument("--simulate", action="store_true", help="plans under a model of the GPU, on the CPU")
-    parser.add_argument("--page", type=Path, help="write the page of --out there, and run nothing")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, default=Path("ragged_gpu.json"))
+    running.add_argument("--ways", nargs="+", default=[way for way in WAYS if way != "parts"], choices=WAYS)
+    running.add_argument("--deadline-s", type=float, default=1e9, help="no row starts later than this")
+    running.add_argument("--flags", nargs="+", default=list(FLAGS), choices=FLAGS)
+    commands.add_parser("simulate", help="plans under a model of the GPU, on the CPU")
+    add_page(commands)
+    single = commands.add_parser("one")
+    single.add_argument("way", choices=WAYS)
+    single.add_argument("flags", choices=FLAGS)
+    for command in (running, single):
+        command.add_argument("--cap-gib", type=float, default=23.8)
+        command.add_argument(
+            "--smoke", action="store_true", help="a tiny model on the CPU, two steps a phase"
+        )
     given = parser.parse_args()
 
-    if given.page:
-        given.page.write_text(page(json.loads(given.out.read_text())))
-    elif given.simulate:
+    if given.command == "page":
+        write_page(given, page)
+    elif given.command == "simulate":
         simulate()
-    elif given.one:
+    elif given.command == "one":
         import torch
         import transformers  # noqa: F401
 
@@ -492,8 +501,7 @@ def main() -> None:
         if not given.smoke:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(given.cap_gib * GIB / total)
-        answer = run_one(*given.one, tiny=given.smoke, cap_gib=given.cap_gib)
-        print(json.dumps(answer))
+        print(json.dumps(run_one(given.way, given.flags, tiny=given.smoke, cap_gib=given.cap_gib)))
     else:
         results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
         results["about"] = about(given)

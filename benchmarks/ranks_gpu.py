@@ -178,6 +178,7 @@ def run(given: argparse.Namespace) -> None:
         results[part] = both_ranks(part, given.smoke, left_s / (len(PARTS) - list(PARTS).index(part)))
         given.out.write_text(json.dumps(results, indent=1))
         print(f"{part}: {summary(results[part])}", flush=True)
+    print(f"{sum(part not in results for part in PARTS)} parts left")
 
 
 def both_ranks(part: str, smoke: bool, deadline_s: float) -> Results:

@@ -74,11 +74,11 @@ def test_a_peer_runs_every_batch_under_the_cap(way: str, microbatch_gpu: ModuleT
 @pytest.mark.slow
 def test_ragged_smoke_runs_ours(tmp_path: Path) -> None:
     out = tmp_path / "ragged.json"
-    smoke = ("--smoke", "--out", str(out), "--ways", "by_hand", "ours", "--flags", "default")
+    smoke = ("run", "--smoke", "--out", str(out), "--ways", "by_hand", "ours", "--flags", "default")
     assert "0 rows left" in run("ragged_gpu.py", *smoke)
     ours = json.loads(out.read_text())["ours/default"]
     assert (ours["cold"]["lost_steps"], ours["warm"]["lost_steps"]) == (0, 0)
-    run("ragged_gpu.py", "--out", str(out), "--page", str(tmp_path / "page.md"))
+    run("ragged_gpu.py", "page", str(out), "--to", str(tmp_path / "page.md"))
     assert "| ours | default |" in (tmp_path / "page.md").read_text()
 
 

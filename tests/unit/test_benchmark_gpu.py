@@ -1,0 +1,102 @@
+"""The driver of the GPU benchmarks: what is complete, left, ended or failed is told apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+FAKES = {
+    "complete": "print('a: is there'); print('0 rows left')",
+    "behind": "print('2 rows left')",
+    "broken": "raise RuntimeError('no such card')",
+    "endless": "import subprocess, sys, time; print('1 rows left', flush=True)\n"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).wait()",
+}
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    if not SCRIPT.exists():
+        pytest.skip("benchmarks are not in the distribution")
+    spec = importlib.util.spec_from_file_location("benchmark_gpu", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "benchmark_gpu", module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    for name, code in FAKES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    monkeypatch.setattr(module, "LEAST_S", 0.0)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "deadline_s", "complete", "told"),
+    [
+        ("complete", 30.0, True, "complete run: complete"),
+        ("behind", 30.0, False, "behind run: 2 left ("),
+        ("broken", 30.0, False, "failed with 1: RuntimeError: no such card, see broken.log"),
+        ("endless", 1.5, False, "endless run: 1 left, ended at the deadline"),
+    ],
+)
+def test_each_end_is_told(
+    driver: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    deadline_s: float,
+    complete: bool,
+    told: str,
+) -> None:
+    parts = (driver.Part(name, name, ("run",), name), driver.Part("after", "complete", ("run",), "after"))
+    monkeypatch.setattr(driver, "PARTS", parts)
+    begun = time.monotonic()
+    assert driver.run(tmp_path / "out", deadline_s, [name], False) is complete
+    assert told in capsys.readouterr().out
+    assert time.monotonic() - begun < 30  # what hangs is ended, and what it started too
+
+
+def test_the_others_go_on_after_one_that_failed(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = (
+        driver.Part("b", "broken", ("run",), "b"),
+        driver.Part("c", "complete", ("run",), "c"),
+        driver.Part("d", "complete", ("run",), "d", alone=False),
+        driver.Part("e", "behind", ("run",), "e", alone=False),
+    )
+    monkeypatch.setattr(driver, "PARTS", parts)
+    assert not driver.run(tmp_path / "out", 30.0, [], False)
+    assert [line.split(" (")[0].split(":")[1].strip() for line in capsys.readouterr().out.splitlines()] == [
+        "failed with 1",
+        "complete",
+        "complete",
+        "2 left",
+    ]
+
+
+def test_the_order_is_the_users_and_quick_takes_what_has_a_short_form(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = (
+        driver.Part("a", "complete", ("run", "a"), "a", quick=("short",)),
+        driver.Part("b", "behind", ("run", "b"), "b", quick=()),
+        driver.Part("c", "broken", ("run",), "c"),
+    )
+    monkeypatch.setattr(driver, "PARTS", parts)
+    assert not driver.run(tmp_path / "out", 30.0, ["b", "a"], False)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "behind run b",
+        "complete run a",
+    ]
+    driver.run(tmp_path / "out", 30.0, [], True)
+    assert "broken" not in capsys.readouterr().out
