@@ -1037,6 +1037,29 @@ def test_functorch_and_compile_run() -> None:
         assert used() == 0
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["first called inside", "called before"])
+def test_what_is_compiled_runs_eagerly_inside_and_compiles_afterwards(before: bool) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        def run(*given: Any) -> Any:
+            graphs.append(1)
+            return graph.forward(*given)
+
+        return run
+
+    compiled = torch.compile(nn.Linear(4, 4), backend=backend)
+    x = torch.ones(3, 4)
+    if before:
+        compiled(x)
+    graphs.clear()
+    with virtual_memory("1MiB"):
+        expected = compiled(x)
+    assert graphs == []
+    assert torch.equal(compiled(x), expected)
+    assert graphs == [1]
+
+
 # --- any program -------------------------------------------------------------------------------------------
 
 SIZE = st.integers(min_value=0, max_value=3000)

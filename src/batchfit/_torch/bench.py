@@ -14,11 +14,10 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any, Self, TypeVar, cast, final
+from typing import Any, Self, TypeVar, final
 
-import torch
 from torch import nn
 
 from batchfit._decide.memory import Curve, Reading
@@ -27,6 +26,7 @@ from batchfit._torch import oom, phase
 from batchfit._torch.bottlenecks import flops_of
 from batchfit._torch.clock import UNCOUNTED, Run, Step, compilations, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
+from batchfit._torch.eagerly import eagerly
 from batchfit._torch.here import QuickCollections
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
 from batchfit._torch.ranks import Ranks
@@ -112,7 +112,7 @@ class Bench:
 
     def flops_per_sample(self, size: int) -> float | None:
         """The floating-point operations of a step at `size`, for each sample; None where none are counted."""
-        with _uncompiled():
+        with eagerly():
             counted = self.briefly(lambda: flops_of(self.work.step, size))
         return counted / size if counted else None
 
@@ -167,7 +167,7 @@ class Bench:
             return None
         if size in self._memory:
             return self._memory[size]
-        with _uncompiled(), self.place.limit(self.budget_bytes):
+        with eagerly(), self.place.limit(self.budget_bytes):
             trial = run_trial(
                 self.work.step,
                 size,
@@ -197,18 +197,6 @@ class Bench:
         if reading is not None:
             self._readings = [one for one in self._readings if one.size != run.size]
             self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Inside, compiled functions run as they were written.
-
-    dynamo gives up for good on a function that it first meets under a dispatch mode, such as the one that
-    counts memory: every later step would run eagerly, and be timed so.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
-        return nullcontext()
-    stance: Any = torch.compiler.set_stance("force_eager")
-    return cast(AbstractContextManager[object], stance)
 
 
 def _highest(values: Any) -> Any:

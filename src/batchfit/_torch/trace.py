@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from batchfit._decide.footprint import Trace
 from batchfit._torch import phase as phases
 from batchfit._torch.calling import HERE, TORCH, named
 from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.eagerly import eagerly
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import short_generation
 from batchfit._torch.libraries import not_called_a_trace
@@ -64,7 +63,7 @@ def trace(
         with contextlib.ExitStack() as stack:
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
-            stack.enter_context(_not_compiled())
+            stack.enter_context(eagerly())
             stack.enter_context(short_generation(workload))
             for change in changes:
                 stack.enter_context(change(workload, faked))
@@ -85,19 +84,6 @@ def trace(
             gc.enable()
         for _, put_back in undo:
             put_back()
-
-
-@contextlib.contextmanager
-def _not_compiled() -> Iterator[None]:
-    """Compiled modules run as they were written; their complaint about global hooks is about ours."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and it takes long to import
-        yield
-        return
-    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        warnings.filterwarnings(
-            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
-        )
-        yield
 
 
 def _run(workload: Workload, size: int, recorder: Recorder) -> None:

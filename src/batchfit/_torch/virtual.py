@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._torch import opsizes
+from batchfit._torch.eagerly import eagerly
 from batchfit._torch.ledger import Ledger
 from batchfit._torch.opsizes import PLANS, SIZES, block_bytes
 
@@ -309,7 +310,7 @@ def virtual_memory(limit: int | str) -> Iterator[VirtualMemory]:
     memory._ledger.count_living()
     _active.memory = memory
     try:
-        with _storage_resizes_counted(), _CountingMode(memory._ledger):
+        with eagerly(), _storage_resizes_counted(), _CountingMode(memory._ledger):
             yield memory
     finally:
         _active.memory = None
