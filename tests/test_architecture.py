@@ -42,6 +42,7 @@ LAYERS = {
     "batchfit._store": 2,
     "batchfit._recall": 2,
     "batchfit._find": 2,
+    "batchfit._rerun": 2,
     "batchfit._profile": 2,
     "batchfit._diagnosis": 2,
     "batchfit._microbatch": 2,
@@ -49,6 +50,7 @@ LAYERS = {
     "batchfit._schedule": 2,
     "batchfit._loader": 2,
     "batchfit._report": 3,
+    "batchfit.integrations": 3,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -66,7 +68,9 @@ THIRD_PARTY = {
         "batchfit._noise",
         "batchfit._schedule",
         "batchfit._loader",
+        "batchfit._rerun",
         "batchfit._cli",
+        "batchfit.integrations",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results", "batchfit.schedules", "batchfit._schedule_base"),
@@ -75,6 +79,9 @@ THIRD_PARTY = {
     "click": ("batchfit._cli",),
     "rich": ("batchfit._cli",),
     "matplotlib": ("batchfit._cli.plot",),
+    "accelerate": ("batchfit.integrations.accelerate",),
+    "torchtune": ("batchfit.integrations.torchtune",),
+    "omegaconf": ("batchfit.integrations.torchtune",),
 }
 
 

@@ -1,0 +1,1 @@
+"""One module a framework: each may import torch, its framework, and batchfit's public names."""
