@@ -100,7 +100,7 @@ def run_largest(
         fresh: do not look for a size that was kept.
         device: whose memory it is; default: the current accelerator.
         before_retry: called before each further run, when the memory of the last one is to be given back.
-        on_run: called with each run, as a `Trial`; one that was stopped by us has fitted so far.
+        on_run: called on rank 0 with each run, as a `Trial`; one that was stopped by us has fitted so far.
 
     Raises:
         NothingFitsError: the program ran out of memory at size 1.
@@ -128,7 +128,7 @@ def run_largest(
             ended = _agreed(_run(function, ask), ranks)
             trials.append(_as_trial(ask, ended))
             runs = runs.tell(Told(ask, ended.ending, ended.steps))
-            if on_run is not None:
+            if on_run is not None and ranks.is_main:
                 on_run(trials[-1])
             if ended.ending == "done":
                 kept.keep(trials, time.perf_counter() - begun)
@@ -231,7 +231,9 @@ def _as_trial(ask: Ask, ended: _Ended) -> Trial:
 
 
 def _tell(ask: Ask, ended: _Ended, follows: Ask | None) -> None:
-    what = f"after {ended.steps} optimizer steps" if ended.steps else "before its first optimizer step"
+    what = "before its first optimizer step"
+    if ended.steps:
+        what = f"after {ended.steps} optimizer step{'s' * (ended.steps > 1)}"
     then = ""
     if follows is not None:
         how = "running it from the start" if follows.steps is None else "probing"
@@ -239,7 +241,8 @@ def _tell(ask: Ask, ended: _Ended, follows: Ask | None) -> None:
     if ended.ending == "cut":
         log.info("batch size %d has run for long enough%s", ask.size, then)
         return
-    log.warning("batch size %d ran out of memory %s (%s)%s", ask.size, what, ended.message, then)
+    why = ended.message.partition(". ")[0]
+    log.warning("batch size %d ran out of memory %s%s (%s)", ask.size, what, then, why)
 
 
 @final

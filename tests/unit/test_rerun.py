@@ -89,7 +89,9 @@ def test_the_answer_is_within_the_tolerance(start: int, largest: int, tolerance:
     assert runs.answer is not None
     assert best - max(1, tolerance * best) < runs.answer <= best or runs.answer == best
     assert len(runs.told) <= 3 + 2 * start.bit_length()
-    assert sum(one.ask.steps is None for one in runs.told) <= 2  # the first run, and the one that is the answer
+    assert (
+        sum(one.ask.steps is None for one in runs.told) <= 2
+    )  # the first run, and the one that is the answer
 
 
 def test_late_failures_step_down_by_growing_parts() -> None:
