@@ -195,8 +195,11 @@ def _agreed(mine: _Ended, ranks: Ranks) -> _Ended:
     ending = min((one[0] for one in told), key=_ENDINGS.index)
     if ranks.world_size == 1 or ending == "done":
         return mine
-    message = next((f"rank {rank}: {one[2]}" for rank, one in enumerate(told) if one[0] == "oom"), "")
-    return _Ended(ending, None, max(one[1] for one in told), mine.elapsed_s, message)
+    failed = [(one[1], rank, one[2]) for rank, one in enumerate(told) if one[0] == "oom"]
+    if not failed:
+        return _Ended("cut", None, max(one[1] for one in told), mine.elapsed_s, "")
+    steps, rank, message = min(failed)  # the others may have gone on meanwhile
+    return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}")
 
 
 def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> Ask | None:

@@ -49,8 +49,8 @@ def unequal(rank: int) -> Any:
 def test_all_ranks_run_the_same_sizes_and_end_with_one_that_fits_them_all() -> None:
     first, second = run_ranks(unequal, world_size=2)
     assert (first.error, second.error) == (None, None), first.trace + second.trace
-    assert first.value[0] == "rank 0 with 41"
-    assert second.value[0] == "rank 1 with 41"
+    assert first.value[0] == "rank 0 with 40"
+    assert second.value[0] == "rank 1 with 40"
     assert first.value[1] == second.value[1]
     assert second.value[1][0] == 128
 
