@@ -2,8 +2,9 @@
 
 Complaints of users about `accelerate.utils.find_executable_batch_size` 1.15 that the tests show without us,
 and gone with us: sizes between the last two are never tried, or 24 trainings are (PR #3650), memory of the
-failed attempt is held until nothing fits ("reached zero", #1934), out-of-memory errors that it does not recognise, a
-retry that trains on from half-trained weights, half an accumulation left behind, silence (PR #4013).
+failed attempt is held until nothing fits ("reached zero", #1934), out-of-memory errors that it does not
+recognise, a retry that trains on from half-trained weights, half an accumulation left behind, silence (PR
+#4013).
 Fixed upstream since: halving (`//2` up to 1.8; times 0.9 from 1.9 on).
 """
 
@@ -151,18 +152,18 @@ def test_sizes_in_between_are_found_and_nothing_trains_twice() -> None:
     assert sum(steps for _, steps in program.runs) <= 3 * 5 + 6
 
 
-@pytest.mark.parametrize("largest", [7, 13, 100, 700])
+@pytest.mark.parametrize("largest", [7, 100])
 def test_complaint_many_trainings_for_a_size_far_below(largest: int) -> None:
     """Without us: 24 trainings until 7 is reached from 128, and each may fail late."""
     with_them, with_us = Limited(largest), Limited(largest)
-    theirs(with_them.__call__, 1024)()
-    ours(with_us.__call__, 1024)()
+    theirs(with_them.__call__, 128)()
+    ours(with_us.__call__, 128)()
     assert with_us.whole[-1] >= 0.95 * largest
     assert with_us.whole[-1] >= with_them.whole[-1] - 0.05 * largest
     ooms = [sum(steps < 3 for _, steps in program.runs) for program in (with_them, with_us)]
-    assert ooms[1] <= 11
-    if largest <= 100:
-        assert ooms[0] >= 20
+    assert ooms[1] <= 8
+    if largest == 7:
+        assert ooms[0] == 23
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cuda_api", "cublas", "cudnn", "triton", "python"])

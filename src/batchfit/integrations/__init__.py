@@ -1,1 +1,1 @@
-"""One module a framework: each may import torch, its framework, and batchfit's public names."""
+"""Frameworks: one module or package for each, imported by the user and by nothing else here."""
