@@ -14,32 +14,34 @@ Rules
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, final
 
 import torch
 
 from batchfit._decide.rerun import Ask, Ending, Rerun, Told
 from batchfit._torch import oom
+from batchfit._torch.collectives import is_lost_connection
 from batchfit._torch.describe import digest_of
 from batchfit._torch.device import Device, DeviceSpec, resolve_device
 from batchfit._torch.lost import telling_others
 from batchfit._torch.probe import EnoughSeen, counted
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
-from batchfit.errors import NothingFitsError
+from batchfit.errors import CollectivesError, NothingFitsError
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
 
 T = TypeVar("T")
-_ENDINGS: tuple[Ending, ...] = ("oom", "cut", "done")  # what one rank says outweighs what comes after it
+_calls = itertools.count()  # ranks count alike; flags of an earlier call must not be taken for this one's
 
 
 @final
@@ -53,7 +55,7 @@ class LargestRun(Generic[T]):
 
 
 class _Ended(NamedTuple):
-    ending: Ending
+    ending: Ending | Literal["broken"]  # a collective broke off, since another rank had run out
     value: Any
     steps: int
     elapsed_s: float
@@ -104,11 +106,12 @@ def run_largest(
 
     Raises:
         NothingFitsError: the program ran out of memory at size 1.
+        CollectivesError: a rank ran out alone, while others were inside a collective with it.
     """
     _check(function, start, probe_steps, tolerance, reduce, key, fresh, before_retry, on_run)
     place = resolve_device("cuda" if device is None and torch.cuda.is_available() else device, near=(state,))
     ranks = Ranks.current()
-    begun = time.perf_counter()
+    begun, call = time.perf_counter(), next(_calls)
     with telling_others(ranks) as everyone:
         everyone.meet()
         ranks.same(
@@ -125,8 +128,9 @@ def run_largest(
                     before_retry()
                 _give_back(place)
                 snapshot.restore()
-            ended = _agreed(_run(function, ask), ranks)
+            ended = _agreed(_run(function, ask, ranks, f"{call}: {len(trials)} ran out"), ask, ranks)
             trials.append(_as_trial(ask, ended))
+            assert ended.ending != "broken"  # all ranks have raised by then
             runs = runs.tell(Told(ask, ended.ending, ended.steps))
             if on_run is not None and ranks.is_main:
                 on_run(trials[-1])
@@ -146,11 +150,14 @@ def run_largest(
         )
 
 
-def _run(function: Callable[[int], Any], ask: Ask) -> _Ended:
-    """One run; running out of memory is a value, and the frames that held the tensors are cleared."""
+def _run(function: Callable[[int], Any], ask: Ask, ranks: Ranks, flag: str) -> _Ended:
+    """One run; running out of memory is a value, and the frames that held the tensors are cleared.
+
+    `flag` is raised by a rank that ran out, for those whose collectives break off because of it.
+    """
     ambient = sys.exception()
     begun = time.perf_counter()
-    ending: Ending = "done"
+    ending: Ending | Literal["broken"] = "done"
     value, message = None, ""
     with counted(ask.steps, forwards=ask.forwards) as steps:
         try:
@@ -164,6 +171,9 @@ def _run(function: Callable[[int], Any], ask: Ask) -> _Ended:
             ):  # the program wraps what it catches
                 return _Ended("cut", None, steps.count, time.perf_counter() - begun, "")
             verdict = oom.classify(error, ambient=ambient)
+            if is_lost_connection(error) and ranks.flagged(flag):
+                _clear(error)
+                return _Ended("broken", None, steps.count, time.perf_counter() - begun, "")
             # An ambiguous error counts as too big only where a smaller size can prove it.
             if verdict in ("error", "fatal") or (verdict == "ambiguous" and ask.size == 1):
                 error.add_note(f"batchfit: raised at batch size {ask.size}")
@@ -171,6 +181,7 @@ def _run(function: Callable[[int], Any], ask: Ask) -> _Ended:
             ending = "oom"
             message = oom.describe(error, ambient=ambient)
             _clear(error)
+            ranks.flag(flag)
     return _Ended(ending, value, steps.count, time.perf_counter() - begun, message)
 
 
@@ -189,17 +200,26 @@ def _links(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _agreed(mine: _Ended, ranks: Ranks) -> _Ended:
+def _agreed(mine: _Ended, ask: Ask, ranks: Ranks) -> _Ended:
     """How the run ended on all ranks together."""
     told = ranks.gather([mine.ending, mine.steps, mine.message], doing="how the run ended")
-    ending = min((one[0] for one in told), key=_ENDINGS.index)
-    if ranks.world_size == 1 or ending == "done":
-        return mine
+    endings = {one[0] for one in told}
     failed = [(one[1], rank, one[2]) for rank, one in enumerate(told) if one[0] == "oom"]
-    if not failed:
+    if "broken" in endings:
+        _, rank, message = min(failed, default=(0, None, ""))
+        raise CollectivesError(
+            f"rank {rank} ran out of memory at batch size {ask.size} while others were inside a collective "
+            f"with it, which broke off: the process group is lost ({message}). Begin again with a smaller "
+            "size, find one by a workload before, or train with a Microbatcher."
+        )
+    if ranks.world_size == 1:
+        return mine
+    if failed:
+        steps, rank, message = min(failed)  # the others may have gone on meanwhile
+        return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}")
+    if "cut" in endings:
         return _Ended("cut", None, max(one[1] for one in told), mine.elapsed_s, "")
-    steps, rank, message = min(failed)  # the others may have gone on meanwhile
-    return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}")
+    return mine
 
 
 def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> Ask | None:

@@ -108,3 +108,29 @@ def test_a_workload_survives_a_rank_that_runs_out_alone_inside_a_collective() ->
     assert first.value == second.value
     assert len(first.value) == 1
     assert 500 < first.value[0] < 2000
+
+
+def alone_in_a_collective(rank: int) -> Any:
+    from batchfit.integrations.accelerate import find_executable_batch_size
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size: int) -> int:
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            if rank == 1 and step == 1:
+                raise simulated_oom()
+            model(torch.ones(batch_size, 4)).sum().backward()
+            optimizer.step()
+        return batch_size
+
+    return train()
+
+
+@gloo
+@pytest.mark.slow
+def test_a_rank_that_runs_out_alone_inside_a_collective_is_named_on_all() -> None:
+    """At the process group's time-out, 30 s here: nothing can wake a rank that waits inside gloo."""
+    outcomes = run_ranks(alone_in_a_collective, world_size=2, timeout_s=150)
+    assert [outcome.error for outcome in outcomes] == ["CollectivesError"] * 2
+    assert all("rank 1 ran out of memory at batch size 16" in outcome.text for outcome in outcomes)
