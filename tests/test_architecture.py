@@ -26,6 +26,8 @@ LAYERS = {
     "batchfit._decide": 0,
     "batchfit._draw": 0,
     "batchfit._files": 0,
+    "batchfit._init_advice": 0,
+    "batchfit._init_loop": 0,
     "batchfit._screen": 0,
     "batchfit._scale": 0,
     "batchfit._svg": 0,
