@@ -10,7 +10,7 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 
 import torch
 import torch.distributed as dist
-from launch import run_ranks
+from launch import _free_port, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,3 +134,73 @@ def test_a_rank_that_runs_out_alone_inside_a_collective_is_named_on_all() -> Non
     outcomes = run_ranks(alone_in_a_collective, world_size=2, timeout_s=150)
     assert [outcome.error for outcome in outcomes] == ["CollectivesError"] * 2
     assert all("rank 1 ran out of memory at batch size 16" in outcome.text for outcome in outcomes)
+
+
+def launched(rank: int, port: int) -> Any:
+    """As `accelerate launch` does it: Accelerator makes the group, and wraps models in DDP."""
+    import os
+
+    for name, value in {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }.items():
+        os.environ[name] = str(value)
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from batchfit.integrations.accelerate import backward, find_executable_batch_size
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.num_processes == 2
+    data = TensorDataset(torch.randn(256, 8, generator=torch.Generator().manual_seed(1)))
+    runs: list[int] = []
+
+    def weights(microbatch_size: int | None, batch_size: int) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size))
+        assert isinstance(model, DistributedDataParallel)
+        if batch_size > 20:  # on both ranks, before the gradients are reduced
+            raise simulated_oom()
+        mb = batchfit.Microbatcher(model, microbatch_size=microbatch_size)
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                if microbatch_size is None:
+                    accelerator.backward(model(x).square().mean())
+                else:
+                    backward(accelerator, mb, lambda micro: model(micro).square().mean(), x)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [float(value) for value in model.module.weight.detach().flatten()]
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size: int) -> list[float]:
+        runs.append(batch_size)
+        return weights(None, batch_size)
+
+    whole = train()
+    prepared = len(accelerator._models)
+    parts = weights(3, runs[-1])
+    answer = [runs, prepared, max(abs(one - other) for one, other in zip(whole, parts, strict=True))]
+    accelerator.end_training()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return answer
+
+
+@gloo
+def test_a_launched_accelerator_prepares_searches_and_accumulates_on_two_ranks() -> None:
+    first, second = run_ranks(launched, world_size=2, args=(_free_port(),), group=False, timeout_s=90)
+    assert (first.error, second.error) == (None, None), first.trace + second.trace
+    assert first.value == second.value
+    runs, prepared, difference = first.value
+    assert runs[0] == 64
+    assert runs[-1] in (19, 20)
+    assert prepared == 1  # those of the failed attempts are gone
+    assert difference < 1e-6

@@ -278,6 +278,39 @@ def test_complaint_a_retry_trains_on_from_half_trained_weights() -> None:
     assert trained(theirs) != clean
 
 
+def test_prepared_objects_that_are_passed_in_are_as_before_at_every_attempt() -> None:
+    def trained(decorate: Decorator | None) -> list[float]:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        data = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2, shuffle=True)
+        prepared = accelerator.prepare(model, optimizer, scheduler, data)
+
+        def train(batch_size: int, model: nn.Module, optimizer: Any, scheduler: Any, loader: Any) -> float:
+            for step, (x,) in enumerate(loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                if batch_size == 128 and step == 4:
+                    raise simulated_oom()
+            return float(scheduler.get_last_lr()[0])
+
+        run = train if decorate is None else decorate(train, 128)
+        lr = run(*(() if decorate else (64,)), *prepared)
+        accelerator.free_memory()
+        return [lr, *(float(value) for value in model.weight.detach().flatten())]
+
+    clean = trained(None)
+    assert trained(ours) == clean
+    assert trained(theirs) != clean
+
+
 def test_complaint_half_an_accumulation_is_left_behind() -> None:
     """Without us: an attempt that fails between two optimizer steps shifts those of the next one."""
 
@@ -333,6 +366,41 @@ def test_prepared_before_the_call_stays_prepared() -> None:
     assert train() == 2
     assert accelerator._models[0] is outside
     accelerator.free_memory()
+
+
+class Program:
+    """A program that keeps its accelerator in an attribute."""
+
+    def __init__(self) -> None:
+        self.accelerator = Accelerator(cpu=True)
+
+    def attempt(self, batch_size: int) -> int:
+        self.accelerator.prepare(nn.Linear(2, 2))
+        if batch_size > 10:
+            raise simulated_oom()
+        return len(self.accelerator._models)
+
+
+@pytest.mark.parametrize("how", ["method", "argument", "named", "through another function"])
+def test_the_accelerator_is_found_wherever_the_function_has_it(how: str) -> None:
+    program = Program()
+    if how == "method":
+        left = ours(program.attempt, 64)()
+    elif how == "argument":
+        left = ours(lambda batch_size, owner: owner.attempt(batch_size), 64)(program)
+    elif how == "named":
+        hidden = {"it": program}
+        left = ours(
+            lambda batch_size: hidden["it"].attempt(batch_size), 64, accelerator=program.accelerator
+        )()
+    else:
+
+        def inner(batch_size: int) -> int:
+            return program.attempt(batch_size)
+
+        left = ours(lambda batch_size: inner(batch_size), 64)()
+    assert left == 1
+    program.accelerator.free_memory()
 
 
 def test_loaders_that_were_being_read_are_let_go() -> None:

@@ -34,6 +34,7 @@ from batchfit.results import StepReport, Trial
 try:
     import accelerate
     from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
     raise ImportError('pip install "batchfit[accelerate]" to use batchfit.integrations.accelerate') from error
 
@@ -277,25 +278,46 @@ def backward(
 def _accelerators(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], named: Accelerator | None
 ) -> list[Accelerator]:
-    """The Accelerator that was named, or all that the function is given or uses by name."""
+    """The Accelerator that was named, or all that the function is given or uses, itself or through others."""
     if named is not None:
         return [named]
-    plain = inspect.unwrap(function)
-    plain = getattr(plain, "__func__", plain)
-    used: list[Any] = [*args, *kwargs.values()]
-    if inspect.isfunction(plain):
-        variables = inspect.getclosurevars(plain)
-        used += [*variables.nonlocals.values(), *variables.globals.values()]
     found: list[Accelerator] = []
-    for one in used:
-        if isinstance(one, Accelerator) and all(one is not other for other in found):
+    waiting: list[Any] = [function, *args, *kwargs.values()]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Accelerator):
             found.append(one)
+        elif inspect.ismethod(one):
+            waiting += [one.__func__, one.__self__]
+        elif inspect.isfunction(one):
+            plain = inspect.unwrap(one)
+            variables = inspect.getclosurevars(plain)
+            near = [value for value in variables.globals.values() if _is_near(value, plain.__module__)]
+            waiting += [*variables.nonlocals.values(), *near]
+        elif not isinstance(one, torch.nn.Module | torch.Tensor | type):
+            waiting += [
+                held for held in getattr(one, "__dict__", {}).values() if isinstance(held, Accelerator)
+            ]
     return found
 
 
+def _is_near(value: Any, module: str) -> bool:
+    """An Accelerator, an object that may hold one, or a function of the same program: not a library's."""
+    return not inspect.isfunction(value) or value.__module__ == module
+
+
 def _state_of(values: Iterable[Any]) -> list[Any]:
-    """What the caller passed in that training changes."""
-    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    """What the caller passed in that training changes, prepared or not."""
+    kinds = (
+        torch.nn.Module,
+        torch.optim.Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        AcceleratedScheduler,
+    )
     return [value for value in values if isinstance(value, kinds)]
 
 
