@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import sys
 import time
 import traceback
@@ -109,8 +110,8 @@ def run_largest(
         CollectivesError: a rank ran out alone, while others were inside a collective with it.
     """
     _check(function, start, probe_steps, tolerance, reduce, key, fresh, before_retry, on_run)
-    place = resolve_device("cuda" if device is None and torch.cuda.is_available() else device, near=(state,))
     ranks = Ranks.current()
+    place = resolve_device(_own_device(ranks) if device is None else device, near=(state,))
     begun, call = time.perf_counter(), next(_calls)
     with telling_others(ranks) as everyone:
         everyone.meet()
@@ -233,6 +234,16 @@ def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> Ask | 
         )
     ranks.same(size, doing="the size that reduce returned")
     return Ask(size) if size else None
+
+
+def _own_device(ranks: Ranks) -> str | None:
+    """The current GPU; of several ranks that have not chosen theirs yet, the one that the launcher means."""
+    if not torch.cuda.is_available():
+        return None
+    local = os.environ.get("LOCAL_RANK", "")
+    if ranks.world_size > 1 and local.isdecimal() and int(local) < torch.cuda.device_count():
+        return f"cuda:{local}"
+    return "cuda"
 
 
 def _give_back(place: Device) -> None:

@@ -229,7 +229,7 @@ def test_complaint_reached_zero_where_hundreds_fit(living_bytes: int) -> None:
 
         try:
             with virtual_memory(living_bytes + 4 * 2**20):
-                return int(decorate(train, 4096)())
+                return int(decorate(train, 600)())
         finally:
             accelerator.free_memory()
 
@@ -366,6 +366,55 @@ def test_prepared_before_the_call_stays_prepared() -> None:
     assert train() == 2
     assert accelerator._models[0] is outside
     accelerator.free_memory()
+
+
+def test_the_gradient_scaler_begins_anew() -> None:
+    """One that was left in the middle of a step would refuse the next one's unscaling, or keep its scale."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen: list[tuple[float, int]] = []
+
+    @ours(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        scaler = accelerator.scaler
+        seen.append((scaler.get_scale(), len(scaler._per_optimizer_states)))
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler.scale((weight * 2).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.update(3.0)
+        if batch_size > 2:
+            raise simulated_oom()
+
+    train()
+    assert len(seen) >= 2
+    assert set(seen) == {(8.0, 0)}
+    accelerator.scaler = None
+
+
+def test_an_engine_of_deepspeed_is_destroyed_with_its_attempt() -> None:
+    class Engine:
+        destroyed = 0
+
+        @property
+        def engine(self) -> Engine:
+            return self
+
+        def destroy(self) -> None:
+            Engine.destroyed += 1
+
+    accelerator: Any = Accelerator(cpu=True)
+
+    @ours(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        assert getattr(accelerator, "deepspeed_engine_wrapped", None) is None
+        accelerator.deepspeed_engine_wrapped = Engine()
+        if batch_size > 2:
+            raise simulated_oom()
+
+    train()
+    assert Engine.destroyed >= 1
+    del accelerator.deepspeed_engine_wrapped
 
 
 class Program:

@@ -15,7 +15,7 @@ from batchfit._init_advice import advise
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = sorted(
-    path for name in ("examples", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")
+    path for name in ("examples", "benchmarks", "tests/distributed") for path in (ROOT / name).rglob("*.py")
 )
 
 

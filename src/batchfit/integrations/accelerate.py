@@ -12,7 +12,8 @@ Rules
   the function is only probed (`batchfit.run_largest`).
 - What an attempt leaves in an Accelerator (prepared objects, half an accumulation, loaders that were being
   read) is taken out before the next one; what was prepared before the call stays.
-- Modules, optimizers and LR schedulers among the arguments are as before the call at every attempt.
+- Modules, optimizers and LR schedulers among the arguments, and the accelerator's gradient scaler, are as
+  before the call at every attempt.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class _Finder:
                 probe_steps=3 if given["probe_steps"] is None else given["probe_steps"],
                 tolerance=given["tolerance"],
                 reduce=None if reduce is None else shrink,
-                state=_state_of([*args, *kwargs.values()]),
+                state=_state_of([*args, *kwargs.values(), *(trace.scaler for trace in traces)]),
                 key=given["key"],
                 fresh=given["fresh"],
                 device=traces[0].device if traces else None,
@@ -216,8 +217,10 @@ class _Trace:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.device = accelerator.device
+        self.scaler = accelerator.scaler
         self._accelerator = accelerator
         self._lengths = {name: len(getattr(accelerator, name, ())) for name in _PREPARED}
+        self._engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
         self._step = accelerator.step
         self._loaders = [one for one in self._references() if one is not None]
 
@@ -227,6 +230,10 @@ class _Trace:
             held = getattr(accelerator, name, None)
             if isinstance(held, list):
                 del held[length:]
+        engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        if engine is not None and engine is not self._engine:
+            engine.engine.destroy()
+            accelerator.deepspeed_engine_wrapped = self._engine
         accelerator.step = self._step
         state = accelerator.gradient_state
         state._set_sync_gradients(True)
@@ -316,6 +323,7 @@ def _state_of(values: Iterable[Any]) -> list[Any]:
         torch.nn.Module,
         torch.optim.Optimizer,
         torch.optim.lr_scheduler.LRScheduler,
+        torch.amp.GradScaler,
         AcceleratedScheduler,
     )
     return [value for value in values if isinstance(value, kinds)]
