@@ -88,6 +88,22 @@ def test_without_probes_the_size_is_halved() -> None:
     assert program.runs == [(100, 0), (50, 0), (25, 7)]
 
 
+def test_a_program_that_uses_it_itself_can_be_probed() -> None:
+    """The outer probe stops the inner program too, and the inner one does not take that for its own."""
+    whole: list[tuple[int, int]] = []
+
+    def outer(size: int) -> int:
+        if size > 5:
+            raise simulated_oom()
+        inner = batchfit.run_largest(Program(3), start=4).batch_size
+        batchfit.run_largest(Program(100), start=size)
+        whole.append((size, inner))
+        return size
+
+    assert batchfit.run_largest(outer, start=8, probe_steps=5).value == 5
+    assert whole == [(5, 3)]
+
+
 def test_nothing_fits_says_where_and_why() -> None:
     with pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cpu") as told:
         batchfit.run_largest(Program(0), start=8)

@@ -26,7 +26,11 @@ FORWARDS_A_STEP = 3
 
 @final
 class EnoughSeen(BaseException):
-    """Raised inside the program that is probed: it has run for long enough."""
+    """Raised inside the program that is probed: it has run for long enough for `by`, who counts."""
+
+    def __init__(self, by: Steps) -> None:
+        super().__init__("the probe has seen enough (batchfit.run_largest)")
+        self.by = by
 
 
 @final
@@ -44,7 +48,7 @@ class Steps:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self.count = max(self.count, self._counts[optimizer])
         if self._limit is not None and self.count >= self._limit:
-            raise EnoughSeen
+            raise EnoughSeen(self)
 
     def begins(self, module: torch.nn.Module, _: Any) -> None:
         if self._root is None and not torch.is_grad_enabled():
@@ -55,7 +59,7 @@ class Steps:
             return
         self._forwards_left -= 1
         if self._forwards_left <= 0 and self.count == 0:
-            raise EnoughSeen
+            raise EnoughSeen(self)
 
 
 @contextmanager
