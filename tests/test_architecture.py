@@ -26,6 +26,8 @@ LAYERS = {
     "batchfit._decide": 0,
     "batchfit._draw": 0,
     "batchfit._files": 0,
+    "batchfit._init_advice": 0,
+    "batchfit._init_loop": 0,
     "batchfit._screen": 0,
     "batchfit._scale": 0,
     "batchfit._svg": 0,
@@ -42,6 +44,7 @@ LAYERS = {
     "batchfit._store": 2,
     "batchfit._recall": 2,
     "batchfit._find": 2,
+    "batchfit._rerun": 2,
     "batchfit._profile": 2,
     "batchfit._diagnosis": 2,
     "batchfit._microbatch": 2,
@@ -49,6 +52,7 @@ LAYERS = {
     "batchfit._schedule": 2,
     "batchfit._loader": 2,
     "batchfit._report": 3,
+    "batchfit.integrations": 3,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
 }
@@ -66,7 +70,9 @@ THIRD_PARTY = {
         "batchfit._noise",
         "batchfit._schedule",
         "batchfit._loader",
+        "batchfit._rerun",
         "batchfit._cli",
+        "batchfit.integrations",
     ),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results", "batchfit.schedules", "batchfit._schedule_base"),
@@ -75,6 +81,9 @@ THIRD_PARTY = {
     "click": ("batchfit._cli",),
     "rich": ("batchfit._cli",),
     "matplotlib": ("batchfit._cli.plot",),
+    "accelerate": ("batchfit.integrations.accelerate",),
+    "torchtune": ("batchfit.integrations.torchtune",),
+    "omegaconf": ("batchfit.integrations.torchtune",),
 }
 
 

@@ -22,6 +22,7 @@ _EXPORTS = {
     "ExponentialBatchSizeConfig": "batchfit.schedules",
     "FitResult": "batchfit.results",
     "GradientNoise": "batchfit._noise",
+    "LargestRun": "batchfit._rerun",
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
     "MemoryExplanation": "batchfit.results",
@@ -46,6 +47,7 @@ _EXPORTS = {
     "predict_batch_size": "batchfit._predict",
     "profile_throughput": "batchfit._profile",
     "report": "batchfit._report",
+    "run_largest": "batchfit._rerun",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -59,6 +61,7 @@ __all__ = [
     "FitResult",
     "GradientNoise",
     "IncreaseBatchSizeConfig",
+    "LargestRun",
     "LinearBatchSizeConfig",
     "MemoryExplanation",
     "MicrobatchEvent",
@@ -82,6 +85,7 @@ __all__ = [
     "predict_batch_size",
     "profile_throughput",
     "report",
+    "run_largest",
     "testing",
     "training",
     "virtual_memory",
@@ -100,6 +104,7 @@ if TYPE_CHECKING:
     from batchfit._predict import predict_batch_size
     from batchfit._profile import profile_throughput
     from batchfit._report import report
+    from batchfit._rerun import LargestRun, run_largest
     from batchfit._schedule import BatchSizeScheduler
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import (

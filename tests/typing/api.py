@@ -259,3 +259,27 @@ loader.resize(8, defer=True)
 assert_type(loader.batch_size, int)
 assert_type(loader.progress.samples, int)
 loader.load_state_dict(loader.state_dict())
+
+
+# A whole program, run at the largest size at which it reaches its end.
+def train(batch_size: int) -> str:
+    return f"trained with {batch_size}"
+
+
+ran = batchfit.run_largest(
+    train,
+    start=512,
+    probe_steps=3,
+    tolerance=0.05,
+    reduce=None,
+    state=[model, optimizer],
+    key="a training",
+    fresh=False,
+    device="cpu",
+    before_retry=lambda: None,
+    on_run=lambda trial: trial.size,
+)
+assert_type(ran, batchfit.LargestRun[str])
+assert_type(ran.value, str)
+assert_type(ran.batch_size, int)
+assert_type(ran.trials, tuple[Trial, ...])

@@ -33,6 +33,7 @@ Examples:
   batchfit profile train.py:make_workload
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit report fit.json -o report.html
+  batchfit init train.py
   batchfit doctor
 
 {CODES}
@@ -117,6 +118,21 @@ Examples:
   batchfit report fit.json
   batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
   batchfit report fit.json --plot memory.png
+"""
+
+INIT_HELP = f"""\
+Show the few lines that let FILE use batchfit, as a diff. FILE is read and never run.
+
+Known are training loops in plain PyTorch (batches then run in microbatches that fit), Lightning,
+Hugging Face's Trainer, Accelerate's find_executable_batch_size, and torchtune's configs.
+
+Examples:
+  batchfit init train.py
+  batchfit init train.py | git apply
+  batchfit init train.py --write
+  batchfit init llama3_lora.yaml
+
+{CODES}
 """
 
 DOCTOR_HELP = """\
@@ -645,6 +661,19 @@ def report(
     from batchfit._cli.report import write_report
 
     end(lambda: write_report(results, output=output, title=title, plot=plot))
+
+
+@app.command(help=INIT_HELP)
+def init(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", show_default=False, help="A script, or a config of torchtune's."),
+    ],
+    write: Annotated[bool, typer.Option("--write", help="Change FILE itself.")] = False,
+) -> None:
+    from batchfit._cli.init import propose
+
+    end(lambda: propose(file, write=write))
 
 
 @app.command(help=DOCTOR_HELP)

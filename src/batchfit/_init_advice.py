@@ -1,0 +1,238 @@
+"""`batchfit init`: what to add to a program so that it uses batchfit.
+
+Rules
+- The program is read, never run: Python through `ast`, configs line by line.
+- A change is made only where it is certain to keep the program's meaning; otherwise a note says what to do.
+- Only lines that must change do: the rest stays byte for byte. What comes out parses, or nothing is proposed.
+- Proposing again for what was proposed changes nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, final
+
+from batchfit._init_loop import Edit, loop_edits
+
+Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "none"]
+_TRAINERS: Final = {"Trainer": "BatchfitTrainer", "Seq2SeqTrainer": "BatchfitSeq2SeqTrainer"}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The program as it would be, which trainer it has, and what else there is to say."""
+
+    kind: Kind
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def advise(text: str, *, file: str) -> Advice:
+    """What to change in the program or config `file` that reads `text`. A `SyntaxError` is the program's."""
+    if file.endswith((".yaml", ".yml")):
+        return _advise_config(text, file)
+    tree = ast.parse(text, filename=file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("batchfit.integrations."):
+            return Advice("none", text, (f"it uses {node.module} already: nothing to add",))
+    looks: tuple[Callable[[ast.Module, str], Advice | None], ...] = (
+        _accelerate,
+        _transformers,
+        _lightning,
+        _loop,
+    )
+    for look in looks:
+        advice = look(tree, text)
+        if advice is None:
+            continue
+        try:
+            ast.parse(advice.text)
+        except SyntaxError:  # a layout that we do not know: better nothing than a broken program
+            return replace(advice, text=text, notes=(*advice.notes, "no change could be made safely"))
+        return advice
+    note = "no training loop, Trainer or find_executable_batch_size was found in it"
+    return Advice("none", text, (note,))
+
+
+# --- frameworks
+
+
+def _accelerate(tree: ast.Module, text: str) -> Advice | None:
+    name = "find_executable_batch_size"
+    edits = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("accelerate"):
+            continue
+        ours = [alias for alias in node.names if alias.name == name]
+        if not ours:
+            continue
+        others = [alias for alias in node.names if alias.name != name]
+        lines = [f"from batchfit.integrations.accelerate import {_spelled(ours[0])}"]
+        if others:
+            lines.insert(0, f"from {node.module} import {', '.join(map(_spelled, others))}")
+        edits.append(Edit.replacing(node, lines))
+    if edits:
+        return Advice("accelerate", _edited(text, edits))
+    uses = any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
+    if uses and "accelerate" in _imported(tree):
+        note = f"import {name} from batchfit.integrations.accelerate in place of accelerate.utils"
+        return Advice("accelerate", text, (note,))
+    return None
+
+
+def _transformers(tree: ast.Module, text: str) -> Advice | None:
+    names = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers"
+        for alias in node.names
+        if alias.name in _TRAINERS
+    }
+    made = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _called(node.value) in {*names, *(f"transformers.{name}" for name in _TRAINERS)}
+    ]
+    if not made:
+        return None
+    notes = []
+    edits = []
+    for node in made:
+        (target,) = node.targets[:1]
+        if len(node.targets) != 1 or not isinstance(target, ast.Name):
+            notes.append(f"line {node.lineno}: give the trainer to adapt() before it trains")
+        else:
+            edits.append(Edit.after(node, [f"{target.id} = adapt({target.id})"]))
+    for call in _calls(tree, "TrainingArguments", "Seq2SeqTrainingArguments"):
+        for keyword in call.keywords:
+            if keyword.arg == "auto_find_batch_size" and not _is_false(keyword.value):
+                notes.append(
+                    f"line {keyword.value.lineno}: take auto_find_batch_size out; batchfit refuses it beside "
+                    "its own search"
+                )
+    if edits:
+        edits += _import_edits(tree, text, "from batchfit.integrations.transformers import adapt")
+    return Advice("transformers", _edited(text, edits), tuple(notes))
+
+
+def _lightning(tree: ast.Module, text: str) -> Advice | None:
+    roots = ("lightning", "pytorch_lightning")
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in roots:
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "Trainer"}
+        elif isinstance(node, ast.Import):
+            known = [alias for alias in node.names if alias.name.split(".")[0] in roots]
+            names |= {f"{alias.asname or alias.name}.Trainer" for alias in known}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in names]
+    if not calls:
+        return None
+    edits, notes = [], []
+    for call in calls:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        callbacks = given.get("callbacks")
+        if None in given:
+            notes.append(f"line {call.lineno}: add BatchSizeFinder() to the callbacks that ** hands over")
+        elif callbacks is None:
+            edits.append(Edit.argument(call, text, "callbacks=[BatchSizeFinder()]"))
+        elif isinstance(callbacks, ast.List):
+            more = "BatchSizeFinder(), " if callbacks.elts else "BatchSizeFinder()"
+            edits.append(Edit.inside(callbacks.lineno, callbacks.col_offset + 1, text, more))
+        else:
+            notes.append(f"line {callbacks.lineno}: add BatchSizeFinder() to these callbacks")
+    if edits:
+        edits += _import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
+    return Advice("lightning", _edited(text, edits), tuple(notes))
+
+
+def _loop(tree: ast.Module, text: str) -> Advice | None:
+    found = loop_edits(tree, text)
+    if found is None:
+        return None
+    edits, notes = found
+    if edits:
+        edits = [*edits, *_import_edits(tree, text, "import batchfit")]
+    return Advice("loop", _edited(text, edits), tuple(notes))
+
+
+# --- configs
+
+
+def _advise_config(text: str, file: str) -> Advice:
+    keys = {match[1]: match for match in re.finditer(r"^(\w+)[ \t]*:(.*)$", text, re.MULTILINE)}
+    if not ({"batch_size", "checkpointer", "tokenizer"} <= keys.keys() and "torchtune." in text):
+        return Advice("none", text, ("only torchtune's configs are known, and this is none",))
+    command = f"tune run batchfit.integrations.torchtune --config {file}"
+    add = []
+    if "recipe" not in keys:
+        add.append(f"recipe: {'lora' if re.search(r'_component_:.*lora', text) else 'full'}")
+    if "use_maximum_batch_size" not in keys and "batch_increase_function" not in keys:
+        add.append("use_maximum_batch_size: True")
+    end = keys["batch_size"].end()
+    changed = text[:end] + "".join(f"\n{line}" for line in add) + text[end:]
+    return Advice("torchtune", changed, (f"run it with: {command}",))
+
+
+# --- edits
+
+
+def _edited(text: str, edits: Sequence[Edit]) -> str:
+    """The text with the edits made, the last one first, so that lines keep their numbers."""
+    if not edits:
+        return text
+    lines = text.removesuffix("\n").split("\n")
+    for edit in sorted(edits, key=lambda one: (one.first, one.last), reverse=True):
+        lines[edit.first : edit.last] = edit.lines
+    return "\n".join(lines) + "\n" * text.endswith("\n")
+
+
+def _import_edits(tree: ast.Module, text: str, line: str) -> list[Edit]:
+    """The import, after the last one at the top of the file; none where it is there."""
+    wanted = ast.dump(ast.parse(line).body[0])
+    if any(ast.dump(node) == wanted for node in tree.body):
+        return []
+    lines = text.split("\n")
+    place = next((number for number, one in enumerate(lines) if not one.startswith("#")), 0)
+    for number, node in enumerate(tree.body):
+        docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import | ast.ImportFrom) or docstring:
+            place = node.end_lineno or node.lineno
+        else:
+            break
+    return [Edit(place, place, (line,))]
+
+
+def _spelled(alias: ast.alias) -> str:
+    return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
+
+
+def _called(call: ast.Call) -> str:
+    """`pl.Trainer` of `pl.Trainer(...)`."""
+    return ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
+
+
+def _calls(tree: ast.Module, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node).rpartition(".")[2] in names:
+            yield node
+
+
+def _is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and not value.value
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    """The packages that the program imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found

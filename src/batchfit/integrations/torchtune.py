@@ -1,0 +1,388 @@
+"""torchtune: its recipes for one device, with the batch size found, grown and kept from running out.
+
+    tune run batchfit.integrations.torchtune --config my_config.yaml recipe=full use_maximum_batch_size=True
+
+Keys that it reads beside the recipe's own
+- `recipe`: `full` or `lora` (torchtune's `full_finetune_single_device`, `lora_finetune_single_device`).
+- `use_maximum_batch_size: True` (default False): train with the largest batch that fits.
+- `batch_increase_function: package.module.function`: asked before each epoch, `(epoch, current_batch_size) ->
+  increase`. The largest batch that fits is found before training; an increase past it is skipped, and told.
+- `split_on_out_of_memory` (default True): a batch that runs out of memory is done again in smaller parts.
+- `batchfit`: keywords of `batchfit.find_batch_size` (`budget`, `power_of_two`, `soak_steps`, `key`, ...).
+
+Rules
+- The recipes are torchtune's own, subclassed: their loops, losses, checkpoints and logs. Without our keys,
+  and while nothing runs out, the weights are theirs bit for bit.
+- A search leaves weights, optimizer and random numbers as they were.
+- Sizes of past epochs are in the checkpoint; a run that goes on has the sizes of one that was not stopped.
+- Whatever depends on the number of steps (an LR scheduler's length, `global_step`) follows the sizes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+import batchfit
+from batchfit.workload import batches
+
+try:
+    import torchtune
+    from omegaconf import DictConfig, OmegaConf
+    from torchtune import config, training, utils
+except ImportError as error:
+    raise ImportError('pip install "batchfit[torchtune]" to use batchfit.integrations.torchtune') from error
+
+log = logging.getLogger("batchfit")
+
+TESTED: Final = "0.6.1"
+_RECIPES: Final = {
+    "full": ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
+    "lora": ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
+}
+_STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
+# Keywords of the search that the recipe sets itself, or that need what a recipe has not.
+_OURS: Final = ("max_size", "min_size", "device", "isolate", "timeout_s", "resume", "on_trial")
+
+
+def _warn_of_version(version: str = torchtune.__version__) -> None:
+    if version.partition("+")[0] != TESTED:
+        warnings.warn(
+            f"batchfit.integrations.torchtune is tested with torchtune {TESTED}, and this is {version}",
+            stacklevel=3,
+        )
+
+
+_warn_of_version()
+
+
+class AdaptiveBatchSize:
+    """What is added to a recipe of torchtune's; comes before it among the bases (`recipe_class`)."""
+
+    # Of the recipe:
+    _model: torch.nn.Module
+    _optimizer: Any
+    _loss_fn: Any
+    _dataloader: Any
+    _device: torch.device
+    _gradient_accumulation_steps: int
+    _metric_logger: Any
+    _steps_per_epoch: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    global_step: int
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = _Settings(cfg)
+        self._scheduler: batchfit.BatchSizeScheduler | None = None
+        self._largest: int | None = None
+        self._mb: batchfit.Microbatcher | None = None
+        self.batch_size_events: list[batchfit.ScheduleEvent] = []
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Theirs; `_setup_data` finds the size in the middle of it, when model and optimizer are there."""
+        super().setup(cfg=cfg)  # type: ignore[misc]
+        self._ignore_labels(max(self._largest or 0, cfg.batch_size))
+        if self._settings.split and not self._in_backward:
+            ignored = self._loss_fn.ignore_index
+            self._mb = batchfit.Microbatcher(
+                self._model,
+                weight=lambda micro: (micro["labels"][:, 1:] != ignored).sum(),
+                on_zero_weight="skip",
+                device=self._device,
+            )
+        if self._scheduler is not None:
+            self._metric_logger.log_dict({"batch_size": self._scheduler.batch_size}, step=self.global_step)
+
+    def save_checkpoint(self, epoch: int) -> None:
+        """Theirs, with the sizes so far; then the next epoch's size."""
+        if self._scheduler is None:
+            super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
+            return
+        loader = self._dataloader
+        self._dataloader = _WithState(loader, self._scheduler)
+        try:
+            super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
+        finally:
+            self._dataloader = loader
+        if epoch + 1 < self.total_epochs:
+            size, changed = self._scheduler.step(epoch + 1)
+            if changed:
+                self._dataloader = _resized(loader, size)
+                self._steps_per_epoch = self._steps_at(size)
+                self._metric_logger.log_dict({"batch_size": size}, step=self.global_step)
+
+    def _setup_data(
+        self,
+        cfg_dataset: Any,
+        shuffle: bool,
+        batch_size: int,
+        collate_fn: str,
+        dataloader_state_dict: dict[str, Any] | None = None,
+    ) -> Any:
+        kept = dict(dataloader_state_dict or {})
+        state = kept.pop(_STATE, None)
+        loader = super()._setup_data(  # type: ignore[misc]
+            cfg_dataset=cfg_dataset,
+            shuffle=shuffle,
+            batch_size=batch_size,
+            collate_fn=collate_fn,
+            dataloader_state_dict=kept or None,
+        )
+        settings = self._settings
+        if not (settings.use_maximum or settings.increase):
+            if state is not None:
+                log.warning(
+                    "the checkpoint was trained with batch sizes of batchfit's, last %d; now it is %d, as "
+                    "neither use_maximum_batch_size nor batch_increase_function is set",
+                    state["batch_size"],
+                    batch_size,
+                )
+            return loader
+        self._dataloader = loader
+        self._largest = self._find_largest(loader)
+        first = self._first_size(batch_size, state)
+        self._scheduler = batchfit.BatchSizeScheduler(
+            settings.increase,
+            first,
+            largest=self._largest,
+            on_event=self.batch_size_events.append,
+        )
+        if state is not None:
+            self._scheduler.load_state_dict(state)
+        size, _ = self._scheduler.step(self.epochs_run)
+        return _resized(loader, size)
+
+    def _setup_lr_scheduler(
+        self, cfg_lr_scheduler: DictConfig | None, num_training_steps: int, last_epoch: int
+    ) -> Any:
+        if self._scheduler is not None:
+            # The function is asked for all epochs now: the length of the schedule depends on its answers.
+            epochs = range(self.total_epochs if cfg_lr_scheduler is not None else self.epochs_run)
+            steps = [self._steps_at(self._scheduler.get_batch_size(epoch)) for epoch in epochs]
+            self.global_step = sum(steps[: self.epochs_run])
+            num_training_steps, last_epoch = sum(steps), self.global_step - 1
+        return super()._setup_lr_scheduler(  # type: ignore[misc]
+            cfg_lr_scheduler=cfg_lr_scheduler, num_training_steps=num_training_steps, last_epoch=last_epoch
+        )
+
+    def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The batch's loss. With a Microbatcher its gradients are there already, and backward adds none."""
+        theirs = super()._loss_step  # type: ignore[misc]
+        if self._mb is None:
+            loss: torch.Tensor = theirs(batch)
+            return loss
+        # The recipe multiplies what is returned here with this number, and then calls backward.
+        tokens = (batch["labels"] != self._loss_fn.ignore_index).sum()
+        report = self._mb.backward(lambda micro: theirs(dict(micro)) * tokens, batch)
+        mean: torch.Tensor = report.loss / tokens.clamp(min=1)
+        return mean.requires_grad_()
+
+    # --- the largest batch
+
+    @property
+    def _in_backward(self) -> bool:
+        return bool(getattr(self, "_optimizer_in_bwd", False))
+
+    def _find_largest(self, loader: Any) -> int:
+        fit = batchfit.find_batch_size(
+            self._workload(loader),
+            max_size=max(1, len(loader.dataset) // self._gradient_accumulation_steps),
+            device=self._device,
+            **self._settings.search,
+        )
+        log.info("%s", fit.summary)
+        return fit.batch_size
+
+    def _workload(self, loader: Any) -> batchfit.Workload:
+        """A step of the recipe's loop, with the longest samples of its dataset."""
+        make = batches(loader.dataset, collate_fn=loader.collate_fn)
+        clip_norm = getattr(self, "_clip_grad_norm", None)
+        stock = super()._loss_step  # type: ignore[misc]
+
+        def step(size: int) -> None:
+            self._ignore_labels(size)
+            running, tokens = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+            # From the second batch of an accumulation on, the gradients of the first are there.
+            for _ in range(min(2, self._gradient_accumulation_steps)):
+                batch = make(size)
+                utils.batch_to_device(batch, self._device)
+                count = (batch["labels"] != self._loss_fn.ignore_index).sum()
+                tokens = tokens + count
+                loss = stock(batch) * count
+                running = running + loss
+                loss.backward()
+            if not self._in_backward:
+                training.scale_grads(self._model, 1 / tokens)
+                if clip_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm=float(clip_norm))
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=True)
+
+        optimizers = [self._optimizer]
+        if self._in_backward:
+            optimizers = list(self._optim_ckpt_wrapper.optim_map.values())  # type: ignore[attr-defined]
+        return batchfit.Workload(step, state=[self._model, *optimizers])
+
+    def _first_size(self, batch_size: int, state: Mapping[str, Any] | None) -> int:
+        """The size that training begins with: the checkpoint's, if any, the largest, or the config's."""
+        largest = self._largest
+        assert largest is not None
+        if state is not None:
+            size, now = int(state["initial_batch_size"]), int(state["batch_size"])
+            if max(size, now) > largest:
+                raise ValueError(
+                    f"resume_from_checkpoint: the checkpoint was trained with a batch of {max(size, now)}, "
+                    f"and {largest} is the largest that fits here"
+                )
+            return size
+        if self._settings.use_maximum:
+            log.info("use_maximum_batch_size: batch_size is %d (the config says %d)", largest, batch_size)
+            return largest
+        if batch_size > largest:
+            raise ValueError(
+                f"batch_size must be at most {largest}, the largest that fits, where batch_increase_function "
+                f"is set, not {batch_size}"
+            )
+        return batch_size
+
+    def _steps_at(self, size: int) -> int:
+        """Optimizer steps of an epoch at a size: the loader drops what does not fill a batch."""
+        steps = len(self._dataloader.dataset) // size // self._gradient_accumulation_steps
+        return steps if self.max_steps_per_epoch is None else min(steps, self.max_steps_per_epoch)
+
+    def _ignore_labels(self, rows: int) -> None:
+        self.ignore_labels_cache = torch.full((rows, 1), self._loss_fn.ignore_index, device=self._device)
+
+
+@final
+class _Settings:
+    """Our keys of a config, checked."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+            raise ValueError("recipe must be run on one device: leave out torchrun's options")
+        self.use_maximum = _flag(cfg, "use_maximum_batch_size", default=False)
+        self.split = _flag(cfg, "split_on_out_of_memory", default=True)
+        self.increase = _increase(cfg.get("batch_increase_function"))
+        self.search = _search(cfg.get("batchfit"))
+        if self.search and not (self.use_maximum or self.increase):
+            raise ValueError(
+                "batchfit must be left out where neither use_maximum_batch_size nor batch_increase_function "
+                f"is set, since nothing is searched then, not {self.search!r}"
+            )
+        if self.use_maximum and self.increase is not None:
+            log.warning(
+                "use_maximum_batch_size and batch_increase_function are both set: training begins with the "
+                "largest batch that fits, so every increase will be skipped"
+            )
+
+
+def _flag(cfg: DictConfig, name: str, *, default: bool) -> bool:
+    value = cfg.get(name, default)
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def _increase(path: object) -> batchfit.IncreaseBatchSizeConfig | None:
+    """`package.module.function`, as torchtune writes components, or `package.module:function`."""
+    if path is None:
+        return None
+    if not isinstance(path, str) or not all(
+        part.isidentifier() for part in path.replace(":", ".").split(".")
+    ):
+        raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
+    module, dot, function = path.rpartition(":" if ":" in path else ".")
+    if not dot:
+        raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
+    found = config._utils._get_component_from_path(f"{module}.{function}")  # told now, not in an epoch
+    if not callable(found):
+        raise ValueError(f"batch_increase_function must be a function, not {found!r} ({path})")
+    return batchfit.IncreaseBatchSizeConfig(function=f"{module}:{function}")
+
+
+def _search(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not OmegaConf.is_dict(given):
+        raise TypeError(f"batchfit must be keywords of batchfit.find_batch_size, not {given!r}")
+    settings: Any = OmegaConf.to_container(given, resolve=True)
+    for name in _OURS:
+        if name in settings:
+            raise ValueError(f"batchfit.{name} must be left out, not {settings[name]!r}: the recipe sets it")
+    return {str(name): value for name, value in settings.items()}
+
+
+@final
+class _WithState:
+    """The loader, with the scheduler's state in its own while a checkpoint is written."""
+
+    def __init__(self, loader: Any, scheduler: batchfit.BatchSizeScheduler) -> None:
+        self._loader = loader
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._loader.state_dict(), _STATE: self._scheduler.state_dict()}
+
+
+def _resized(loader: Any, size: int) -> Any:
+    """A loader like this one, with another batch size: torchtune's have no workers, so it costs nothing."""
+    if loader.batch_size == size:
+        return loader
+    return type(loader)(
+        dataset=loader.dataset,
+        batch_size=size,
+        sampler=loader.sampler,
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+    )
+
+
+@cache
+def recipe_class(name: str) -> type[Any]:
+    """torchtune's recipe of that name ("full" or "lora") with ours added."""
+    if name not in _RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(_RECIPES)}, not {name!r}")
+    file, class_name = _RECIPES[name]
+    # `recipes` is no package: importing it raises, by design.
+    path = Path(torchtune.__file__).parent.parent / "recipes" / file
+    spec = importlib.util.spec_from_file_location(f"batchfit_torchtune_{name}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise ImportError(f"torchtune {torchtune.__version__} has no recipe {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return type(class_name, (AdaptiveBatchSize, getattr(module, class_name)), {"__module__": __name__})
+
+
+def run(cfg: DictConfig) -> Any:
+    """Set a recipe up, train, and return it."""
+    made: Callable[..., Any] = recipe_class(cfg.get("recipe", "full"))
+    config.log_config(recipe_name=made.__name__, cfg=cfg)
+    recipe = made(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+@config.parse  # type: ignore[untyped-decorator]
+def recipe_main(cfg: DictConfig) -> None:
+    """A recipe of torchtune's for one device, with batchfit's keys."""
+    run(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

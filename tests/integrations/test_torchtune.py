@@ -1,0 +1,366 @@
+"""torchtune's own recipes with ours on top: runs of a tiny Llama on the CPU, beside the stock recipes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchtune", reason="needs torchtune")
+
+import tiny_torchtune
+import torch
+from omegaconf import OmegaConf
+from tiny_torchtune import tiny_config, write_checkpoint
+
+import batchfit
+from batchfit.integrations import torchtune as ours
+from batchfit.testing import count_operations, fail_at, virtual_memory
+
+# torchdata 0.11 calls a function that torch 2.13 deprecates, in every StatefulDataLoader.
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+QUICK = {"soak_steps": 3, "tolerance": 0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    write_checkpoint(tmp_path)
+    state, numbers = torch.get_rng_state(), random.getstate()
+    yield tmp_path
+    torch.set_rng_state(state)
+    random.setstate(numbers)
+
+
+def stock_class(name: str) -> Any:
+    """torchtune's recipe, without us."""
+    return ours.recipe_class(name).__mro__[2]
+
+
+def trained(made: Any, config: dict[str, Any], *, train: bool = True) -> Any:
+    cfg = OmegaConf.create(config)
+    recipe = made(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    if train:
+        recipe.train()
+        recipe.cleanup()
+    return recipe
+
+
+def forget(recipe: Any) -> None:
+    """Optimizers in backward hang on the parameters in cycles that Python cannot collect."""
+    for parameter in recipe._model.parameters():
+        if parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks.clear()
+
+
+def weights(recipe: Any) -> Any:
+    """As an array, which virtual memory does not count."""
+    return np.concatenate(
+        [parameter.detach().numpy().copy().ravel() for parameter in recipe._model.parameters()]
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_without_our_keys_the_weights_are_theirs(name: str, folder: Path) -> None:
+    config = tiny_config(folder, name, gradient_accumulation_steps=2, clip_grad_norm=1.0)
+    stock, own = trained(stock_class(name), config), trained(ours.recipe_class(name), config)
+    assert type(own).__name__ == type(stock).__name__
+    assert own.global_step == stock.global_step == 12
+    assert np.array_equal(weights(own), weights(stock))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("full", {}),
+        ("full", {"gradient_accumulation_steps": 3, "clip_grad_norm": 1.0}),
+        ("full", {"optimizer_in_bwd": True}),
+        ("lora", {}),
+    ],
+    ids=["full", "accumulating", "in backward", "lora"],
+)
+def test_the_maximum_is_used_and_nothing_else_has_changed(
+    name: str, changes: dict[str, Any], folder: Path, living_bytes: int
+) -> None:
+    """After the search: the stock recipe with that batch size, bit for bit."""
+    config = tiny_config(folder, name, use_maximum_batch_size=True, batchfit=QUICK, epochs=2, **changes)
+    with virtual_memory(living_bytes + 2 * 2**20):
+        own = trained(ours.recipe_class(name), config)
+        size, found = own._largest, weights(own)
+        assert own._dataloader.batch_size == size
+        assert own.global_step == 2 * (48 // size // changes.get("gradient_accumulation_steps", 1))
+        forget(own)
+        del own
+        gc.collect()
+        stock = trained(stock_class(name), {**config, "batch_size": size})
+        assert np.array_equal(found, weights(stock))
+        forget(stock)
+        del stock
+        gc.collect()
+        more = OmegaConf.create({**config, "batch_size": size + 2, "shuffle": False})
+        stock = stock_class(name)(cfg=more)
+        stock.setup(cfg=more)
+        with pytest.raises(torch.OutOfMemoryError):  # and it was the largest
+            stock.train()
+        forget(stock)
+        stock.cleanup()
+        del stock
+    assert 3 <= size <= 12
+
+
+def test_the_size_never_leaves_an_epoch_without_a_step(folder: Path) -> None:
+    config = tiny_config(
+        folder, "full", use_maximum_batch_size=True, batchfit=QUICK, gradient_accumulation_steps=4
+    )
+    recipe = trained(ours.recipe_class("full"), config)
+    assert recipe._dataloader.batch_size == 12
+    assert recipe.global_step == 1
+
+
+def test_a_function_increases_the_batch_epoch_by_epoch(folder: Path) -> None:
+    config = tiny_config(
+        folder,
+        "full",
+        batch_increase_function="tiny_torchtune.two_more_each_epoch",
+        batchfit=QUICK,
+        epochs=4,
+    )
+    recipe = trained(ours.recipe_class("full"), config)
+    changes = [(event.progress.epoch, event.size_after) for event in recipe.batch_size_events]
+    assert changes == [(1, 4), (2, 6), (3, 8)]
+    assert recipe.global_step == 24 + 12 + 8 + 6
+    # A cosine schedule that was made for exactly that many steps has come to its end.
+    assert recipe._optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
+    logged = next((folder / "logs").glob("*.txt")).read_text()
+    assert [
+        line.split("batch_size:")[1].strip() for line in logged.splitlines() if "batch_size:" in line
+    ] == [*("2", "4", "6", "8")]
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_an_increase_past_what_fits_is_skipped_and_told(name: str, folder: Path, living_bytes: int) -> None:
+    config = tiny_config(
+        folder, name, batch_increase_function="tiny_torchtune:far_too_much", batchfit=QUICK, epochs=3
+    )
+    with virtual_memory(living_bytes + 2 * 2**20):
+        recipe = trained(ours.recipe_class(name), config)
+        (event,) = recipe.batch_size_events
+        assert (event.kind, event.progress.epoch) == ("skipped", 1)
+        assert f"an increase by 10000 to 10002 is more than the limit of {recipe._largest}" in event.why
+        assert recipe._dataloader.batch_size == 2
+        assert recipe.global_step == 3 * 24
+        del recipe
+
+
+class _StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_a_run_that_goes_on_has_the_sizes_and_weights_of_one_that_was_not_stopped(
+    name: str, folder: Path
+) -> None:
+    made = ours.recipe_class(name)
+    config = tiny_config(
+        folder,
+        name,
+        batch_increase_function="tiny_torchtune.two_more_each_epoch",
+        batchfit=QUICK,
+        epochs=4,
+        # On a CPU the lora recipe merges the adapter into the very weights it trains, at every checkpoint.
+        save_adapter_weights_only=True,
+    )
+    elsewhere = {**config["checkpointer"], "output_dir": str(folder / "whole")}
+    whole = weights(trained(made, {**config, "checkpointer": elsewhere}))
+
+    class Stopped(made):  # type: ignore[misc]
+        def save_checkpoint(self, epoch: int) -> None:
+            super().save_checkpoint(epoch=epoch)
+            if epoch == 1:
+                raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        trained(Stopped, config)
+    checkpointer = dict(config["checkpointer"])
+    if name == "full":
+        (file,) = (folder / "out" / "epoch_1").glob("model*")
+        checkpointer.update(checkpoint_files=[f"epoch_1/{file.name}"])
+    resumed = trained(made, {**config, "checkpointer": checkpointer, "resume_from_checkpoint": True})
+    assert [(event.progress.epoch, event.size_after) for event in resumed.batch_size_events] == [
+        *((2, 6), (3, 8))
+    ]
+    assert resumed.global_step == 24 + 12 + 8 + 6
+    assert np.allclose(weights(resumed), whole, rtol=0, atol=1e-6)
+
+
+# --- batches that run out while training
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_a_batch_that_does_not_fit_is_split_with_the_same_gradients(
+    name: str, folder: Path, living_bytes: int
+) -> None:
+    config = tiny_config(folder, name, batch_size=16, epochs=2)
+    clean = weights(trained(stock_class(name), config))
+    with virtual_memory(living_bytes + 2 * 2**20):
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(stock_class(name), config)
+        recipe = trained(ours.recipe_class(name), config)
+        split = weights(recipe)
+        assert recipe.global_step == 6
+        del recipe
+    assert np.allclose(split, clean, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_running_out_early_in_the_middle_or_late_loses_no_step(share: float, folder: Path) -> None:
+    config = tiny_config(folder, "full", batch_size=8, epochs=2)
+    clean = trained(stock_class("full"), config)
+    made = ours.recipe_class("full")
+    with count_operations() as seen:
+        trained(made, config, train=False).train()
+    faults = 0
+    for number in range(int(seen.operations * share), seen.operations, 1 + seen.operations // 400):
+        recipe = trained(made, config, train=False)
+        with fail_at(number) as fault:
+            try:
+                recipe.train()
+            except torch.OutOfMemoryError:
+                continue  # in the optimizer, the clipping or the loop itself: not in a batch
+        assert fault.fired
+        assert recipe.global_step == clean.global_step
+        assert np.allclose(weights(recipe), weights(clean), rtol=0, atol=2e-4)
+        faults += 1
+        if faults == 2:
+            break
+    assert faults == 2
+
+
+def test_without_splitting_it_is_an_error(folder: Path, living_bytes: int) -> None:
+    config = tiny_config(folder, "full", batch_size=16, split_on_out_of_memory=False)
+    with virtual_memory(living_bytes + 2 * 2**20), pytest.raises(torch.OutOfMemoryError):
+        trained(ours.recipe_class("full"), config)
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (
+            {"use_maximum_batch_size": "yes"},
+            TypeError,
+            "use_maximum_batch_size must be True or False, not 'yes'",
+        ),
+        ({"split_on_out_of_memory": 1}, TypeError, "split_on_out_of_memory must be True or False, not 1"),
+        (
+            {"batch_increase_function": 3},
+            ValueError,
+            "batch_increase_function must be 'package.module.function'",
+        ),
+        ({"batch_increase_function": "grow"}, ValueError, "batch_increase_function must be"),
+        ({"batch_increase_function": "tiny torchtune.grow"}, ValueError, "batch_increase_function must be"),
+        ({"batch_increase_function": "tiny_torchtune.missing"}, Exception, "missing"),
+        (
+            {"batch_increase_function": "tiny_torchtune.not_a_function"},
+            ValueError,
+            "batch_increase_function must be a function, not 3",
+        ),
+        ({"batchfit": 3, "use_maximum_batch_size": True}, TypeError, "batchfit must be keywords"),
+        (
+            {"batchfit": {"max_size": 3}, "use_maximum_batch_size": True},
+            ValueError,
+            "batchfit.max_size must be left out, not 3",
+        ),
+        ({"batchfit": {"budget": "1GiB"}}, ValueError, "use_maximum_batch_size nor batch_increase_function"),
+    ],
+)
+def test_wrong_settings_are_told_before_anything_is_loaded(
+    changes: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
+    with pytest.raises(error, match=text):
+        ours.recipe_class("full")(cfg=cfg)
+
+
+def test_settings_that_contradict_what_fits(folder: Path, living_bytes: int) -> None:
+    config = tiny_config(
+        folder,
+        "full",
+        batch_size=40,
+        batch_increase_function="tiny_torchtune.two_more_each_epoch",
+        batchfit=QUICK,
+    )
+    with (
+        virtual_memory(living_bytes + 2 * 2**20),
+        pytest.raises(ValueError, match=r"batch_size must be at most \d+, the largest that fits, where"),
+    ):
+        trained(ours.recipe_class("full"), config, train=False)
+
+
+def test_both_keys_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny_config(
+        tmp_path,
+        "full",
+        use_maximum_batch_size=True,
+        batch_increase_function="tiny_torchtune.two_more_each_epoch",
+    )
+    ours._Settings(OmegaConf.create(config))
+    assert "use_maximum_batch_size and batch_increase_function are both set" in caplog.text
+
+
+def test_recipes_and_ranks_that_there_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="recipe must be one of full, lora, not 'full_finetune_distributed'"):
+        ours.recipe_class("full_finetune_distributed")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="recipe must be run on one device"):
+        ours._Settings(OmegaConf.create(tiny_config(tmp_path, "full")))
+
+
+def test_another_version_is_warned_about() -> None:
+    ours._warn_of_version("0.6.1+cpu")
+    with pytest.warns(UserWarning, match=r"tested with torchtune 0\.6\.1, and this is 0\.7\.0"):
+        ours._warn_of_version("0.7.0")
+
+
+def test_without_torchtune_the_pip_line_is_told() -> None:
+    code = "import sys; sys.modules['torchtune'] = None; import batchfit.integrations.torchtune"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'pip install "batchfit[torchtune]" to use batchfit.integrations.torchtune' in done.stderr
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "batchfit.integrations.torchtune",
+        pytest.param("batchfit/integrations/torchtune.py", marks=pytest.mark.slow),
+    ],
+)
+def test_tune_run(named: str, folder: Path) -> None:
+    config = tiny_config(folder, "lora", batchfit={**QUICK, "budget": "8MiB"}, max_steps_per_epoch=3)
+    file = folder / "config.yaml"
+    OmegaConf.save(OmegaConf.create(config), file)
+    tune = [sys.executable, "-m", "torchtune._cli.tune"]  # Ray has a command `tune` too
+    done = subprocess.run(
+        [*tune, "run", named, "--config", str(file), "use_maximum_batch_size=True", "epochs=1"],
+        cwd=Path(tiny_torchtune.__file__).parent,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(batchfit.__file__).parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = next((folder / "logs").glob("*.txt")).read_text()
+    size = int(logged.partition("batch_size:")[2].split()[0])
+    assert 3 <= size <= 48
+    assert (folder / "out" / "epoch_0").is_dir()

@@ -1,0 +1,69 @@
+"""A loop that `batchfit init` has changed trains as before, and goes on where it ran out of memory."""
+
+from __future__ import annotations
+
+import gc
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchfit._init_advice import advise
+from batchfit.testing import virtual_memory
+
+PLAIN = '''\
+"""Trains."""
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss()
+loader = [(torch.randn(256, 64), torch.randint(0, 2, (256,))) for _ in range(3)]
+
+
+def train():
+    total = 0.0
+    for epoch in range(2):
+        for step, (x, y) in enumerate(loader):
+            # every other feature
+            x = x * torch.tensor([0.0, 1.0]).repeat(32)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", enabled=False):
+                out = model(x)
+                loss = criterion(out, y)
+            loss.backward()
+            optimizer.step()
+            total += loss.item()
+    return total
+
+
+answer = [train(), *(float(value) for value in model[2].weight.detach().flatten())]
+'''
+
+
+def runs_out(path: Path) -> bool:
+    try:
+        runpy.run_path(str(path))
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def test_the_changed_loop_trains_as_before_and_survives(tmp_path: Path, living_bytes: int) -> None:
+    state = torch.get_rng_state()
+    (tmp_path / "before.py").write_text(PLAIN)
+    advice = advise(PLAIN, file="before.py")
+    assert advice.kind == "loop"
+    (tmp_path / "after.py").write_text(advice.text)
+    before = runpy.run_path(str(tmp_path / "before.py"))["answer"]
+    after = runpy.run_path(str(tmp_path / "after.py"))["answer"]
+    assert after == pytest.approx(before, abs=1e-6)
+    with virtual_memory(living_bytes + 520 * 1024):
+        assert runs_out(tmp_path / "before.py")
+        gc.collect()
+        survived = runpy.run_path(str(tmp_path / "after.py"))["answer"]
+    assert survived == pytest.approx(before, abs=1e-5)
+    torch.set_rng_state(state)

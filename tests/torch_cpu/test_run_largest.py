@@ -1,0 +1,188 @@
+"""`run_largest`: what holds without any framework. More in tests/integrations/test_accelerate.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+import batchfit
+from batchfit.errors import NothingFitsError
+from batchfit.testing import count_operations, fail_at, simulated_oom
+
+
+def hooks() -> tuple[int, int, int]:
+    return (
+        len(optimizers._global_optimizer_post_hooks),
+        len(modules._global_forward_hooks),
+        len(modules._global_forward_pre_hooks),
+    )
+
+
+class Program:
+    """Trains its own model for some steps, in as many microsteps; fails above `largest`."""
+
+    def __init__(self, largest: int, error: Any = None) -> None:
+        self.largest = largest
+        self.error = error
+        self.runs: list[tuple[int, int]] = []
+
+    def __call__(self, batch_size: int) -> int:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        steps = 0
+        try:
+            for _ in range(7):
+                if batch_size > self.largest:
+                    raise simulated_oom() if self.error is None else self.error
+                model(torch.ones(batch_size, 2)).sum().backward()
+                optimizer.step()
+                steps += 1
+        finally:
+            self.runs.append((batch_size, steps))
+        return batch_size * 10
+
+
+def test_the_value_the_size_and_all_runs() -> None:
+    told: list[batchfit.Trial] = []
+    ran = batchfit.run_largest(Program(10), start=16, on_run=told.append)
+    assert (ran.value, ran.batch_size) == (100, 10)
+    assert [(trial.size, trial.outcome, trial.steps_run) for trial in ran.trials] == [
+        (16, "oom", 0),
+        (8, "fits", 3),
+        (12, "oom", 0),
+        (10, "fits", 3),
+        (11, "oom", 0),
+        (10, "fits", 7),
+    ]
+    assert tuple(told) == ran.trials
+    assert "CUDA out of memory" in ran.trials[0].message
+    assert hooks() == (0, 0, 0)
+
+
+def test_one_optimizer_for_each_parameter_is_one_step() -> None:
+    program_steps: list[int] = []
+
+    def train(batch_size: int) -> None:
+        parameters = [nn.Parameter(torch.ones(1)) for _ in range(5)]
+        several = [torch.optim.SGD([parameter], lr=0.1) for parameter in parameters]
+        if batch_size > 3:
+            raise simulated_oom()
+        for step in range(9):
+            program_steps.append(step)
+            for parameter, optimizer in zip(parameters, several, strict=True):
+                parameter.grad = torch.ones(1)
+                optimizer.step()
+
+    batchfit.run_largest(train, start=4)
+    assert program_steps == [0, 1, 2, 0, 1, 2, *range(9)]
+
+
+def test_without_probes_the_size_is_halved() -> None:
+    program = Program(30)
+    assert batchfit.run_largest(program, start=100, probe_steps=0).batch_size == 25
+    assert program.runs == [(100, 0), (50, 0), (25, 7)]
+
+
+def test_a_program_that_uses_it_itself_can_be_probed() -> None:
+    """The outer probe stops the inner program too, and the inner one does not take that for its own."""
+    whole: list[tuple[int, int]] = []
+
+    def outer(size: int) -> int:
+        if size > 5:
+            raise simulated_oom()
+        inner = batchfit.run_largest(Program(3), start=4).batch_size
+        batchfit.run_largest(Program(100), start=size)
+        whole.append((size, inner))
+        return size
+
+    assert batchfit.run_largest(outer, start=8, probe_steps=5).value == 5
+    assert whole == [(5, 3)]
+
+
+def test_nothing_fits_says_where_and_why() -> None:
+    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cpu") as told:
+        batchfit.run_largest(Program(0), start=8)
+    assert "Tried to allocate" in str(told.value)
+    assert told.value.__context__ is None  # no traceback, no tensors
+
+
+def test_an_ambiguous_error_at_one_comes_out() -> None:
+    text = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
+    assert batchfit.run_largest(Program(3, RuntimeError(text)), start=8).batch_size == 3
+    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as told:
+        batchfit.run_largest(Program(0, RuntimeError(text)), start=8)
+    assert told.value.__notes__ == ["batchfit: raised at batch size 1"]
+    assert hooks() == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine"), SystemExit(3)])
+def test_what_is_not_memory_comes_out_and_leaves_no_hook(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        batchfit.run_largest(Program(3, error), start=8)
+    assert hooks() == (0, 0, 0)
+    error.__traceback__ = None
+
+
+def test_a_fault_at_every_operation_ends_in_the_same_training() -> None:
+    """Wherever the first run fails, what the program returns is what it returns without a fault."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+
+    def train(batch_size: int) -> list[float]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+        return [float(value) for tensor in model.state_dict().values() for value in tensor.flatten()]
+
+    def once() -> list[float]:
+        with torch.no_grad():
+            for tensor, kept in zip(model.state_dict().values(), before, strict=True):
+                tensor.copy_(kept)
+        optimizer.state.clear()
+        torch.manual_seed(3)
+        return batchfit.run_largest(train, start=8, state=[model, optimizer]).value
+
+    state = torch.get_rng_state()
+    clean = once()
+    with count_operations() as seen:
+        once()
+    for number in range(20, seen.operations, 7):
+        with fail_at(number) as fault:
+            try:
+                assert once() == clean
+            except torch.OutOfMemoryError:  # in our own copying, before the program has begun
+                assert number < 60
+        assert fault.fired
+    torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"start": 0}, ValueError, "start must be an integer of at least 1, not 0"),
+        ({"start": True}, ValueError, "start must be"),
+        ({"probe_steps": -1}, ValueError, "probe_steps must be"),
+        ({"tolerance": 1.0}, ValueError, "tolerance must be"),
+        ({"reduce": 3}, TypeError, "reduce must be a callable or None, not 3"),
+        ({"before_retry": 3}, TypeError, "before_retry must be"),
+        ({"on_run": 3}, TypeError, "on_run must be"),
+        ({"key": " "}, ValueError, "key must be a name"),
+        ({"fresh": 1}, TypeError, "fresh must be"),
+        ({"fresh": True}, ValueError, "fresh must be False without key"),
+        ({"state": 3}, TypeError, "state must hold"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_run(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        batchfit.run_largest(lambda size: pytest.fail("was run"), **{"start": 8, **options})
+    with pytest.raises(TypeError, match="function must be a callable"):
+        batchfit.run_largest(3, start=8)  # type: ignore[arg-type]

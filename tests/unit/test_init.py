@@ -1,0 +1,323 @@
+"""`batchfit init`: what is proposed for a program, without torch and without running it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from batchfit._init_advice import advise
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = sorted(
+    path for name in ("examples", "benchmarks", "tests/distributed") for path in (ROOT / name).rglob("*.py")
+)
+
+
+def added(before: str, after: str) -> list[str]:
+    return [line.strip() for line in after.splitlines() if line.strip() and line not in before.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        (
+            "from accelerate.utils import find_executable_batch_size",
+            "from batchfit.integrations.accelerate import find_executable_batch_size",
+        ),
+        (
+            "from accelerate.utils import find_executable_batch_size as find, set_seed",
+            "from accelerate.utils import set_seed\n"
+            "from batchfit.integrations.accelerate import find_executable_batch_size as find",
+        ),
+        (
+            "from accelerate.utils.memory import (\n    find_executable_batch_size,\n)",
+            "from batchfit.integrations.accelerate import find_executable_batch_size",
+        ),
+    ],
+)
+def test_accelerates_decorator_is_imported_from_here(line: str, changed: str) -> None:
+    rest = "\n\n@find_executable_batch_size(starting_batch_size=64)\ndef train(batch_size):\n    pass  # ü\n"
+    advice = advise(line + rest, file="train.py")
+    assert advice.kind == "accelerate"
+    assert advice.text == changed + rest
+
+
+def test_accelerates_decorator_by_its_module_is_a_note() -> None:
+    text = "import accelerate\n@accelerate.utils.find_executable_batch_size\ndef train(batch_size): ...\n"
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("accelerate", text)
+    assert "import find_executable_batch_size from batchfit.integrations.accelerate" in advice.notes[0]
+
+
+def test_a_trainer_of_hugging_faces() -> None:
+    text = dedent(
+        """\
+        #!/usr/bin/env python
+        from transformers import Trainer as T, TrainingArguments
+
+        def main():
+            arguments = TrainingArguments("out", auto_find_batch_size=True)
+            trainer = T(
+                model, arguments,
+            )
+            trainer.train()
+        """
+    )
+    advice = advise(text, file="train.py")
+    assert advice.kind == "transformers"
+    assert added(text, advice.text) == [
+        "from batchfit.integrations.transformers import adapt",
+        "trainer = adapt(trainer)",
+    ]
+    assert advice.text.index("trainer = adapt") < advice.text.index("trainer.train()")
+    assert "take auto_find_batch_size out" in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        ("pl.Trainer()", "pl.Trainer(callbacks=[BatchSizeFinder()])"),
+        ("pl.Trainer(max_epochs=3)", "pl.Trainer(max_epochs=3, callbacks=[BatchSizeFinder()])"),
+        ("pl.Trainer(max_epochs=3,)", "pl.Trainer(max_epochs=3, callbacks=[BatchSizeFinder()],)"),
+        (
+            "pl.Trainer(\n    logger='ü',\n)",
+            "pl.Trainer(\n    logger='ü', callbacks=[BatchSizeFinder()],\n)",
+        ),
+        ("pl.Trainer(callbacks=[Stop()])", "pl.Trainer(callbacks=[BatchSizeFinder(), Stop()])"),
+        ("pl.Trainer(callbacks=[])", "pl.Trainer(callbacks=[BatchSizeFinder()])"),
+    ],
+)
+def test_a_trainer_of_lightnings(call: str, changed: str) -> None:
+    text = f'"""Doc."""\n\nimport pytorch_lightning as pl\n\ntrainer = {call}\n'
+    advice = advise(text, file="train.py")
+    assert advice.kind == "lightning"
+    new = "import pytorch_lightning as pl\nfrom batchfit.integrations.lightning import BatchSizeFinder\n"
+    assert advice.text == f'"""Doc."""\n\n{new}\ntrainer = {changed}\n'
+
+
+@pytest.mark.parametrize("call", ["Trainer(callbacks=made)", "Trainer(**options)"])
+def test_callbacks_that_cannot_be_read_are_a_note(call: str) -> None:
+    text = f"from lightning import Trainer\ntrainer = {call}\n"
+    advice = advise(text, file="train.py")
+    assert advice.text == text
+    assert "BatchSizeFinder()" in advice.notes[0]
+
+
+LOOP = """\
+import torch
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for {target} in {loader}:
+{body}
+"""
+
+
+def loop(body: str, target: str = "x, y", loader: str = "loader") -> str:
+    lines = dedent(body).strip("\n").splitlines()
+    return LOOP.format(
+        target=target, loader=loader, body="\n".join(f"        {line}".rstrip() for line in lines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "loader", "given"),
+    [
+        ("x, y", "loader", "(x, y)"),
+        ("[x, y]", "loader", "(x, y)"),
+        ("step, (x, y)", "enumerate(loader)", "(x, y)"),
+        ("step, (x, y)", "tqdm(enumerate(loader, 1))", "(x, y)"),
+    ],
+)
+def test_a_loop_by_hand(target: str, loader: str, given: str) -> None:
+    text = loop(
+        """
+        # to the device
+        x = x.cuda()
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+        """,
+        target,
+        loader,
+    )
+    advice = advise(text, file="train.py")
+    assert advice.kind == "loop"
+    assert advice.text == text.replace("import torch\n", "import torch\nimport batchfit\n", 1).replace(
+        "for epoch", "mb = batchfit.Microbatcher(model)\nfor epoch", 1
+    ).replace(
+        """\
+        x = x.cuda()
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+
+        loss.backward()
+""",
+        f"""\
+        optimizer.zero_grad()
+
+        def loss_of(batch):
+            x, y = batch
+            x = x.cuda()
+            loss = criterion(model(x), y)
+            return loss
+
+        loss = mb.backward(loss_of, {given}).loss
+""",
+    )
+
+
+def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
+    text = loop(
+        """
+        batch = {name: value.cuda() for name, value in batch.items()}
+        with torch.autocast("cuda"):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        """,
+        target="batch",
+    )
+    advice = advise(text, file="train.py")
+    assert "def loss_of(batch):" in advice.text
+    assert "loss = mb.backward(loss_of, batch, scaler=scaler).loss" in advice.text
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("out = model(x)\nloss = out.mean()\nloss.backward()\nprint(out)", "out is used after backward"),
+        ("if bad(x):\n    continue\nloss = model(x).mean()\nloss.backward()", "may leave the loop"),
+        ("seen += 1\nloss = model(x).mean()\nloss.backward()", "changes a variable of the loop"),
+        ("hidden = cell(x, hidden)\nloss = model(hidden).mean()\nloss.backward()", "hidden is carried"),
+        ("loss = model(x).mean()\nloss.backward()\nother.backward()", "backward more than once"),
+        ("z = next(others)\nloss = model(x, z).mean()\nloss.backward()", "takes more than this batch"),
+        ("optimizer.step()\nloss = model(x).mean()\nloss.backward()", "takes more than this batch, or steps"),
+        ("net(x).mean().backward()", "backward is not called on a variable"),
+        ("loss = net(x).mean()\nloss.backward()", "no optimizer is given the parameters of a model"),
+        ("loss.backward()", "loss is not computed in it"),
+        ("x = x.cuda()\nloss = model(x).mean()\nloss.backward()\nprint(x)", "x is changed before backward"),
+        ("a = 1; loss = model(x).mean()\nloss.backward()", "share lines"),
+        ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
+        ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),
+        (
+            "net = make()\nSGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
+            "its model is made in",
+        ),
+    ],
+)
+def test_a_loop_that_would_mean_something_else_is_left_alone(body: str, why: str) -> None:
+    text = loop(body)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert why in advice.notes[0]
+
+
+def test_a_model_made_in_the_outer_loop_has_its_microbatcher_there() -> None:
+    text = "for fold in folds:\n    model = make()\n    optimizer = SGD(model.parameters())\n"
+    text += "    for x in loader:\n"
+    text += "        loss = model(x).mean()\n        loss.backward()\n        optimizer.step()\n"
+    lines = advise(text, file="train.py").text.splitlines()
+    assert lines.index("    mb = batchfit.Microbatcher(model)") == lines.index("    for x in loader:") - 1
+
+
+CONFIG = """\
+# a config
+model:
+  _component_: torchtune.models.llama3.lora_llama3_8b
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+batch_size: 2  # of one step
+epochs: 1
+"""
+
+
+def test_a_config_of_torchtunes() -> None:
+    advice = advise(CONFIG, file="lora.yaml")
+    assert advice.kind == "torchtune"
+    assert advice.text == CONFIG.replace(
+        "# of one step\n", "# of one step\nrecipe: lora\nuse_maximum_batch_size: True\n"
+    )
+    assert advice.notes == ("run it with: tune run batchfit.integrations.torchtune --config lora.yaml",)
+    assert "recipe: full\n" in advise(CONFIG.replace("lora_", ""), file="full.yml").text
+    assert advise("a: 1\n", file="other.yaml").kind == "none"
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_what_is_proposed_for_real_programs_parses_and_is_proposed_once(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    once = advise(text, file=path.name)
+    ast.parse(once.text)
+    assert advise(once.text, file=path.name).text == once.text
+
+
+# --- the command
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "batchfit", "init", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_command_shows_a_diff_and_writes_only_when_told(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    body = "x = x.cuda()\nloss = model(x).mean()\nloss.backward()\noptimizer.step()"
+    text = loop(body).rstrip("\n")
+    file.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    os.chmod(file, 0o750)
+    before = file.read_bytes()
+    shown = run(file)
+    assert shown.returncode == 0, shown.stderr
+    assert file.read_bytes() == before
+    assert "+        loss = mb.backward(loss_of, (x, y)).loss" in shown.stdout
+    assert "nothing is written without --write" in shown.stderr
+    written = run(file, "--write")
+    assert written.stdout == shown.stdout
+    after = file.read_bytes()
+    assert after.startswith(b"\xef\xbb\xbfimport torch\r\nimport batchfit\r\n")
+    assert after.count(b"\n") == after.count(b"\r\n")
+    assert not after.endswith(b"\n")
+    assert file.stat().st_mode & 0o777 == 0o750
+    again = run(file, "--write")
+    assert (again.returncode, again.stdout, file.read_bytes()) == (0, "", after)
+    assert "there is nothing to change" in again.stderr
+
+
+def test_git_takes_the_diff(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(loop("loss = model(x).mean()\nloss.backward()"))
+    shown = subprocess.run(
+        [sys.executable, "-m", "batchfit", "init", "train.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=shown.stdout, text=True, check=True)
+    assert file.read_text() == advise(loop("loss = model(x).mean()\nloss.backward()"), file="train.py").text
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"for x in\n", "must be a program that Python can read: line 1"),
+        (b"\xff\xfe", "it is not UTF-8"),
+        (None, "No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_bad_usage(content: bytes | None, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    if content is not None:
+        file.write_bytes(content)
+    done = run(file)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert done.stdout == ""
