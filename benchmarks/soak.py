@@ -66,7 +66,8 @@ class Attends(nn.Module):
     def __init__(self, features: int) -> None:
         super().__init__()
         self.lift = nn.Linear(1, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        # Without biases: that of the keys has no gradient but rounding, which Adagrad makes as large as any.
+        self.attention = nn.MultiheadAttention(8, 2, bias=False, batch_first=True)
         self.out = nn.Linear(8 * features, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -138,6 +138,7 @@ class ResizableLoader:
         with self._lock:
             if self._settings.schedule is not None:
                 _log.info("batch size set to %d: the loader's schedule ends here", size)
+                self._settings.ended = True
             self._settings.schedule, self._settings.batch_size = None, size
             self._changed(defer)
 
@@ -167,6 +168,7 @@ class ResizableLoader:
                 self._settings.schedule = before
                 raise
             self._settings.batch_size = size  # where a schedule ends, its last size stays
+            self._settings.ended = False
             if schedule is not None:
                 look_ahead(self._settings, self.progress, self._length, stacklevel=4)
             self._changed(None)
@@ -314,6 +316,7 @@ class ResizableLoader:
                 "step": progress.step,
                 "samples": progress.samples,
                 "batch_size": self._settings.batch_size,
+                "schedule_ended": self._settings.ended,
                 "seed": self._seed,
                 "order": self._order_name,
                 "length": None if self._streams or self.sampler is not None else self._length(),
@@ -346,6 +349,8 @@ class ResizableLoader:
         size = checked_size("batch_size", state["batch_size"], self.world_size)
         with self._lock:
             self._seed, self._settings.batch_size = state["seed"], size
+            if state.get("schedule_ended", False):  # by a size that was set, which still counts
+                self._settings.schedule, self._settings.ended = None, True
             handed, batches = state["position"], state["batches"]
             begun = Progress(state["epoch"], state["step"] - batches, state["samples"] - handed)
             ledger = self._dealer.ledger.resumed(handed, batches)

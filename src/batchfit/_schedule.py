@@ -231,6 +231,8 @@ class BatchSizeScheduler:
             "batch_size": self._size,
             "progress": asdict(self._progress),
         }
+        if (told := self._told_loader()) is not None:
+            state["loader_batch_size"] = told
         if isinstance(self._plan, Increases):
             state["sizes"] = self._plan.sizes(before_epoch=self._progress.epoch + 1)
         if self._noise is not None:
@@ -255,7 +257,11 @@ class BatchSizeScheduler:
         elif count_in(self._progress, self._unit) > 0 or size != self.initial_batch_size:
             size = self._plan.size_at(self._progress)
         self._size = size
-        self._move_loader()
+        by_hand = state.get("loader_batch_size")
+        if self._loader is not None and by_hand is not None and size == state["batch_size"]:
+            self._loader.batch_size = by_hand  # until the schedule changes the size again, as it was
+        else:
+            self._move_loader()
         factors = self._follow()
         if size != state["batch_size"]:
             why = "the schedule or its limits are others than in the checkpoint"
@@ -354,6 +360,13 @@ class BatchSizeScheduler:
             if hasattr(loader, "schedule"):
                 loader.schedule = None
             self._move_loader()
+
+    def _told_loader(self) -> int | None:
+        """The size that somebody else has given the loader, if it has another one than the schedule."""
+        loader = self._loader
+        if loader is None or getattr(loader, "schedule", None) is not None or loader.batch_size == self._size:
+            return None
+        return int(loader.batch_size)
 
     def _move_loader(self) -> None:
         """Tell a loader that follows no plan of ours."""

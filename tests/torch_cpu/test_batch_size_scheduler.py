@@ -493,6 +493,34 @@ class TestCheckpoints:
         assert [(e.size_before, e.size_after) for e in events] == [(1024, 600)]
         assert "others than in the checkpoint" in events[0].why
 
+    @pytest.mark.parametrize("loader_first", [False, True])
+    @pytest.mark.parametrize("config", [None, MilestoneBatchSizeConfig(milestones="0:8 3:16")])
+    def test_a_size_that_was_set_by_hand_counts_until_the_schedule_changes_it(
+        self, config: Any, loader_first: bool
+    ) -> None:
+        def make() -> tuple[Any, BatchSizeScheduler]:
+            loader = batchfit.ResizableLoader(torch.utils.data.TensorDataset(torch.arange(24)), 8)
+            return loader, BatchSizeScheduler(config, 8, loader=loader)
+
+        def epochs(loader: Any, scheduler: BatchSizeScheduler, which: range) -> list[list[int]]:
+            found = []
+            for epoch in which:
+                scheduler.step(epoch)
+                found.append([len(samples) for (samples,) in loader])
+            return found
+
+        straight = make()
+        epochs(*straight, range(1))
+        straight[0].batch_size = 6
+        parts = make()
+        saved = [part.state_dict() for part in straight]
+        order = (0, 1) if loader_first else (1, 0)
+        for which in order:
+            parts[which].load_state_dict(saved[which])
+        expected = epochs(*straight, range(1, 4))
+        assert expected[:2] == [[6, 6, 6, 6]] * 2
+        assert epochs(*parts, range(1, 4)) == expected
+
     def test_what_is_no_state(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)
         for wrong in ({}, {"version": 99}, 3):

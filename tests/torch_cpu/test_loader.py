@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -561,6 +562,29 @@ def test_few_samples_that_are_left_for_more_ranks_are_left_out_with_a_word(
         other.load_state_dict(loader.state_dict())
         assert epoch_of(other) == []
     assert "the last 2 samples of the epoch are fewer than the ranks" in caplog.text
+
+
+@pytest.mark.parametrize("set_by_hand", [False, True])
+def test_a_schedule_that_a_set_size_has_ended_stays_ended(set_by_hand: bool) -> None:
+    def make() -> ResizableLoader:
+        plan = batchfit.MilestoneBatchSizeConfig(milestones="0:8 32:16", unit="samples")
+        return ResizableLoader(torch.utils.data.TensorDataset(torch.arange(100)), schedule=plan)
+
+    def sizes(loader: ResizableLoader, most: int | None = None) -> list[int]:
+        return [len(samples) for (samples,) in itertools.islice(loader, most)]
+
+    straight, stopped = make(), make()
+    for loader in (straight, stopped):
+        assert sizes(loader, 2) == [8, 8]
+    if set_by_hand:
+        stopped.batch_size = 5
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    expected = [5] * 16 + [4] if set_by_hand else [8, 8, 16, 16, 16, 16, 4]
+    assert sizes(resumed) == expected
+    again = make()  # the state of the resumed one says the same
+    again.load_state_dict(resumed.state_dict())
+    assert (again.schedule is None) is set_by_hand
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:

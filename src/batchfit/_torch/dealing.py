@@ -58,6 +58,7 @@ class Settings:
     world_size: int
     drop_last: bool
     tokens_per_sample: int | None
+    ended: bool = False  # a size was set while there was a schedule: it counts, and the schedule does not
 
     def wanted(self, progress: Progress) -> int:
         """The size of the batch that comes at `progress`."""
