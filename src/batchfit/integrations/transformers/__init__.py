@@ -10,10 +10,11 @@ stays `per_device_train_batch_size * gradient_accumulation_steps * ranks`, or fo
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 try:
-    import accelerate  # noqa: F401 - Trainer cannot do without it, and says so much later
+    importlib.import_module("accelerate")  # Trainer cannot do without it, and says so much later
     import transformers
 except ImportError as error:
     raise ImportError(

@@ -73,13 +73,13 @@ def check_trainer(trainer: Any, options: Options) -> None:
     args = trainer.args
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size must be False with batchfit.integrations.transformers, not True: both would "
-            "catch the same out-of-memory, and theirs begins training again from step 0 with trained weights"
+            "auto_find_batch_size must be False with batchfit.integrations.transformers, not True: both "
+            "would catch the same out-of-memory, and theirs begins again at step 0 with trained weights"
         )
     if args.n_gpu > 1:
         raise BatchfitError(
-            f"Trainer would use DataParallel over {args.n_gpu} GPUs of this process, where one GPU's memory is "
-            "not the others'. Start one process a GPU: torchrun --nproc-per-node N, or set CUDA_VISIBLE_DEVICES"
+            f"Trainer would use DataParallel over {args.n_gpu} GPUs, whose memory is not one memory. Start "
+            "one process a GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
         )
     for plugin, is_on, instead in (
         ("deepspeed", trainer.is_deepspeed_enabled, "DDP (torchrun without a DeepSpeed config)"),
@@ -87,8 +87,8 @@ def check_trainer(trainer: Any, options: Options) -> None:
     ):
         if is_on:
             raise BatchfitError(
-                f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch cannot "
-                f"be done again there. Use {instead}"
+                f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch "
+                f"cannot be done again there. Use {instead}"
             )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "non_data_parallel_size", 1) > 1:
@@ -103,6 +103,6 @@ def check_trainer(trainer: Any, options: Options) -> None:
         )
     if options.schedule is not None and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it deals out batches of "
-            "one size, and the schedule changes it"
+            "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it deals out batches "
+            "of one size, and the schedule changes it"
         )

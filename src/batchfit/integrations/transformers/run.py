@@ -133,7 +133,7 @@ class Run:
             multiprocessing_context=given.multiprocessing_context,
             prefetch_factor=given.prefetch_factor,
             persistent_workers=given.persistent_workers,
-            # Its own: a loader that is opened again after a checkpoint must not draw from the model's numbers.
+            # Its own: one that is opened again after a checkpoint must not draw from the model's numbers.
             generator=torch.Generator().manual_seed(seed),
             tokens_per_sample=self.options.tokens_per_sample,
         )

@@ -80,7 +80,7 @@ def _largest(trainer: Any, length: int) -> int:
 
 
 def _items(trainer: Any, batch: Any) -> Any:
-    """The number of items that the Trainer would have counted; of this rank, for memory is all that matters."""
+    """What the Trainer would count as items; of this rank, since memory is all that matters."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not counts or "labels" not in batch:
         return None
@@ -121,7 +121,7 @@ def _teach(trainer: Any, model: nn.Module, batch: Any) -> None:
 
     state = [model, trainer.state, trainer.control, *run.options.state]
     work = batchfit.Workload(once, state=[*state, *filter(None, [trainer.accelerator.scaler])])
-    limits = {"min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
+    limits: dict[str, Any] = {"min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
     batchfit.find_batch_size(work, budget=run.options.budget, **limits)
 
 

@@ -122,8 +122,8 @@ class BatchfitMixin:
             del self.accelerator.backward
         if len(losses) != 1:
             raise BatchfitError(
-                f"training_step must call accelerator.backward once, not {len(losses)} times: batchfit does the "
-                "backward itself, so that a batch can be done again"
+                f"training_step must call accelerator.backward once, not {len(losses)} times: batchfit does "
+                "the backward itself, so that a batch can be done again"
             )
         return losses.pop()
 
@@ -141,11 +141,11 @@ class BatchfitMixin:
             run.sums = bool(answer)
             if believed and not run.sums and self.is_world_process_zero():
                 log.warning(
-                    "the loss does not divide by num_items_in_batch, which Trainer believes of %s: it is taken "
-                    "for a mean. (Trainer's own accumulation would add such means up.)",
+                    "the loss does not divide by num_items_in_batch, which Trainer believes of %s: it is "
+                    "taken for a mean. (Trainer's own accumulation would add such means up.)",
                     type(self.model).__name__,
                 )
-        return run.sums
+        return bool(run.sums)
 
     def _batchfit_tried(self: Any, inputs: Any, items: Any) -> bool | None:
         if not hasattr(inputs, "items"):
@@ -188,7 +188,7 @@ class BatchfitMixin:
                 loss, logits, labels = found
                 count = rows_of(micro)
                 if loss is not None:
-                    weight = count if run.asked and sums else count_labels(micro, shifted=shifted)
+                    weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
                     weight = torch.as_tensor(weight, device=loss.device, dtype=loss.dtype) / count
                     loss = torch.stack([loss.detach(), weight]).expand(count, 2)
                 if generates and isinstance(logits, torch.Tensor):
@@ -198,9 +198,10 @@ class BatchfitMixin:
         found = run.evaluator_of(model).map(part, inputs)
         loss, logits = found["loss"], found["logits"]
         if loss is not None:
-            # A row holds the loss of its microbatch and its own share in the weight of that.
-            total = (loss[:, 0].nan_to_num() * loss[:, 1]).sum()
-            loss = total / rows_of(inputs) if found["adds"] else total / loss[:, 1].sum()
+            # A row holds the loss of its microbatch, and its own share in what that counts.
+            losses, shares = loss.unbind(1)
+            total = torch.where(shares == 0, 0.0, losses * shares).sum()
+            loss = total if found["adds"] else total / shares.sum()
         if isinstance(logits, list):
             widest = max(row.shape[-1] for row in logits)
             logits = torch.cat([_padded(self, row[None], widest) for row in logits])
@@ -273,7 +274,7 @@ class BatchfitMixin:
         return float(self.optimizer.param_groups[0]["lr"])  # LR schedulers do not know our factor
 
 
-class _Follower(transformers.TrainerCallback):  # type: ignore[misc]
+class _Follower(transformers.TrainerCallback):
     """Follows the schedule after each step, and writes what happened into `log_history`."""
 
     def __init__(self, trainer: Any) -> None:
@@ -313,12 +314,12 @@ def adapt(trainer: Any, **options: Any) -> Any:
     Keywords are those of `Options`. The trainer gets a subclass of its own class; called again, the options
     are replaced.
     """
-    if not isinstance(trainer, transformers.Trainer):
-        raise TypeError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+    kind: Any = type(trainer)
+    if not issubclass(kind, transformers.Trainer):
+        raise TypeError(f"trainer must be a transformers.Trainer, not {kind.__name__}")
     run = Run(Options(**options))
     check_trainer(trainer, run.options)
-    if not isinstance(trainer, BatchfitMixin):
-        kind = type(trainer)
+    if not issubclass(kind, BatchfitMixin):
         trainer.__class__ = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {})
     trainer._batchfit = run
     return trainer
