@@ -25,6 +25,7 @@ from batchfit.integrations.transformers.options import Options
 
 FILE = "batchfit.pt"
 _VERSION = 1
+_LOOKS = 256
 
 
 @final
@@ -42,6 +43,7 @@ class Run:
         self.items: Any = None
         self.searches = False
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
+        self.largest = 0  # the largest batch of the schedule, over all ranks
         self.saved: dict[str, Any] = {}
         self.loader: Any = None
         self.collate_fn: Any = None  # of a loader that is ours
@@ -148,11 +150,20 @@ class Run:
             config, initial, tokens_per_sample=self.options.tokens_per_sample, **more
         )
 
+    def look_ahead(self, plan: Any, *, epochs: int, steps: int, length: int) -> None:
+        """Note the largest batch that the schedule asks for in this run."""
+        sizes = []
+        for part in range(_LOOKS + 1):
+            done = part / _LOOKS
+            at = {"epoch": int(done * max(epochs - 1, 0)), "step": int(done * steps)}
+            sizes.append(plan.get_batch_size(**at, samples=int(done * epochs * length)))
+        self.largest = max(sizes)
+
     def follow_schedule(self, trainer: Any, optimizer: Any) -> None:
         """Let loader and learning rate follow from here on, or from the checkpoint's place on."""
         rule = self.options.lr
         rates = {} if rule is None else {
-            "lr": rule, "optimizer": optimizer, "lr_scheduler": trainer.lr_scheduler
+            "lr": rule, "optimizer": optimizer, "lr_scheduler": trainer.lr_scheduler, "updates_known": True
         }  # fmt: skip
         self.scheduler = self.new_scheduler(trainer, loader=self.loader, on_event=self._note, **rates)
         if "schedule" in self.saved:

@@ -33,7 +33,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         return
     samples = _Samples(dataset)
     collate = run.collate_fn or loader.collate_fn  # takes out columns that the model does not know, too
-    largest = _largest(trainer, len(samples))
+    largest = _largest(trainer)
 
     def loss_fn(model: Any, batch: Any) -> Any:
         if rows_of(batch) < largest:
@@ -70,12 +70,12 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         )
 
 
-def _largest(trainer: Any, length: int) -> int:
+def _largest(trainer: Any) -> int:
     """The most samples that one rank can get in a batch."""
-    args, config = trainer.args, trainer._batchfit.options.schedule
+    args, run = trainer.args, trainer._batchfit
     batch_size = trainer.get_total_train_batch_size(args)
-    if config is not None:
-        batch_size = min(config.max_batch_size or max(length, batch_size), max(length, batch_size))
+    if run.options.schedule is not None:
+        batch_size = run.largest
     return int(-(-batch_size // args.world_size))
 
 

@@ -241,6 +241,7 @@ class BatchfitMixin:
         else:
             whole, rest = int(args.num_train_epochs), args.num_train_epochs % 1
             steps = updates(whole) + math.ceil(rest * (updates(whole + 1) - updates(whole)))
+        run.look_ahead(plan, epochs=epochs, steps=steps, length=length)
         return epochs, updates(1), examples, samples, batch_size, updates(1), steps
 
     def _init_training_state(self: Any, *given: Any) -> tuple[int, int]:
