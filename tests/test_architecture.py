@@ -50,6 +50,7 @@ LAYERS = {
     "batchfit._loader": 2,
     "batchfit._report": 3,
     "batchfit._cli": 3,
+    "batchfit.integrations": 3,
     "batchfit.__main__": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
@@ -67,7 +68,9 @@ THIRD_PARTY = {
         "batchfit._schedule",
         "batchfit._loader",
         "batchfit._cli",
+        "batchfit.integrations",
     ),
+    "transformers": ("batchfit.integrations.transformers",),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results", "batchfit.schedules", "batchfit._schedule_base"),
     "yaml": ("batchfit._documents",),

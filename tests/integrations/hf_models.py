@@ -67,7 +67,7 @@ def t5() -> Any:
 
 
 class Tokens(Dataset[Any]):
-    """Sentences of 3 to WIDTH tokens; labels beyond a sentence's end do not count. Notes who was asked for."""
+    """Sentences of 3 to WIDTH tokens; labels beyond a sentence's end do not count."""
 
     def __init__(self, length: int = 48, *, classes: int = VOCABULARY, padded: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 import batchfit
-from conftest import need
 
-need("transformers", present=importlib.util.find_spec("transformers") is not None)
-import torch
-import transformers
-from hf_models import Tokens, arguments, bert, gpt2, padded, parameters_of, t5
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs transformers")
 
-from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers import (
+from hf_models import Tokens, arguments, bert, gpt2, padded, parameters_of, t5  # noqa: E402
+
+from batchfit.errors import BatchfitError  # noqa: E402
+from batchfit.integrations.transformers import (  # noqa: E402
     BatchfitMixin,
     BatchfitSeq2SeqTrainer,
     BatchfitTrainer,
@@ -146,7 +146,7 @@ def test_microbatches_by_length(tmp_path: Path) -> None:
     assert torch.allclose(parameters_of(model), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("fault", [0, 7, 40, 90, 140, 200])
+@pytest.mark.parametrize("fault", [0, 7, 40, 90, 140])
 def test_a_fault_at_any_point_of_a_step_changes_nothing(fault: int, tmp_path: Path) -> None:
     expected = trained(tmp_path, gpt2(), given={"max_steps": 3})
     model = gpt2()
@@ -168,13 +168,13 @@ def test_a_fault_at_any_point_of_a_step_changes_nothing(fault: int, tmp_path: Pa
 
 
 class FaultInOptimizer(transformers.TrainerCallback):
-    """Memory runs out once, at the first operation of the second optimizer step."""
+    """Memory runs out once, at the first operation of the first optimizer step."""
 
     def __init__(self) -> None:
         self.fired = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._block: Any = batchfit.testing.fail_at(0 if state.global_step == 1 else 10**9)
+        self._block: Any = batchfit.testing.fail_at(0 if state.global_step == 0 else 10**9)
         self._seen = self._block.__enter__()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -236,8 +236,8 @@ def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
             logits = model(inputs["input_ids"]).logits[:, 0]
             return torch.nn.functional.cross_entropy(logits, inputs["input_ids"][:, 1])
 
-    expected = Halves(gpt2(), arguments(tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=1),
-                      train_dataset=Tokens())  # fmt: skip
+    whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = Halves(gpt2(), arguments(tmp_path, **whole), train_dataset=Tokens())
     expected.train()
     trainer = adapt(
         Halves(gpt2(), arguments(tmp_path), train_dataset=Tokens()), weight=lambda m: len(m["labels"])
@@ -356,6 +356,18 @@ def test_a_checkpoint_of_another_batch_size_or_without_a_schedule_is_refused(tmp
 # --- evaluation
 
 
+class FaultInPrediction(BatchfitTrainer):
+    """Memory runs out in the first batch, in the midst of the model."""
+
+    fired = False
+
+    def prediction_step(self, *given: Any, **named: Any) -> Any:
+        with batchfit.testing.fail_at(10**9 if self.fired else 120) as seen:
+            found = super().prediction_step(*given, **named)
+        self.fired |= seen.fired
+        return found
+
+
 @pytest.mark.parametrize("make", [gpt2, bert])
 def test_evaluation_that_does_not_fit_counts_nothing_twice(
     make: Any, tmp_path: Path, living_bytes: int
@@ -370,15 +382,12 @@ def test_evaluation_that_does_not_fit_counts_nothing_twice(
         trainer.evaluate()
     held = memory.peak_bytes
     adapt(trainer)
-    events: list[Any] = []
     with batchfit.virtual_memory(int(living_bytes + (held - living_bytes) * 0.8)):
         metrics = trainer.evaluate()
-        events.append(trainer._batchfit.evaluator_of(trainer.model).state_dict())
     assert metrics["eval_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
-    ours = adapt(Trainer(make(), arguments(tmp_path, **given)))
-    with batchfit.testing.fail_at(60) as seen:
-        found = ours.predict(data)
-    assert seen.fired
+    ours = FaultInPrediction(make(), arguments(tmp_path, **given))
+    found = ours.predict(data)
+    assert ours.fired
     assert abs(found.predictions - expected.predictions).max() < 1e-12
     assert (found.label_ids == expected.label_ids).all()
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
@@ -496,8 +505,8 @@ def test_complaint_an_evaluation_that_does_not_fit_ends_the_run(tmp_path: Path, 
         trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(losses) == 2
-    assert losses[1] == pytest.approx(Trainer(trainer.model, arguments(tmp_path, **given),
-                                              eval_dataset=Tokens()).evaluate()["eval_loss"], rel=1e-6)  # fmt: skip
+    plain = Trainer(trainer.model, arguments(tmp_path, **given), eval_dataset=Tokens())
+    assert losses[1] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
 
 
 def test_complaint_means_are_added_up_in_accumulation(tmp_path: Path) -> None:
@@ -597,7 +606,7 @@ def test_wrong_options_are_told_when_they_are_given(wrong: Any, kind: type[Excep
 
 
 def test_only_trainers_and_options(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="trainer must be a transformers.Trainer, not GPT2LMHeadModel"):
+    with pytest.raises(TypeError, match=r"trainer must be a transformers\.Trainer, not GPT2LMHeadModel"):
         adapt(gpt2())
     with pytest.raises(TypeError, match=r"batchfit must be Options\(...\) or None, not 3"):
         BatchfitTrainer(gpt2(), arguments(tmp_path), batchfit=3)
@@ -610,7 +619,7 @@ def test_a_step_with_two_backwards_is_refused(tmp_path: Path) -> None:
             return super().training_step(*given, **named)
 
     trainer = adapt(Twice(gpt2(), arguments(tmp_path), train_dataset=Tokens()), find=False)
-    with pytest.raises(BatchfitError, match="accelerator.backward once, not 2 times"):
+    with pytest.raises(BatchfitError, match=r"accelerator\.backward once, not 2 times"):
         trainer.train()
     assert trainer.args.gradient_accumulation_steps == 4
     assert "backward" not in vars(trainer.accelerator)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 log = logging.getLogger("batchfit")
 
@@ -38,6 +39,17 @@ def first_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
         return value[:count] if is_rows else value
 
     return {name: cut(value) for name, value in batch.items()}
+
+
+def shifts_labels(trainer: Any) -> bool:
+    """Whether the first label of a sample is no target, as in causal language models."""
+    if getattr(trainer, "_loss_shifts_labels", False):
+        return True
+    # Trainer's own answer goes by `config.loss_type`, which GPT-2, say, does not set.
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    get_base = getattr(model, "get_base_model", None)  # of peft
+    model = get_base() if callable(get_base) else model
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def count_labels(batch: Any, *, shifted: bool) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import batchfit
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.losses import count_labels
+from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
 
 FILE = "batchfit.pt"
@@ -58,8 +58,7 @@ class Run:
         """What cuts training batches, made at the first one."""
         if self.cutter is None:
             options = self.options
-            shifted = bool(getattr(trainer, "_loss_shifts_labels", False))
-            weight = options.weight or functools.partial(count_labels, shifted=shifted)
+            weight = options.weight or functools.partial(count_labels, shifted=shifts_labels(trainer))
             self.cutter = batchfit.Microbatcher(
                 model,
                 weight=None if sums else weight,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
-from batchfit.integrations.transformers.losses import count_labels, rows_of
+from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
 
 log = logging.getLogger("batchfit")
 
@@ -84,7 +84,7 @@ def _items(trainer: Any, batch: Any) -> Any:
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not counts or "labels" not in batch:
         return None
-    found = count_labels(batch, shifted=bool(getattr(trainer, "_loss_shifts_labels", False)))
+    found = count_labels(batch, shifted=shifts_labels(trainer))
     return torch.as_tensor(found, device=trainer.args.device)
 
 

@@ -23,7 +23,13 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.losses import count_labels, divides_by_items, first_rows, rows_of
+from batchfit.integrations.transformers.losses import (
+    count_labels,
+    divides_by_items,
+    first_rows,
+    rows_of,
+    shifts_labels,
+)
 from batchfit.integrations.transformers.options import Options, check_trainer
 from batchfit.integrations.transformers.run import Run
 from batchfit.integrations.transformers.search import find_microbatch
@@ -174,7 +180,7 @@ class BatchfitMixin:
         step = super().prediction_step  # type: ignore[misc]
         items = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
         sums = self._batchfit_sums(inputs, items)
-        shifted = bool(getattr(self, "_loss_shifts_labels", False))
+        shifted = shifts_labels(self)
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
 
         def part(micro: Any) -> dict[str, Any]:
