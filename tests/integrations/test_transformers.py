@@ -146,24 +146,26 @@ def test_microbatches_by_length(tmp_path: Path) -> None:
     assert torch.allclose(parameters_of(model), expected, atol=1e-10)
 
 
+class FaultInStep(BatchfitTrainer):
+    """Memory runs out in the second step, at operation `fault`."""
+
+    fault, fired = 60, False
+
+    def training_step(self, *given: Any, **named: Any) -> Any:
+        with batchfit.testing.fail_at(self.fault if self.state.global_step == 1 else 10**9) as seen:
+            loss = super().training_step(*given, **named)
+        self.fired |= seen.fired
+        return loss
+
+
 @pytest.mark.parametrize("fault", [0, 7, 40, 90, 140])
 def test_a_fault_at_any_point_of_a_step_changes_nothing(fault: int, tmp_path: Path) -> None:
     expected = trained(tmp_path, gpt2(), given={"max_steps": 3})
-    model = gpt2()
-
-    class Faulty(BatchfitTrainer):
-        def training_step(self, *given: Any, **named: Any) -> Any:
-            if self.state.global_step != 1:
-                return super().training_step(*given, **named)
-            with batchfit.testing.fail_at(fault) as seen:
-                loss = super().training_step(*given, **named)
-            assert seen.fired
-            return loss
-
-    trainer = Faulty(
-        model, arguments(tmp_path, max_steps=3), train_dataset=Tokens(), batchfit=Options(find=False)
-    )
+    model, how = gpt2(), Options(find=False)
+    trainer = FaultInStep(model, arguments(tmp_path, max_steps=3), train_dataset=Tokens(), batchfit=how)
+    trainer.fault = fault
     trainer.train()
+    assert trainer.fired
     assert torch.allclose(parameters_of(model), expected, atol=1e-12)
 
 
@@ -252,6 +254,56 @@ def test_low_precision_goes_through_the_same_step(tmp_path: Path) -> None:
     expected = trained(tmp_path, gpt2().float(), given={"bf16": True})
     adapt(Trainer(model, arguments(tmp_path, bf16=True), train_dataset=Tokens())).train()
     assert torch.equal(parameters_of(model), expected)
+
+
+def test_a_scaler_is_used_as_the_trainer_uses_it(tmp_path: Path) -> None:
+    """fp16 on a GPU: an overflow skips the step, on the way of a guarded optimizer too."""
+
+    class Scaled(Trainer):
+        """A scaler that needs no GPU."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+
+    def run(ours: bool) -> tuple[torch.Tensor, float]:
+        trainer = Scaled(gpt2().float(), arguments(tmp_path, max_grad_norm=0.0), train_dataset=Tokens())
+        if ours:
+            adapt(trainer)
+        trainer.train()
+        return parameters_of(trainer.model), trainer.accelerator.scaler.get_scale()
+
+    (plain, plain_scale), (weights, scale) = run(False), run(True)
+    assert scale == plain_scale < 2.0**127  # it overflowed, as often
+    assert torch.allclose(weights, plain, atol=1e-5)
+
+
+def test_the_search_can_be_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a search begins with what a trace says: the Trainer's step must be one that can be traced."""
+    told: list[int] = []
+    find = batchfit.find_batch_size
+
+    def spy(work: Any, **keywords: Any) -> Any:
+        told.append(batchfit.predict_batch_size(work, budget="1GiB").batch_size)
+        return find(work, **keywords)
+
+    monkeypatch.setattr(batchfit, "find_batch_size", spy)
+    adapt(Trainer(gpt2().float(), arguments(tmp_path, bf16=True), train_dataset=Tokens())).train()
+    assert told[0] > 1000
+
+
+def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            data = Tokens()
+            return iter([data[index] for index in range(len(data))])
+
+    expected = trained(tmp_path, gpt2(), data=Stream(), given={"max_steps": 5})
+    trainer = FaultInStep(gpt2(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
+    trainer.train()
+    assert trainer.fired
+    assert trainer.fit is None
+    assert torch.allclose(parameters_of(trainer.model), expected, atol=1e-12)
 
 
 # --- schedules and checkpoints

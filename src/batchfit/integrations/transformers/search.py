@@ -85,7 +85,7 @@ def _items(trainer: Any, batch: Any) -> Any:
     if not counts or "labels" not in batch:
         return None
     found = count_labels(batch, shifted=shifts_labels(trainer))
-    return torch.as_tensor(found, device=trainer.args.device)
+    return torch.as_tensor(found, device=batch["labels"].device)
 
 
 def _is_ragged(samples: _Samples, collate: Any) -> bool:

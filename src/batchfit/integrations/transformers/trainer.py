@@ -166,6 +166,11 @@ class BatchfitMixin:
         with torch.random.fork_rng(devices=devices), _evaluating(self.model):
             return divides_by_items(loss_of, items)
 
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+        if self._batchfit.searches and hasattr(inputs, "items"):
+            return dict(inputs)  # where the model is, which in a trace is no device of the Trainer's
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
     # --- evaluation
 
     def prediction_step(
