@@ -249,6 +249,30 @@ def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
     assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-11)
 
 
+def test_a_batch_without_labels_counts_by_samples(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+            assert num_items_in_batch is None
+            ids = inputs["input_ids"]
+            return model(ids, labels=ids).loss
+
+    class Unlabelled(Tokens):
+        def __getitem__(self, index: int) -> Any:
+            return {"input_ids": super().__getitem__(index)["input_ids"]}
+
+    weights = []
+    for ours, given in (
+        (False, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}),
+        (True, {}),
+    ):
+        trainer = Own(gpt2(), arguments(tmp_path, **given), train_dataset=Unlabelled())
+        if ours:
+            adapt(trainer)._batchfit.microbatch_size = 5
+        trainer.train()
+        weights.append(parameters_of(trainer.model))
+    assert torch.allclose(*weights, atol=1e-11)
+
+
 def test_low_precision_goes_through_the_same_step(tmp_path: Path) -> None:
     model = gpt2().float()
     expected = trained(tmp_path, gpt2().float(), given={"bf16": True})
@@ -317,6 +341,7 @@ def sizes_of(trainer: Any) -> list[tuple[int, int]]:
 
 SCHEDULES: dict[str, tuple[Any, list[tuple[int, int]], int]] = {
     "steps": ("0:8 3:16 step", [(0, 8), (3, 16)], 3 + 2 + 3),
+    "steps of the second epoch": ("0:8 8:16 step", [(0, 8), (8, 16)], 6 + 2 + 2),
     "epochs": (batchfit.StepBatchSizeConfig(step_size=1, gamma=2), [(0, 16), (3, 32)], 3 + 2),
     "samples": ("0:8 24:16 48:32 samples", [(0, 8), (3, 16), (5, 32)], 3 + 2 + 2),
 }
@@ -386,6 +411,8 @@ def test_what_was_found_is_not_searched_for_again(tmp_path: Path, living_bytes: 
     with batchfit.virtual_memory(limit * 2):
         second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert second.fit is None
+    kept = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert (kept.per_device_train_batch_size, kept.gradient_accumulation_steps) == (4, 4)
     assert max(seen.sizes) <= first.fit.batch_size
     assert torch.allclose(parameters_of(second.model), parameters_of(first.model), atol=1e-12)
 

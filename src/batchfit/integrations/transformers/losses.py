@@ -22,11 +22,14 @@ _IGNORED = -100
 
 
 def rows_of(batch: Any) -> int:
-    """How many samples a batch has: rows of its first tensor."""
-    values = batch.values() if isinstance(batch, Mapping) else batch
+    """How many samples a batch has: rows of its first tensor, or else items of its first list."""
+    values = list(batch.values() if isinstance(batch, Mapping) else batch)
     for value in values:
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return int(value.shape[0])
+    for value in values:
+        if isinstance(value, list):
+            return len(value)
     raise TypeError(f"inputs must hold a tensor with one row a sample, not {type(batch).__name__}")
 
 

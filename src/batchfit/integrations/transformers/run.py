@@ -43,6 +43,7 @@ class Run:
         self.items: Any = None
         self.searches = False
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
+        self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
         self.largest = 0  # the largest batch of the schedule, over all ranks
         self.saved: dict[str, Any] = {}
         self.loader: Any = None
@@ -250,7 +251,7 @@ class Run:
         if self.scheduler is not None:
             self.scheduler.close()
         self.cutter = self.scheduler = self.loader = self.collate_fn = None
-        self.saved = {}
+        self.saved, self.given = {}, None
         self.microbatch_size, self.is_ragged = None, False
 
 

@@ -68,6 +68,7 @@ class BatchfitMixin:
         callback = _Follower(self)
         # First: others see the epoch that is right, and what changed with this step.
         self.callback_handler.callbacks.insert(0, callback)
+        run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
         args.per_device_train_batch_size, args.gradient_accumulation_steps = local, 1
         self._train_batch_size = local
         try:
@@ -279,6 +280,16 @@ class BatchfitMixin:
         folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save and os.path.isdir(folder):
             self._batchfit.save(folder, self)
+
+    def _save(self: Any, *given: Any, **named: Any) -> None:
+        args, run = self.args, self._batchfit
+        now = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if run.given is not None:  # training_args.bin tells what the user asked for
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = run.given
+        try:
+            super()._save(*given, **named)  # type: ignore[misc]
+        finally:
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = now
 
     def _get_learning_rate(self: Any) -> float:
         if self._batchfit.scheduler is None:
