@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import batchfit
@@ -91,6 +93,7 @@ def test_a_batch_that_does_not_fit_trains_to_the_same_weights(
     if find:
         assert 1 < trainer.fit.batch_size < 16
         assert trainer.state.log_history[0]["microbatch_size"] == trainer.fit.batch_size
+        assert not any("out_of_memory" in entry for entry in trainer.state.log_history)
     else:
         assert trainer.fit is None
         assert trainer.state.log_history[0]["out_of_memory"] >= 1
@@ -107,10 +110,17 @@ def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Pat
             Mine.losses += model.training
             return super().compute_loss(model, inputs, **more)
 
+    def masking(samples: list[Any]) -> Any:
+        """A collator that draws random numbers of all kinds."""
+        batch = padded(samples)
+        drawn = torch.rand(batch["input_ids"].shape) < random.random() * numpy.random.rand()
+        return {**batch, "input_ids": batch["input_ids"].masked_fill(drawn, 1)}
+
     def run(find: bool) -> tuple[torch.Tensor, list[Any]]:
         model = gpt2(dropout=0.1)
-        trainer = adapt(Mine(model, arguments(tmp_path, logging_strategy="steps", logging_steps=1),
-                             train_dataset=Tokens()), find=find)  # fmt: skip
+        args = arguments(tmp_path, logging_strategy="steps", logging_steps=1)
+        trainer = Mine(model, args, train_dataset=Tokens(padded=False), data_collator=masking)
+        adapt(trainer, find=find)
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert trainer.state.global_step == 6
@@ -370,6 +380,19 @@ def test_the_batch_follows_a_schedule_and_every_sample_is_seen_once_an_epoch(
     assert seen[:48] != seen[48:]  # and in another order
 
 
+@pytest.mark.parametrize(
+    ("given", "steps", "epochs"),
+    [({"max_steps": 11}, 11, 3), ({"max_steps": 5}, 5, 1), ({"num_train_epochs": 1.5}, 7, 2)],
+)
+def test_a_schedule_gives_the_number_of_steps_or_of_epochs(
+    given: dict[str, Any], steps: int, epochs: int, tmp_path: Path
+) -> None:
+    trainer = Trainer(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens())
+    adapt(trainer, schedule="0:8 3:16 step", find=False).train()
+    assert trainer.state.global_step == trainer.state.max_steps == steps
+    assert trainer.state.num_train_epochs == epochs
+
+
 def test_the_learning_rate_follows_and_is_logged(tmp_path: Path) -> None:
     given = {"logging_strategy": "steps", "logging_steps": 1, "lr_scheduler_type": "constant"}
     trainer = Trainer(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens())
@@ -576,7 +599,7 @@ def test_complaint_an_evaluation_that_does_not_fit_ends_the_run(tmp_path: Path, 
 
     with (
         batchfit.virtual_memory(limit),
-        pytest.raises(RuntimeError, match="reduce `per_device_eval_batch_size`"),
+        pytest.raises(RuntimeError, match=r"reduce `per_device_eval_batch_size`|reached zero"),
     ):
         new(auto_find_batch_size=True).train()
     trainer = adapt(new())
@@ -720,3 +743,21 @@ def test_a_missing_framework_is_a_line_for_pip(missing: str, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r'pip install "batchfit\[transformers\]"'):
         importlib.import_module("batchfit.integrations.transformers")
+
+
+# --- the benchmark
+
+
+def test_the_benchmark_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, living_bytes: int) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "integrations_hf.py"
+    if not script.exists():
+        pytest.skip("needs benchmarks")
+    monkeypatch.syspath_prepend(str(script.parent))
+    bench = importlib.import_module("integrations_hf")
+    rows = {name: bench.run_case(name, smoke=True, steps=5) for name in ("trainer", "batchfit")}
+    assert {row["outcome"] for row in rows.values()} == {"trained"}
+    assert {row["batch_size"] for row in rows.values()} == {16}
+    assert rows["trainer"]["microbatch_size"] == 4 < rows["batchfit"]["microbatch_size"] <= 16
+    assert rows["batchfit"]["find_s"] > 0
+    with pytest.raises(ValueError, match="name must be one of trainer, "):
+        bench.run_case("mine")

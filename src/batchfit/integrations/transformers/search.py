@@ -10,6 +10,10 @@ Rules
 from __future__ import annotations
 
 import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -60,9 +64,12 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
     finally:
         run.searches = False
     run.microbatch_size = run.fit.batch_size
-    run.is_ragged = _is_ragged(samples, collate)
-    if run.is_ragged and args.world_size == 1:
-        _teach(trainer, model, collate(samples.longest(run.microbatch_size)))
+    # On several ranks the size found holds for all batches: what one rank has learned is not the others'.
+    with _same_random_numbers():
+        run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
+        widest = collate(samples.longest(run.microbatch_size)) if run.is_ragged else None
+    if widest is not None:
+        _teach(trainer, model, widest)
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
     if trainer.is_world_process_zero():
         log.info(
@@ -123,6 +130,20 @@ def _teach(trainer: Any, model: nn.Module, batch: Any) -> None:
     work = batchfit.Workload(once, state=[*state, *filter(None, [trainer.accelerator.scaler])])
     limits: dict[str, Any] = {"min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
     batchfit.find_batch_size(work, budget=run.options.budget, **limits)
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Datasets and collators may draw some (masks, augmentation): as if they had not."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(before[0])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
 
 
 @final

@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 import os
@@ -249,7 +250,8 @@ class BatchfitMixin:
             return int(plan.updates(samples=length, epochs=count, drop_last=args.dataloader_drop_last))
 
         if args.max_steps > 0:
-            epochs = next(count for count in range(1, steps + 1) if updates(count) >= steps)
+            enough = next(count for power in range(64) if updates(count := 2**power) >= steps)
+            epochs = bisect.bisect_left(range(enough + 1), steps, key=updates)
         else:
             whole, rest = int(args.num_train_epochs), args.num_train_epochs % 1
             steps = updates(whole) + math.ceil(rest * (updates(whole + 1) - updates(whole)))
