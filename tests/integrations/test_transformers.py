@@ -135,6 +135,37 @@ def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Pat
     assert logs == plain_logs
 
 
+def test_state_of_the_users_own_is_put_back_after_the_search(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **more)
+            if model.training:
+                seen.append(float(loss.detach()))
+            return loss
+
+    trainer = adapt(Mine(gpt2(), arguments(tmp_path), train_dataset=Tokens()), state=[seen])
+    trainer.train()
+    assert len(seen) == 6
+
+
+def test_sizes_are_tried_beside_gradients_as_all_microbatches_but_the_first_run(tmp_path: Path) -> None:
+    model = gpt2()
+    trainer = adapt(Trainer(model, arguments(tmp_path, max_steps=1), train_dataset=Tokens()))
+    seen: list[tuple[int, bool]] = []
+
+    def note(model: Any, args: Any, kwargs: Any) -> None:
+        if trainer._batchfit.searches:
+            has_gradients = all(parameter.grad is not None for parameter in model.parameters())
+            seen.append((len(kwargs["input_ids"]), has_gradients))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.train()
+    assert {size for size, _ in seen} >= {1, 16}
+    assert all(has_gradients == (size < 16) for size, has_gradients in seen)
+
+
 def test_ragged_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, living_bytes: int) -> None:
     data = Tokens(padded=False)
     expected = trained(tmp_path, gpt2(), data=data, data_collator=padded)

@@ -202,8 +202,9 @@ class BatchfitMixin:
                 count = rows_of(micro)
                 if loss is not None:
                     weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
-                    weight = torch.as_tensor(weight, device=loss.device, dtype=loss.dtype) / count
-                    loss = torch.stack([loss.detach(), weight]).expand(count, 2)
+                    kind = torch.promote_types(loss.dtype, torch.float32)  # a bfloat16 cannot count
+                    weight = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
+                    loss = torch.stack([loss.detach().to(kind), weight]).expand(count, 2)
                 if generates and isinstance(logits, torch.Tensor):
                     logits = list(logits.unbind(0))  # as long as each microbatch made them
                 return {"loss": loss, "adds": run.asked and sums, "logits": logits, "labels": labels}
