@@ -210,6 +210,25 @@ def test_a_fault_at_any_point_of_a_step_changes_nothing(fault: int, tmp_path: Pa
     assert torch.allclose(parameters_of(model), expected, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_fault_at_every_operation_of_a_step_changes_nothing(tmp_path: Path) -> None:
+    given = {"max_steps": 2, "per_device_train_batch_size": 2}
+    whole = {**given, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    expected = trained(tmp_path, gpt2(), given=whole)
+    fault, fired = 0, True
+    while fired:
+        model = gpt2()
+        trainer = FaultInStep(
+            model, arguments(tmp_path, **given), train_dataset=Tokens(), batchfit=Options(find=False)
+        )
+        trainer.fault = fault
+        trainer.train()
+        fired = trainer.fired
+        assert torch.allclose(parameters_of(model), expected, atol=1e-12), fault
+        fault += 1
+    assert fault > 100
+
+
 class FaultInOptimizer(transformers.TrainerCallback):
     """Memory runs out once, at the first operation of the first optimizer step."""
 
@@ -288,6 +307,35 @@ def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
     trainer._batchfit.microbatch_size = 5
     trainer.train()
     assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-11)
+
+
+def test_batches_of_both_kinds_in_one_run(tmp_path: Path) -> None:
+    """Some with labels, whose losses add up, and some without, whose losses are means of samples."""
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **more: Any) -> Any:
+            if "labels" in inputs:
+                return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **more)
+            assert num_items_in_batch is None
+            return model(inputs["input_ids"], labels=inputs["input_ids"]).loss
+
+    def some(samples: list[Any]) -> Any:
+        batch = padded(samples)
+        if int(batch["input_ids"].sum()) % 2:
+            del batch["labels"]
+        return batch
+
+    weights = []
+    for ours, given in (
+        (False, {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}),
+        (True, {}),
+    ):
+        trainer = Own(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens(), data_collator=some)
+        if ours:
+            adapt(trainer)._batchfit.microbatch_size = 5
+        trainer.train()
+        weights.append(parameters_of(trainer.model))
+    assert torch.allclose(*weights, atol=1e-11)
 
 
 def test_a_batch_without_labels_counts_by_samples(tmp_path: Path) -> None:

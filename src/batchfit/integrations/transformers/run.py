@@ -37,7 +37,8 @@ class Run:
         self.fit: Any = None  # the FitResult of the last search
         self.microbatch_size: int | None = None
         self.is_ragged = False
-        self.sums: bool | None = None  # parts of a batch's loss add up; None: not tried yet
+        self.sums: bool | None = None  # parts of a batch's loss add up; None: not known yet
+        self.looks = 0  # how often that was tried
         self.evaluates = False  # inside an evaluation's microbatch, which asks for the number of items
         self.asked = False
         self.items: Any = None
@@ -50,17 +51,19 @@ class Run:
         self.collate_fn: Any = None  # of a loader that is ours
         self.scheduler: Any = None
         self.cutter: Any = None
+        self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
         self._steps = False
 
     # --- cutting
 
     def cutter_of(self, trainer: Any, model: nn.Module, *, sums: bool) -> Any:
-        """What cuts training batches, made at the first one."""
+        """What cuts such training batches, made at the first one."""
+        self.cutter = self._cutters.get(sums)
         if self.cutter is None:
             options = self.options
             weight = options.weight or functools.partial(count_labels, shifted=shifts_labels(trainer))
-            self.cutter = batchfit.Microbatcher(
+            self.cutter = self._cutters[sums] = batchfit.Microbatcher(
                 model,
                 weight=None if sums else weight,
                 reduction="sum" if sums else "mean",
@@ -252,6 +255,8 @@ class Run:
             self.scheduler.close()
         self.cutter = self.scheduler = self.loader = self.collate_fn = None
         self.saved, self.given = {}, None
+        self._cutters.clear()
+        self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False
 
 

@@ -38,13 +38,17 @@ from batchfit.integrations.transformers.search import find_microbatch
 log = logging.getLogger("batchfit")
 
 _PROBED_ROWS = 2
+_MOST_LOOKS = 3  # a loss that cannot be told is believed to be what Trainer believes
+_ANSWERS = (False, None, True)  # what the most doubtful rank says counts for all
 
 
 class BatchfitMixin:
-    """Puts batchfit into a Trainer class of yours; goes before it in the bases.
+    """Puts batchfit into a Trainer class of yours.
 
-    class MyTrainer(BatchfitMixin, Trainer): ...
-    trainer = MyTrainer(model, args, train_dataset=dataset, batchfit=Options(budget="20GiB"))
+        class MyTrainer(BatchfitMixin, Trainer): ...
+        trainer = MyTrainer(model, args, train_dataset=dataset, batchfit=Options(budget="20GiB"))
+
+    It goes before the Trainer in the bases.
     """
 
     _batchfit: Run
@@ -113,7 +117,8 @@ class BatchfitMixin:
             run.logs.append(
                 {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
             )
-        return report.loss * ranks
+        # In place: what ran must not be lost to four bytes.
+        return report.loss if ranks == 1 else report.loss.mul_(ranks)
 
     @property
     def _batchfit_own_step(self: Any) -> Any:
@@ -136,24 +141,27 @@ class BatchfitMixin:
         return losses.pop()
 
     def _batchfit_sums(self: Any, inputs: Any, items: Any) -> bool:
-        """Whether losses of parts of this batch add up to its loss; tried once, agreed by all ranks."""
+        """Whether losses of parts of this batch add up to its loss; tried, and agreed by all ranks."""
         run, told = self._batchfit, getattr(self, "loss_is_scaled_for_ga", None)
         if told is not None or items is None:
             return bool(told)
-        if run.sums is None:
-            believed = bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
-            tried = self._batchfit_tried(inputs, items) if believed else False
-            answer = torch.tensor(0 if tried is False else 1, device=self.args.device)
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            return False
+        if run.sums is None and run.looks < _MOST_LOOKS:
+            run.looks += 1
+            answer = torch.tensor(
+                _ANSWERS.index(self._batchfit_tried(inputs, items)), device=self.args.device
+            )
             if self.args.world_size > 1:
                 answer = self.accelerator.gather(answer).min()
-            run.sums = bool(answer)
-            if believed and not run.sums and self.is_world_process_zero():
+            run.sums = _ANSWERS[int(answer)]
+            if run.sums is False and self.is_world_process_zero():
                 log.warning(
                     "the loss does not divide by num_items_in_batch, which Trainer believes of %s: it is "
                     "taken for a mean. (Trainer's own accumulation would add such means up.)",
                     type(self.model).__name__,
                 )
-        return bool(run.sums)
+        return run.sums is not False
 
     def _batchfit_tried(self: Any, inputs: Any, items: Any) -> bool | None:
         if not hasattr(inputs, "items"):
