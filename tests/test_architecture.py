@@ -54,6 +54,7 @@ LAYERS = {
     "batchfit._report": 3,
     "batchfit.integrations": 3,
     "batchfit._cli": 3,
+    "batchfit.integrations": 3,
     "batchfit.__main__": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
@@ -74,6 +75,7 @@ THIRD_PARTY = {
         "batchfit._cli",
         "batchfit.integrations",
     ),
+    "transformers": ("batchfit.integrations.transformers",),
     "numpy": ("batchfit._torch.snapshot", "batchfit._torch.rng"),
     "pydantic": ("batchfit.results", "batchfit.schedules", "batchfit._schedule_base"),
     "yaml": ("batchfit._documents",),

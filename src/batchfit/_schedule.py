@@ -71,6 +71,7 @@ class BatchSizeScheduler:
         noise: for `NoiseBatchSizeConfig`: a `GradientNoise`.
         throughput: for `NoiseBatchSizeConfig`: samples per second at a size, `throughput(size)`.
         on_event: called with each `ScheduleEvent` (the size changed, or did not, and why).
+        updates_known: the LR scheduler was made for `updates(...)` steps, so that it may count batches.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class BatchSizeScheduler:
         noise: Any = None,
         throughput: Callable[[int], float] | None = None,
         on_event: Callable[[ScheduleEvent], object] | None = None,
+        updates_known: bool = False,
     ) -> None:
         for name, value in (
             ("largest", largest),
@@ -119,6 +121,7 @@ class BatchSizeScheduler:
         self._said = ""
         self._epochs_told = False
         self._loader = loader
+        self._updates_known = updates_known
         self._lr: ScaledLR | None = None
         if optimizer is not None and lr is not None:
             several = lr_scheduler if isinstance(lr_scheduler, tuple | list) else [lr_scheduler]
@@ -402,7 +405,8 @@ class BatchSizeScheduler:
             self._on_event(event)
 
     def _lr_stepped(self, lr_scheduler: Any) -> None:
-        if self.config is not None:  # a constant size makes as many steps as ever
+        # A constant size makes as many steps as ever.
+        if self.config is not None and not self._updates_known:
             self._clock.stepped(lr_scheduler, self._now(), self._size)
 
     def _now(self) -> Progress:

@@ -383,14 +383,17 @@ class TestLearningRate:
                 decay.step()
             reference.step()
 
-    @pytest.mark.parametrize("kind", ["batch", "epoch", "plateau", "constant"])
+    @pytest.mark.parametrize("kind", ["batch", "epoch", "plateau", "constant", "known"])
     def test_a_clock_in_batches_is_told_once(self, kind: str, caplog: pytest.LogCaptureFixture) -> None:
         optimizer = optimizer_of()
         decay: Any = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
         if kind == "plateau":
             decay = lr_scheduler.ReduceLROnPlateau(optimizer)
         config = None if kind == "constant" else STEP
-        scheduler = BatchSizeScheduler(config, 256, lr="sqrt", optimizer=optimizer, lr_scheduler=decay)
+        known = kind == "known"  # the LR scheduler was made for as many steps as there will be
+        scheduler = BatchSizeScheduler(
+            config, 256, lr="sqrt", optimizer=optimizer, lr_scheduler=decay, updates_known=known
+        )
         with caplog.at_level(logging.WARNING, logger="batchfit"):
             for epoch in range(5):
                 scheduler.step(epoch)

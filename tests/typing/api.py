@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
+from batchfit.integrations import transformers as hf
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -283,3 +284,8 @@ assert_type(ran, batchfit.LargestRun[str])
 assert_type(ran.value, str)
 assert_type(ran.batch_size, int)
 assert_type(ran.trials, tuple[Trial, ...])
+
+# In Hugging Face's Trainer.
+hf_options = hf.Options(budget="20GiB", schedule="0:8 100:16 step", lr="sqrt", search={"soak_steps": 25})
+assert_type(hf_options.find, bool)
+hf.adapt(object(), find=False)

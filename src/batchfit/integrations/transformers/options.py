@@ -1,0 +1,108 @@
+"""What users can ask for, and which settings of a Trainer contradict it.
+
+Rules: arguments are checked when they are given, settings of the trainer before it trains; an error names
+both settings and says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+import batchfit
+from batchfit.errors import BatchfitError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How batchfit works inside a Trainer.
+
+    Args:
+        find: search for the largest microbatch before training. Without it sizes are learned while training,
+            from the full batch downwards.
+        budget: bytes that the program may use ("20GiB"); default: all that is free.
+        schedule: a batch-size schedule (a config, its text "0:256 1000:512", a mapping or a file): the batch
+            over all ranks, from `per_device_train_batch_size * gradient_accumulation_steps * ranks` on.
+        lr: how the learning rate follows a schedule: "none", "linear", "sqrt", "seesaw", "power(0.6)".
+        tokens_per_sample: for schedules in tokens.
+        weight: what a microbatch counts in the batch's mean, where the loss is a mean of your own:
+            `weight(micro) -> number`. Default: the labels that count, or else samples.
+        lengths: "attention_mask", say: samples of about one length share a microbatch and are trimmed to it.
+        sync: under DDP, "safe" survives an out-of-memory on any rank; "overlap" keeps DDP's overlap.
+        state: what else a step changes (a list of metrics), to be put back after the search.
+        search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
+            survive 25 steps; by default it need not, since running out later costs one step done again.
+    """
+
+    find: bool = True
+    budget: int | str | None = None
+    schedule: Any = None
+    lr: str | Sequence[str] | None = None
+    tokens_per_sample: int | None = None
+    weight: Callable[[Any], Any] | None = None
+    lengths: str | None = None
+    sync: Literal["safe", "overlap"] = "safe"
+    state: Sequence[object] = ()
+    search: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.find) is not bool:
+            raise TypeError(f"find must be True or False, not {self.find!r}")
+        if self.weight is not None and not callable(self.weight):
+            raise TypeError(f"weight must be a callable weight(micro) or None, not {self.weight!r}")
+        if self.sync not in ("safe", "overlap"):
+            raise ValueError(f"sync must be one of 'safe', 'overlap', not {self.sync!r}")
+        if not isinstance(self.search, Mapping):
+            raise TypeError(f"search must be keywords of find_batch_size, not {self.search!r}")
+        if self.lr is not None and self.schedule is None:
+            raise ValueError(f"lr must be None without a schedule that it follows, not {self.lr!r}")
+        # Frozen: the schedule is checked here, once, and kept as what it means.
+        config = batchfit.load_schedule(self.schedule)
+        if isinstance(config, batchfit.NoiseBatchSizeConfig):
+            raise ValueError(
+                "schedule must be known ahead inside a Trainer, which fixes its number of steps before it "
+                "begins, not a NoiseBatchSizeConfig: use it with a loop of your own"
+            )
+        object.__setattr__(self, "schedule", config)
+
+
+def check_trainer(trainer: Any, options: Options) -> None:
+    """Refuse settings of the trainer that contradict ours, before anything runs."""
+    args = trainer.args
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size must be False with batchfit.integrations.transformers, not True: both "
+            "would catch the same out-of-memory, and theirs begins again at step 0 with trained weights"
+        )
+    if args.n_gpu > 1:
+        raise BatchfitError(
+            f"Trainer would use DataParallel over {args.n_gpu} GPUs, whose memory is not one memory. Start "
+            "one process a GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
+        )
+    for plugin, is_on, instead in (
+        ("deepspeed", trainer.is_deepspeed_enabled, "DDP (torchrun without a DeepSpeed config)"),
+        ("fsdp", trainer.is_fsdp_enabled, "DDP, or a loop of your own with Microbatcher under FSDP2"),
+    ):
+        if is_on:
+            raise BatchfitError(
+                f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch "
+                f"cannot be done again there. Use {instead}"
+            )
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallel is not None and getattr(parallel, "non_data_parallel_size", 1) > 1:
+        raise BatchfitError(
+            "tensor, context and sequence parallelism have collectives in forward: a rank that tries again "
+            "would wait for the others. Use data parallelism (DDP)"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise BatchfitError(
+            f"optim={optimizer!r} steps inside backward, on a part of the batch. Use another optimizer"
+        )
+    if options.schedule is not None and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise ValueError(
+            "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it deals out batches "
+            "of one size, and the schedule changes it"
+        )

@@ -1,0 +1,264 @@
+"""What batchfit keeps while a Trainer trains: what it cuts batches with, what it found, where the data is.
+
+Rules
+- Whatever is decided here is the same on all ranks, or one rank's own and harmless (microbatch sizes).
+- A checkpoint holds all of it in one small file beside the Trainer's own; a run that goes on from there has
+  the sizes, the learning rates and the very next samples of one that was never stopped.
+- Nothing of it outlives training except what is asked for: `fit`, and what evaluation has learned.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+import batchfit
+from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.losses import count_labels, shifts_labels
+from batchfit.integrations.transformers.options import Options
+
+FILE = "batchfit.pt"
+_VERSION = 1
+_LOOKS = 256
+
+
+@final
+class Run:
+    """One trainer's batchfit: its options, and what lives from `train()` to its end."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.fit: Any = None  # the FitResult of the last search
+        self.microbatch_size: int | None = None
+        self.is_ragged = False
+        self.sums: bool | None = None  # parts of a batch's loss add up; None: not known yet
+        self.looks = 0  # how often that was tried
+        self.evaluates = False  # inside an evaluation's microbatch, which asks for the number of items
+        self.asked = False
+        self.items: Any = None
+        self.searches = False
+        self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
+        self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
+        self.largest = 0  # the largest batch of the schedule, over all ranks
+        self.saved: dict[str, Any] = {}
+        self.loader: Any = None
+        self.collate_fn: Any = None  # of a loader that is ours
+        self.scheduler: Any = None
+        self.cutter: Any = None
+        self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
+        self._evaluators: dict[int, Any] = {}
+        self._steps = False
+
+    # --- cutting
+
+    def cutter_of(self, trainer: Any, model: nn.Module, *, sums: bool) -> Any:
+        """What cuts such training batches, made at the first one."""
+        self.cutter = self._cutters.get(sums)
+        if self.cutter is None:
+            options = self.options
+            weight = options.weight or functools.partial(count_labels, shifted=shifts_labels(trainer))
+            self.cutter = self._cutters[sums] = batchfit.Microbatcher(
+                model,
+                weight=None if sums else weight,
+                reduction="sum" if sums else "mean",
+                on_zero_weight="skip",
+                lengths=options.lengths,
+                microbatch_size=None if self.is_ragged else self.microbatch_size,
+                budget=options.budget,
+                sync=options.sync,
+            )
+            if "sizes" in self.saved:
+                self.cutter.load_state_dict(self.saved["sizes"])
+        return self.cutter
+
+    def evaluator_of(self, model: nn.Module) -> Any:
+        """What cuts evaluation batches; kept, since training and evaluation take turns."""
+        found = self._evaluators.get(id(model))
+        if found is None:
+            self._evaluators.clear()
+            found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
+        return found
+
+    def guard(self, optimizer: Any) -> None:
+        """Let the optimizer's step be one that running out of memory cannot leave half done."""
+        plain: Callable[..., Any] = optimizer.step
+        if getattr(plain, "_batchfit_run", None) is self:
+            return
+
+        @functools.wraps(plain)  # with what LR schedulers have written on it
+        def step(*args: Any, **kwargs: Any) -> Any:
+            closures = [one for one in (*args, *kwargs.values()) if one is not None]
+            if self._steps or self.searches or self.cutter is None or closures:
+                return plain(*args, **kwargs)
+            self._steps = True
+            try:
+                return self.cutter.step(optimizer)
+            finally:
+                self._steps = False
+
+        step._batchfit_run = self  # type: ignore[attr-defined]
+        optimizer.step = step
+
+    # --- data and schedule
+
+    def open_loader(self, trainer: Any, given: DataLoader[Any]) -> Any:
+        """A loader whose size can change, of what the Trainer's own would load."""
+        streams = isinstance(given.dataset, IterableDataset)
+        if streams and trainer.args.world_size > 1:
+            raise BatchfitError(
+                "a schedule needs a dataset with a length on several ranks: an iterable one is read by "
+                "Accelerate in batches of one size. Use a map-style dataset, or one process"
+            )
+        sampler, seed = None, trainer.args.data_seed
+        seed = trainer.args.seed if seed is None else seed
+        shuffles = False
+        if not streams:
+            sampler = trainer._get_train_sampler(trainer.train_dataset)
+            shuffles = type(sampler) is RandomSampler and not sampler.replacement
+            sampler = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
+        self.collate_fn = given.collate_fn
+        self.loader = batchfit.ResizableLoader(
+            given.dataset,
+            trainer.get_total_train_batch_size(trainer.args),
+            shuffle=shuffles,
+            sampler=sampler,
+            seed=seed,
+            collate_fn=given.collate_fn,
+            num_workers=given.num_workers,
+            pin_memory=given.pin_memory,
+            drop_last=trainer.args.dataloader_drop_last,
+            timeout=given.timeout,
+            worker_init_fn=given.worker_init_fn,
+            multiprocessing_context=given.multiprocessing_context,
+            prefetch_factor=given.prefetch_factor,
+            persistent_workers=given.persistent_workers,
+            # Its own: one that is opened again after a checkpoint must not draw from the model's numbers.
+            generator=torch.Generator().manual_seed(seed),
+            tokens_per_sample=self.options.tokens_per_sample,
+        )
+        return self.loader
+
+    def new_scheduler(self, trainer: Any, **more: Any) -> Any:
+        """The schedule from this trainer's batch on."""
+        config = self.options.schedule
+        starts_by_itself = getattr(config, "starts_by_itself", False)
+        initial = None if starts_by_itself else trainer.get_total_train_batch_size(trainer.args)
+        return batchfit.BatchSizeScheduler(
+            config, initial, tokens_per_sample=self.options.tokens_per_sample, **more
+        )
+
+    def look_ahead(self, plan: Any, *, epochs: int, steps: int, length: int) -> None:
+        """Note the largest batch that the schedule asks for in this run."""
+        sizes = []
+        for part in range(_LOOKS + 1):
+            done = part / _LOOKS
+            at = {"epoch": int(done * max(epochs - 1, 0)), "step": int(done * steps)}
+            sizes.append(plan.get_batch_size(**at, samples=int(done * epochs * length)))
+        self.largest = max(sizes)
+
+    def follow_schedule(self, trainer: Any, optimizer: Any) -> None:
+        """Let loader and learning rate follow from here on, or from the checkpoint's place on."""
+        rule = self.options.lr
+        rates = {} if rule is None else {
+            "lr": rule, "optimizer": optimizer, "lr_scheduler": trainer.lr_scheduler, "updates_known": True
+        }  # fmt: skip
+        self.scheduler = self.new_scheduler(trainer, loader=self.loader, on_event=self._note, **rates)
+        if "schedule" in self.saved:
+            self.scheduler.load_state_dict(self.saved["schedule"])
+        self.logs.append({"batch_size": self.scheduler.batch_size})
+
+    def enter_epoch(self, epoch: int) -> int | None:
+        """Go to an epoch: how many batches it still has; None for a stream, which does not know."""
+        if self.loader.progress.epoch != epoch:
+            # The Trainer asks for no batch after the last one, so the loader has not seen the epoch end.
+            place = {**self.loader.state_dict(), "epoch": epoch, "position": 0, "batches": 0}
+            self.loader.load_state_dict({**place, "sampler": None} if "sampler" in place else place)
+        if self.scheduler.config.unit == "epoch":
+            self.scheduler.step(epoch)
+        try:
+            return len(self.loader) - int(self.loader.state_dict()["batches"])
+        except TypeError:
+            return None
+
+    @property
+    def epochs_done(self) -> float | None:
+        """How far the data has come, in epochs; None where the Trainer's own count is right."""
+        if self.loader is None or isinstance(self.loader.dataset, IterableDataset):
+            return None
+        place = self.loader.state_dict()
+        length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
+        return int(place["epoch"]) + int(place["position"]) / length
+
+    def _note(self, event: Any) -> None:
+        entry: dict[str, float] = {"batch_size": event.size_after}
+        entry.update({f"lr_factor_{n}": one for n, one in enumerate(event.lr_factors) if one != 1.0})
+        self.logs.append(entry)
+
+    # --- checkpoints
+
+    def save(self, folder: str, trainer: Any) -> None:
+        """Write what a later run needs to go on exactly here."""
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "batch_size": trainer.get_total_train_batch_size(trainer.args),
+            "microbatch_size": self.microbatch_size,
+            "is_ragged": self.is_ragged,
+            "device": _name_of(trainer.args.device),
+        }
+        if self.cutter is not None:
+            state["sizes"] = self.cutter.state_dict()
+        if self.loader is not None:
+            state["loader"], state["schedule"] = self.loader.state_dict(), self.scheduler.state_dict()
+        torch.save(state, os.path.join(folder, FILE))
+
+    def load(self, folder: str, trainer: Any) -> None:
+        """Read it, and refuse a checkpoint after which samples would be lost or repeated."""
+        path = os.path.join(folder, FILE)
+        if not os.path.isfile(path):
+            if self.options.schedule is not None:
+                raise BatchfitError(
+                    f"{path} is missing: the checkpoint was made without a schedule, so nobody knows which "
+                    "samples it has seen. Go on without schedule=, or start anew"
+                )
+            return
+        self.saved = torch.load(path, map_location="cpu", weights_only=True)
+        if self.saved.get("version") != _VERSION:
+            raise BatchfitError(f"{path} has version {self.saved.get('version')!r}, not {_VERSION}")
+        if self.saved["device"] == _name_of(trainer.args.device):
+            self.microbatch_size, self.is_ragged = self.saved["microbatch_size"], self.saved["is_ragged"]
+        was, now = self.saved["batch_size"], trainer.get_total_train_batch_size(trainer.args)
+        scheduled = "loader" in self.saved
+        if scheduled != (self.options.schedule is not None):
+            with_or_without = "with" if scheduled else "without"
+            raise BatchfitError(
+                f"the checkpoint was made {with_or_without} a schedule, and samples are counted another way "
+                f"there: go on {with_or_without} schedule="
+            )
+        if scheduled:
+            self.loader.load_state_dict(self.saved["loader"])
+        elif was != now and not trainer.args.ignore_data_skip:
+            raise ValueError(
+                f"per_device_train_batch_size * gradient_accumulation_steps * ranks must be {was}, as in the "
+                f"checkpoint, not {now}: Trainer counts batches, so samples would be lost or repeated. Pass "
+                "ignore_data_skip=True to begin the epoch anew, or change sizes with schedule="
+            )
+
+    def end(self) -> None:
+        """Training is over, or has failed."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+        self.cutter = self.scheduler = self.loader = self.collate_fn = None
+        self.saved, self.given = {}, None
+        self._cutters.clear()
+        self.logs.clear()
+        self.microbatch_size, self.is_ragged = None, False
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

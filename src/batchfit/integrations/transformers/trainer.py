@@ -1,0 +1,391 @@
+"""The Trainer's methods that batchfit takes over, and what it leaves to them.
+
+Rules
+- One optimizer step is one batch: `gradient_accumulation_steps` batches are loaded as one, and cut into as
+  many microbatches as memory asks for. Steps, epochs, logs and LR schedules count as before.
+- The user's own `training_step`, `compute_loss` and `prediction_step` run, once for each microbatch; only
+  `accelerator.backward` is taken from them, since a batch is tried again from the outside.
+- What the Trainer is told (`args`) is put back when training ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.losses import (
+    count_labels,
+    divides_by_items,
+    first_rows,
+    rows_of,
+    shifts_labels,
+)
+from batchfit.integrations.transformers.options import Options, check_trainer
+from batchfit.integrations.transformers.run import Run
+from batchfit.integrations.transformers.search import find_microbatch
+
+log = logging.getLogger("batchfit")
+
+_PROBED_ROWS = 2
+_MOST_LOOKS = 3  # a loss that cannot be told is believed to be what Trainer believes
+_ANSWERS = (False, None, True)  # what the most doubtful rank says counts for all
+
+
+class BatchfitMixin:
+    """Puts batchfit into a Trainer class of yours.
+
+        class MyTrainer(BatchfitMixin, Trainer): ...
+        trainer = MyTrainer(model, args, train_dataset=dataset, batchfit=Options(budget="20GiB"))
+
+    It goes before the Trainer in the bases.
+    """
+
+    _batchfit: Run
+
+    def __init__(self, *args: Any, batchfit: Options | None = None, **kwargs: Any) -> None:
+        self._batchfit = _new_run(batchfit)
+        super().__init__(*args, **kwargs)
+        check_trainer(self, self._batchfit.options)
+
+    @property
+    def fit(self) -> Any:
+        """The `FitResult` of the search before training, or None."""
+        return self._batchfit.fit
+
+    # --- around training
+
+    def _inner_training_loop(self: Any, *given: Any, **named: Any) -> Any:
+        run, args = self._batchfit, self.args
+        check_trainer(self, run.options)
+        sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size
+        local = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        callback = _Follower(self)
+        # First: others see the epoch that is right, and what changed with this step.
+        self.callback_handler.callbacks.insert(0, callback)
+        run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = local, 1
+        self._train_batch_size = local
+        try:
+            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+        finally:
+            args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
+            self.callback_handler.callbacks.remove(callback)
+            run.end()
+
+    def _prepare_for_training(self: Any, max_steps: Any, train_dataloader: Any, *given: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, *given)  # type: ignore[misc]
+        run, model = self._batchfit, prepared[0]
+        if run.loader is not None:
+            run.follow_schedule(self, _inner(self.optimizer))
+        if run.options.find and run.microbatch_size is None:
+            find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
+        return prepared
+
+    def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
+        optimizer = super().create_optimizer(*given, **named)  # type: ignore[misc]
+        if self.optimizer is not None:
+            self._batchfit.guard(_inner(self.optimizer))
+        return optimizer
+
+    # --- a step
+
+    def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        run = self._batchfit
+        sums = self._batchfit_sums(inputs, num_items_in_batch)
+        cutter = run.cutter_of(self, model, sums=sums)
+        step = self._batchfit_own_step
+        # Trainer's losses are for DDP's mean over ranks; sums are added up.
+        ranks = self.args.world_size if sums else 1
+
+        def loss_of(micro: Any) -> Any:
+            loss = self._batchfit_loss(step, model, micro, num_items_in_batch if sums else None)
+            return loss if ranks == 1 else loss / ranks
+
+        report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+        if report.retries:
+            run.logs.append(
+                {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
+            )
+        # In place: what ran must not be lost to four bytes.
+        return report.loss if ranks == 1 else report.loss.mul_(ranks)
+
+    @property
+    def _batchfit_own_step(self: Any) -> Any:
+        """The trainer's own step, as it would be without us."""
+        return super().training_step  # type: ignore[misc]
+
+    def _batchfit_loss(self: Any, step: Any, model: nn.Module, inputs: Any, items: Any) -> Any:
+        """What the trainer's own step would call backward of."""
+        losses: list[Any] = []
+        self.accelerator.backward = lambda loss, **options: losses.append(loss)
+        try:
+            step(model, inputs, items)
+        finally:
+            del self.accelerator.backward
+        if len(losses) != 1:
+            raise BatchfitError(
+                f"training_step must call accelerator.backward once, not {len(losses)} times: batchfit does "
+                "the backward itself, so that a batch can be done again"
+            )
+        return losses.pop()
+
+    def _batchfit_sums(self: Any, inputs: Any, items: Any) -> bool:
+        """Whether losses of parts of this batch add up to its loss; tried, and agreed by all ranks."""
+        run, told = self._batchfit, getattr(self, "loss_is_scaled_for_ga", None)
+        if told is not None or items is None:
+            return bool(told)
+        if not (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+            return False
+        if run.sums is None and run.looks < _MOST_LOOKS:
+            run.looks += 1
+            answer = torch.tensor(
+                _ANSWERS.index(self._batchfit_tried(inputs, items)), device=self.args.device
+            )
+            if self.args.world_size > 1:
+                answer = self.accelerator.gather(answer).min()
+            run.sums = _ANSWERS[int(answer)]
+            if run.sums is False and self.is_world_process_zero():
+                log.warning(
+                    "the loss does not divide by num_items_in_batch, which Trainer believes of %s: it is "
+                    "taken for a mean. (Trainer's own accumulation would add such means up.)",
+                    type(self.model).__name__,
+                )
+        return run.sums is not False
+
+    def _batchfit_tried(self: Any, inputs: Any, items: Any) -> bool | None:
+        if not hasattr(inputs, "items"):
+            return None
+        rows = self._prepare_inputs(first_rows(inputs, _PROBED_ROWS))
+        devices = [self.args.device] if self.args.device.type == "cuda" else []
+
+        def loss_of(count: Any) -> Any:
+            with self.compute_loss_context_manager():
+                return self.compute_loss(self.model, dict(rows), num_items_in_batch=count)
+
+        with torch.random.fork_rng(devices=devices), _evaluating(self.model):
+            return divides_by_items(loss_of, items)
+
+    def _prepare_inputs(self: Any, inputs: Any) -> Any:
+        if self._batchfit.searches and hasattr(inputs, "items"):
+            return dict(inputs)  # where the model is, which in a trace is no device of the Trainer's
+        return super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    # --- evaluation
+
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        run = self._batchfit
+        step = super().prediction_step  # type: ignore[misc]
+        items = super()._get_num_items_in_batch([inputs], self.args.device)  # type: ignore[misc]
+        sums = self._batchfit_sums(inputs, items)
+        shifted = shifts_labels(self)
+        generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+
+        def part(micro: Any) -> dict[str, Any]:
+            # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                run.evaluates, run.asked, run.items = True, False, items if sums else None
+                try:
+                    found = step(model, micro, prediction_loss_only, ignore_keys=ignore_keys, **options)
+                finally:
+                    run.evaluates, run.items = False, None
+                loss, logits, labels = found
+                count = rows_of(micro)
+                if loss is not None:
+                    weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
+                    kind = torch.promote_types(loss.dtype, torch.float32)  # a bfloat16 cannot count
+                    weight = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
+                    loss = torch.stack([loss.detach().to(kind), weight]).expand(count, 2)
+                if generates and isinstance(logits, torch.Tensor):
+                    logits = list(logits.unbind(0))  # as long as each microbatch made them
+                return {"loss": loss, "adds": run.asked and sums, "logits": logits, "labels": labels}
+
+        found = run.evaluator_of(model).map(part, inputs)
+        loss, logits = found["loss"], found["logits"]
+        if loss is not None:
+            # A row holds the loss of its microbatch, and its own share in what that counts.
+            losses, shares = loss.unbind(1)
+            total = torch.where(shares == 0, 0.0, losses * shares).sum()
+            loss = total if found["adds"] else total / shares.sum()
+        if isinstance(logits, list):
+            widest = max(row.shape[-1] for row in logits)
+            logits = torch.cat([_padded(self, row[None], widest) for row in logits])
+        return loss, logits, found["labels"]
+
+    def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
+        run = self._batchfit
+        if run.evaluates:  # of the whole batch, and asked of the other ranks once
+            run.asked = True
+            return run.items
+        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+
+    # --- schedules and checkpoints
+
+    def get_train_dataloader(self: Any) -> Any:
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        if self._batchfit.options.schedule is None:
+            return loader
+        return self._batchfit.open_loader(self, loader)
+
+    def set_initial_training_values(self: Any, args: Any, dataloader: Any, *given: Any) -> Any:
+        values = super().set_initial_training_values(args, dataloader, *given)  # type: ignore[misc]
+        run = self._batchfit
+        if run.loader is None or isinstance(run.loader.dataset, IterableDataset):
+            return values
+        epochs, _, examples, samples, batch_size, _, steps = values
+        length = len(run.loader.dataset if run.loader.sampler is None else run.loader.sampler)
+        plan = run.new_scheduler(self)
+
+        def updates(count: int) -> int:
+            if count == 0:
+                return 0
+            return int(plan.updates(samples=length, epochs=count, drop_last=args.dataloader_drop_last))
+
+        if args.max_steps > 0:
+            enough = next(count for power in range(64) if updates(count := 2**power) >= steps)
+            epochs = bisect.bisect_left(range(enough + 1), steps, key=updates)
+        else:
+            whole, rest = int(args.num_train_epochs), args.num_train_epochs % 1
+            steps = updates(whole) + math.ceil(rest * (updates(whole + 1) - updates(whole)))
+        run.look_ahead(plan, epochs=epochs, steps=steps, length=length)
+        return epochs, updates(1), examples, samples, batch_size, updates(1), steps
+
+    def _init_training_state(self: Any, *given: Any) -> tuple[int, int]:
+        begun: tuple[int, int] = super()._init_training_state(*given)  # type: ignore[misc]
+        run, folder = self._batchfit, given[3]
+        if folder is None:
+            return begun
+        run.load(folder, self)
+        if run.loader is None:
+            return begun
+        place = run.loader.state_dict()
+        at_end = not isinstance(run.loader.dataset, IterableDataset) and place["batches"] >= len(run.loader)
+        return int(place["epoch"]) + at_end, 0  # the loader itself knows where in the epoch it is
+
+    def _run_epoch(self: Any, **given: Any) -> None:
+        if self._batchfit.loader is not None:
+            left = self._batchfit.enter_epoch(given["epoch"])
+            if left is not None:
+                given.update(steps_in_epoch=left, num_update_steps_per_epoch=left)
+        super()._run_epoch(**given)  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any, *given: Any) -> None:
+        super()._save_checkpoint(model, trial, *given)  # type: ignore[misc]
+        folder = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save and os.path.isdir(folder):
+            self._batchfit.save(folder, self)
+
+    def _save(self: Any, *given: Any, **named: Any) -> None:
+        args, run = self.args, self._batchfit
+        now = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if run.given is not None:  # training_args.bin tells what the user asked for
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = run.given
+        try:
+            super()._save(*given, **named)  # type: ignore[misc]
+        finally:
+            args.per_device_train_batch_size, args.gradient_accumulation_steps = now
+
+    def _get_learning_rate(self: Any) -> float:
+        if self._batchfit.scheduler is None:
+            return float(super()._get_learning_rate())  # type: ignore[misc]
+        return float(self.optimizer.param_groups[0]["lr"])  # LR schedulers do not know our factor
+
+
+class _Follower(transformers.TrainerCallback):
+    """Follows the schedule after each step, and writes what happened into `log_history`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._write()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        run = self._trainer._batchfit
+        done = run.epochs_done
+        if done is not None:
+            state.epoch = done
+        if run.scheduler is not None and run.scheduler.config.unit != "epoch":
+            run.scheduler.step()
+        self._write()
+
+    def _write(self) -> None:
+        logs = self._trainer._batchfit.logs
+        while logs:
+            self._trainer.log(logs.pop(0))
+
+
+class BatchfitTrainer(BatchfitMixin, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` with batchfit in it; `batchfit=Options(...)` says how."""
+
+
+class BatchfitSeq2SeqTrainer(BatchfitMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """`transformers.Seq2SeqTrainer` with batchfit in it; `batchfit=Options(...)` says how."""
+
+
+def adapt(trainer: Any, **options: Any) -> Any:
+    """Put batchfit into a trainer that is there already; returns it.
+
+        adapt(trainer, budget="20GiB").train()
+
+    Keywords are those of `Options`. The trainer gets a subclass of its own class; called again, the options
+    are replaced.
+    """
+    kind: Any = type(trainer)
+    if not issubclass(kind, transformers.Trainer):
+        raise TypeError(f"trainer must be a transformers.Trainer, not {kind.__name__}")
+    run = Run(Options(**options))
+    check_trainer(trainer, run.options)
+    if not issubclass(kind, BatchfitMixin):
+        trainer.__class__ = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {})
+    trainer._batchfit = run
+    return trainer
+
+
+def _new_run(options: Any) -> Run:
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"batchfit must be Options(...) or None, not {options!r:.80}")
+    return Run(options or Options())
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer itself, without Accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _padded(trainer: Any, tokens: torch.Tensor, width: int) -> torch.Tensor:
+    if tokens.shape[-1] == width:
+        return tokens
+    padded: torch.Tensor = trainer._pad_tensors_to_max_len(tokens, width)
+    return padded
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, so that a loss is the same twice; each module's mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
