@@ -54,7 +54,6 @@ LAYERS = {
     "batchfit._report": 3,
     "batchfit.integrations": 3,
     "batchfit._cli": 3,
-    "batchfit.integrations": 3,
     "batchfit.__main__": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
