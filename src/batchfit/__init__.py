@@ -34,6 +34,9 @@ _EXPORTS = {
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader",
     "StepReport": "batchfit.results",
+    "SweepEvent": "batchfit._sweep_log",
+    "SweepRecord": "batchfit.results",
+    "SweepResult": "batchfit.results",
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
@@ -46,6 +49,7 @@ _EXPORTS = {
     "predict_batch_size": "batchfit._predict",
     "profile_throughput": "batchfit._profile",
     "report": "batchfit._report",
+    "sweep": "batchfit._sweep",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -70,6 +74,9 @@ __all__ = [
     "ScheduleEvent",
     "StepBatchSizeConfig",
     "StepReport",
+    "SweepEvent",
+    "SweepRecord",
+    "SweepResult",
     "ThroughputProfile",
     "Trial",
     "Workload",
@@ -82,6 +89,7 @@ __all__ = [
     "predict_batch_size",
     "profile_throughput",
     "report",
+    "sweep",
     "testing",
     "training",
     "virtual_memory",
@@ -101,12 +109,16 @@ if TYPE_CHECKING:
     from batchfit._profile import profile_throughput
     from batchfit._report import report
     from batchfit._schedule import BatchSizeScheduler
+    from batchfit._sweep import sweep
+    from batchfit._sweep_log import SweepEvent
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
         Prediction,
         StepReport,
+        SweepRecord,
+        SweepResult,
         ThroughputProfile,
         Trial,
     )

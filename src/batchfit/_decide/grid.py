@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 MODES = ("grid", "zip")
@@ -201,27 +201,25 @@ def label(configuration: Configuration) -> str:
     return ", ".join(f"{name}={value}" for name, value in configuration.items())
 
 
-def plan(
-    knobs: Knobs, *, mode: str = "grid", start_from: object = None, done: Iterable[str] = ()
-) -> tuple[Entry, ...]:
+def plan(knobs: Knobs, *, mode: str = "grid", start_from: object = None) -> tuple[Entry, ...]:
     """Every configuration, with the reason why it is not run where it is not.
 
     `start_from` names a value of one or several knobs, `{"max_crops": 12}`, or is the value itself where
     there is one knob. In a grid the values that stand before it in its list are skipped, whatever the other
-    knobs are; in a zip or a list, the configurations that stand before the first which has it. `done` are
-    the keys of those which have been run.
+    knobs are; in a zip or a list, the configurations that stand before the first which has it.
     """
     rows = configurations(knobs, mode=mode)
     skipped = _before_start(knobs, rows, mode, start_from)
+    return tuple(Entry(row, key_of(row), skipped.get(index, "")) for index, row in enumerate(rows))
+
+
+def without_done(entries: Iterable[Entry], done: Iterable[str]) -> tuple[Entry, ...]:
+    """The same entries; those whose key is in `done` are not to be run again."""
     finished = frozenset(done)
-    entries = []
-    for index, row in enumerate(rows):
-        key = key_of(row)
-        why = skipped.get(index, "")
-        if not why and key in finished:
-            why = DONE
-        entries.append(Entry(row, key, why))
-    return tuple(entries)
+    return tuple(
+        replace(entry, why_not=DONE) if entry.key in finished and not entry.why_not else entry
+        for entry in entries
+    )
 
 
 DONE = "it has been run"
