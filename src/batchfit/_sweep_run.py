@@ -45,7 +45,8 @@ log = logging.getLogger("batchfit")
 
 Measure = Callable[[Workload, int], Mapping[str, Any]]
 
-_LOWER = 0.8  # of a size at which the measurement ran out of memory
+# Of a size at which the measurement ran out of memory: where it goes, or to a size that ran, up to there.
+_LOWER, _NEAREST = 0.8, 0.9
 _LONGEST_ERROR = 500
 
 
@@ -300,7 +301,7 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
         if measured is not None:
             course.known["measures"] = _checked(measured, course.configuration)
             return
-        lower = max([math.floor(size * _LOWER), *(one for one in ran if one < size)])
+        lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size * _NEAREST)])
         course.tell("measure_oom", size=lower, before=size)
         size = lower
 
