@@ -28,6 +28,9 @@ from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferE
 from batchfit.testing import simulated_oom
 
 KIB = 1024
+# What this imports is frozen with the rest before the first test: collecting it again and again takes long.
+with batchfit.virtual_memory("64MiB"):
+    nn.Linear(1, 1)(torch.zeros(1, 1))
 QUICK: dict[str, Any] = {"soak_steps": 0, "steps": 2}
 
 
