@@ -89,7 +89,8 @@ def sweep(
             table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
             prediction says, where the step can be traced.
         measure: `measure(workload, size)` returns what is to be recorded, as a dict, at the size found; where
-            it runs out of memory it is called again at a smaller one. Or its name, as for `factory`.
+            it runs out of memory it is called again at a smaller one. Knobs that its further arguments are
+            named after are passed too. Or its name, as for `factory`.
         strategy: "guided" (default); "grow": from the estimate, x1.5 while it runs, bisection once it does
             not, at most `attempts` sizes; or another of `find_batch_size`.
         attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
@@ -149,8 +150,12 @@ class Asked:
         mode: str = "grid",
         start_from: object = None,
         estimate: Any = None,
+        named: Mapping[str, str] | None = None,
     ) -> Asked:
-        """Refuse whatever can be told wrong before anything is run."""
+        """Refuse whatever can be told wrong before anything is run.
+
+        `named`: what a file is to call functions, where their targets depend on the current folder.
+        """
         entries = plan(knobs, mode=mode, start_from=start_from)
         names = tuple(entries[0].configuration)
         for name in names:
@@ -172,6 +177,7 @@ class Asked:
         }
         plain = ("batch_size", "auto", "strategy", "attempts", "tolerance", "steps", "soak_steps")
         said.update({name: getattr(settings, name) for name in plain})
+        said.update(named or {})
         return cls(Job(factory, settings), entries, said)
 
     @property

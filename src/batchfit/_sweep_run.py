@@ -43,7 +43,8 @@ from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
-Measure = Callable[[Workload, int], Mapping[str, Any]]
+# measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
+Measure = Callable[..., Mapping[str, Any]]
 
 # Of a size at which the measurement ran out of memory: where it goes, or to a size that ran, up to there.
 _LOWER, _NEAREST = 0.8, 0.9
@@ -287,6 +288,7 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
     ran = [trial.size for trial in fit.trials if trial.fits]
     device = course.device
     assert device is not None
+    asking = partial(measure, **_wanted(measure, course.configuration))
     while True:
         sizes.append(size)
         course.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
@@ -295,7 +297,7 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
         if settings.budget is not None:
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
         with limit:
-            measured = _attempt(measure, work, size)
+            measured = _attempt(asking, work, size)
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
         if measured is not None:
@@ -304,6 +306,17 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
         lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size * _NEAREST)])
         course.tell("measure_oom", size=lower, before=size)
         size = lower
+
+
+def _wanted(measure: Measure, configuration: Configuration) -> dict[str, Any]:
+    """The knobs that a measure asks for, by the names of its arguments after the first two."""
+    try:
+        parameters = list(inspect.signature(measure).parameters.values())
+    except (TypeError, ValueError):
+        return {}  # a builtin without a signature
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(configuration)
+    return {one.name: configuration[one.name] for one in parameters[2:] if one.name in configuration}
 
 
 def _attempt(measure: Measure, work: Workload, size: int) -> Mapping[str, Any] | None:
