@@ -84,6 +84,6 @@ if __name__ == "__main__":
     budget = None if torch.cuda.is_available() else "12MiB"
     print(
         batchfit.sweep(
-            make, {"top_k": [1, 2, 4, 8]}, batch_size=256, measure=held_out_loss, budget=budget, soak_steps=3
+            make, {"top_k": [1, 2, 4]}, batch_size=256, measure=held_out_loss, budget=budget, soak_steps=3
         )
     )

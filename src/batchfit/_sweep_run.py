@@ -46,8 +46,8 @@ log = logging.getLogger("batchfit")
 # measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
 Measure = Callable[..., Mapping[str, Any]]
 
-# Of a size at which the measurement ran out of memory: where it goes, or to a size that ran, up to there.
-_LOWER, _NEAREST = 0.8, 0.9
+# Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
+_LOWER = 0.8
 _LONGEST_ERROR = 500
 
 
@@ -303,7 +303,7 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
         if measured is not None:
             course.known["measures"] = _checked(measured, course.configuration)
             return
-        lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size * _NEAREST)])
+        lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size - max(1, size // 10))])
         course.tell("measure_oom", size=lower, before=size)
         size = lower
 

@@ -53,14 +53,14 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         if one is not None and not flags.dry_run:
             check_writable(one, name=name)
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
-        wanted = [entry for entry in entries if not entry.why_not]
-        if speaks() and not flags.dry_run:
-            sys.stderr.write(f"{path}: {len(wanted)} configurations, results go to {output}\n")
         asked = _asked(file, flags)
         keeper = _keeper(asked, output, flags, stack)
         if flags.dry_run:
             _show_plan(asked, keeper, stdout)
             return Code.FOUND
+        if speaks():
+            count = sum(not entry.why_not for entry in entries)
+            sys.stderr.write(f"{path}: {count} configurations, results go to {output}\n")
         code, why = _run(asked, keeper)
         with uninterrupted():
             result = keeper.result()
