@@ -400,6 +400,7 @@ def test_an_example_killed_in_the_middle_and_resumed_gives_the_same_file(name: s
     example = ROOT / "examples" / f"sweep_{name}.py"
     assert len(example.read_text(encoding="utf-8").splitlines()) <= 150
     file, killed, whole = str(example.with_suffix(".yaml")), tmp_path / "killed.json", tmp_path / "whole.json"
+    other = start(file, "--output", str(whole), folder=tmp_path)
     process = start(file, "--output", str(killed), folder=tmp_path)
     deadline = time.monotonic() + 120
     while not killed.exists() and process.poll() is None and time.monotonic() < deadline:
@@ -411,7 +412,6 @@ def test_an_example_killed_in_the_middle_and_resumed_gives_the_same_file(name: s
     assert 0 < len(part.records) < part.planned
 
     process = start(file, "--output", str(killed), "--resume", folder=tmp_path)
-    other = start(file, "--output", str(whole), folder=tmp_path)
     _, told = process.communicate(timeout=120)
     _, said = other.communicate(timeout=120)
     assert (process.returncode, other.returncode) == (0, 0), told + said
