@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import pickle
+import runpy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -586,6 +587,19 @@ def test_a_factory_and_a_measure_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert (record.measures, record.estimate) == ({"size": 8}, 4)
     assert result.settings["factory"] == "sweepable.py:make"
     assert key_of(record.knobs) == record.key
+
+
+def test_the_table_in_the_docs_is_what_the_strategies_do() -> None:
+    root = Path(__file__).parents[2]
+    benchmark = runpy.run_path(str(root / "benchmarks" / "sweep_seed.py"))
+    page = (root / "docs" / "sweep.md").read_text(encoding="utf-8")
+    for line in benchmark["table"]():
+        assert line in page.splitlines()
+    for example in benchmark["EXAMPLES"].values():
+        grown, guided = (benchmark["record_of"](example, strategy) for strategy in ("grow", "guided"))
+        assert guided.batch_size_used == min(example.most, 64) >= grown.batch_size_used >= example.seed_used
+        assert guided.ooms == 0
+        assert len(set(sizes(guided, soaks=True))) < len(set(sizes(grown, soaks=True)))
 
 
 # Last: a trace imports so much that collecting garbage takes long in every test after it.
