@@ -165,6 +165,26 @@ def test_a_measurement_that_runs_out_goes_down(fits: int, tried: tuple[int, ...]
     assert record.error is None
 
 
+def test_what_a_failed_measurement_held_is_gone_before_the_next() -> None:
+    calls: list[int] = []
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        calls.append(size)
+        held: list[Any] = [torch.zeros(600 * KIB // 4)]
+        held.append(held)  # a cycle: only the collector frees it
+        if len(calls) < 4:
+            raise simulated_oom()
+        return {"calls": len(calls)}
+
+    gc.disable()
+    try:
+        (record,) = sweep(made, {"kib": [8]}, budget="1MiB", batch_size=128, measure=measure).records
+    finally:
+        gc.enable()
+    assert (record.measures, record.measure_retries) == ({"calls": 4}, 3)
+    assert calls == [*record.measure_sizes]
+
+
 def test_a_measurement_goes_down_to_a_size_that_ran() -> None:
     """grow has run 9 and 14 before 16: 14 is tried before 0.8 x 16."""
     measure = lambda workload, size: {"ok": 1} if size <= 14 else torch.ones(2**40)  # noqa: E731
