@@ -294,7 +294,7 @@ def page(results: Results) -> str:
         "",
         f"Generation of {told_of['new_tokens']} tokens for every sample, under {told_of['budget']}, at most "
         f"{told_of['batch_size']} samples, {STEPS} steps a trial. `fits` is the largest size that ran, with",
-        "the smallest that did not; a share is of it. Then sizes tried, those that ran out of memory, seconds.",
+        "the smallest that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
         "",
         "| prompt | fits | " + " | ".join(f"{way}: size, share, sizes, OOMs, s" for way in WAYS) + " |",
         "|---|---|" + "---|" * len(WAYS),

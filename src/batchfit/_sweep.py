@@ -39,6 +39,7 @@ from batchfit._sweep_result import (
 )
 from batchfit._sweep_run import Engine, Job, Measure, Settings, here
 from batchfit._target import load_function, parse_target, source_line
+from batchfit._torch.device import resolve_device
 from batchfit._torch.lock import used_alone
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.workload import Workload
@@ -228,6 +229,8 @@ def _check_settings(settings: Settings) -> None:
     if size is None and settings.strategy in ("grow", "halve"):
         raise ValueError(f"batch_size must be given with strategy {settings.strategy!r}, not None")
     check_steps(settings.steps, settings.soak_steps, None)
+    if settings.device is not None:
+        resolve_device(settings.device)
     Search(
         strategy=settings.strategy,
         max_size=size,

@@ -16,6 +16,7 @@ A `Job` can be pickled where its functions can, so another process may run it.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import sys
@@ -159,7 +160,7 @@ def run_configuration(
     if course.device is not None and course.known.get("stopped_because") != DEAD:
         recover(course.device)
     record = SweepRecord(
-        knobs=dict(configuration),
+        knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
         trials=tuple(course.trials),
         elapsed_s=time.perf_counter() - begun,
         **course.known,

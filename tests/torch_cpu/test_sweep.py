@@ -26,7 +26,7 @@ from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
 from batchfit._sweep_run import Job, Settings, here, run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
-from batchfit.testing import simulated_oom
+from batchfit.testing import count_operations, fail_at, simulated_oom
 
 KIB = 1024
 # What this imports is frozen with the rest before the first test: collecting it again and again takes long.
@@ -289,6 +289,50 @@ def test_a_dead_device_ends_the_sweep_after_its_record() -> None:
     assert [one.knobs for one in records] == [{"number": 1}]
 
 
+def test_running_out_at_any_operation_is_a_value_of_its_configuration() -> None:
+    """Memory runs out once, at each operation in turn: the sweep ends, and no other configuration changes."""
+
+    def make(width: int) -> Workload:
+        model = nn.Linear(width, width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return batchfit.training(model, optimizer, lambda model, x: model(x).mean(), torch.ones(2, width))
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        workload.step(size)
+        return {"done": True}
+
+    def run() -> SweepResult:
+        return sweep(make, {"width": [3, 4]}, batch_size=3, measure=measure)
+
+    straight = run()
+    with count_operations() as seen:
+        run()
+    outcomes = set()
+    for number in range(0, seen.operations, max(1, seen.operations // 30)):
+        with fail_at(number) as fault:
+            result = run()
+        assert fault.fired
+        assert result.complete
+        hit = [
+            one
+            for one, calm in zip(result.records, straight.records, strict=True)
+            if (one.batch_size_used, one.error, one.ooms, one.measure_sizes)
+            != (calm.batch_size_used, calm.error, calm.ooms, calm.measure_sizes)
+        ]
+        assert len(hit) <= 1
+        for one in hit:
+            outcomes.add(one.failed_in or ("measure" if one.measure_retries else "trial"))
+            assert one.error is None or one.failed_in in ("factory", "search")
+            assert one.error is not None or 1 <= (one.batch_size_used or 0) <= 3
+    assert {"factory", "trial", "measure"} <= outcomes <= {"factory", "search", "trial", "measure"}
+
+
+def test_knobs_may_be_tuples_and_are_lists_in_the_record() -> None:
+    result = sweep(lambda shape: limited(shape[0]), {"shape": [(2, 3)]})
+    assert result.summary == [{"shape": [2, 3], "batch_size_used": 2, "error": None}]
+    assert SweepResult.from_json(result.to_json()) == result
+
+
 def test_memory_of_one_configuration_is_gone_before_the_next() -> None:
     alive: list[weakref.ref[Any]] = []
     live_at_begin: list[int] = []
@@ -474,6 +518,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
          "'predict' or None, not 3"),
         ({"estimate": {"most": "crops"}, "batch_size": None}, ValueError,
          "estimate must be None where batch_size is None, not {'most': 'crops'}: it is a share"),
+        ({"device": "cuda:77"}, ValueError, None),
         ({"measure": 3}, TypeError, "measure must be a callable measure(workload, size) or None, not 3"),
         ({"knobs": {"many": [1]}}, GridError, None),
         ({"knobs": {"error": [1], "most": [1]}}, GridError,
@@ -500,6 +545,8 @@ def test_wrong_arguments_are_refused_before_anything_runs(
         sweep(make, arguments.pop("knobs"), **arguments)
     if text is not None:
         assert str(caught.value) == text
+    elif "device" in change:
+        assert str(caught.value).startswith("device must be ")
     else:
         assert str(caught.value).startswith("the knob 'many' must be an argument of the factory at ")
         assert str(caught.value).endswith(", which takes most")

@@ -18,13 +18,14 @@ from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
-from batchfit._cli.progress import speaks
+from batchfit._cli.progress import own_warnings_as_notes, speaks
 from batchfit._cli.sweep_file import SweepFile
 from batchfit._cli.sweep_table import screen_here
 from batchfit._decide.grid import Entry
 from batchfit._target import home_of, parse_target
 
 if TYPE_CHECKING:
+    from batchfit._decide.estimates import EstimateFunction
     from batchfit._sweep import Asked, Keeper
     from batchfit._sweep_result import SweepResult
 
@@ -156,7 +157,7 @@ def _run(asked: Asked, keeper: Keeper) -> tuple[Code, str]:
     if keeper.resumed:
         screen.note(f"going on with {keeper.path}: {keeper.resumed} configurations are in it")
     try:
-        with sigterm_interrupts(), screen:
+        with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
             run_sweep(asked, keeper, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
@@ -198,6 +199,13 @@ def _ended(result: SweepResult, code: Code, why: str, path: Path) -> Code:
     )
 
 
+def _estimated(estimate: EstimateFunction, entry: Entry, batch_size: int) -> str:
+    try:
+        return str(estimate(dict(entry.configuration), batch_size))
+    except Exception as error:  # noqa: BLE001  a function of the user's may raise anything
+        return f"{type(error).__name__}: {error}"
+
+
 def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO) -> None:
     """The configurations, what would be run, and where each search would begin."""
     from batchfit.results import text_table
@@ -211,7 +219,7 @@ def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO) -> None:
         if not entry.why_not and not settings.auto:
             start = str(settings.batch_size)
         elif not entry.why_not and settings.estimate is not None and settings.batch_size is not None:
-            start = str(settings.estimate(dict(entry.configuration), settings.batch_size))
+            start = _estimated(settings.estimate, entry, settings.batch_size)
         values = (str(value) for value in entry.configuration.values())
         return (*values, start, f"skipped: {entry.why_not}" if entry.why_not else "run")
 

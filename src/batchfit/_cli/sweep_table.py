@@ -7,6 +7,7 @@ a terminal only.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -121,6 +122,8 @@ class Table:
             get_renderable=self.picture,
             refresh_per_second=1 / _EVERY_S,
             transient=True,
+            # Where stdout is no terminal, what the user's code prints there belongs to whoever reads it.
+            redirect_stdout=os.isatty(1),
         )
 
     def __enter__(self) -> Self:
