@@ -26,7 +26,8 @@ from batchfit._target import home_of, parse_target
 
 if TYPE_CHECKING:
     from batchfit._decide.estimates import EstimateFunction
-    from batchfit._sweep import Asked, Keeper
+    from batchfit._sweep import Keeper
+    from batchfit._sweep_asked import Asked
     from batchfit._sweep_result import SweepResult
 
 
@@ -71,7 +72,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 
 def _asked(file: SweepFile, flags: SweepFlags) -> Asked:
-    from batchfit._sweep import Asked
+    from batchfit._sweep_asked import Asked
     from batchfit._sweep_run import Settings
 
     options: dict[str, Any] = file.options
