@@ -24,6 +24,7 @@ GUIDES = (
     "noise.md",
     "schedules.md",
     "loader.md",
+    "sweep.md",
 )  # pages that show what their first example prints
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

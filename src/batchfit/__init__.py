@@ -35,6 +35,9 @@ _EXPORTS = {
     "StepBatchSizeConfig": "batchfit.schedules",
     "ResizableLoader": "batchfit._loader",
     "StepReport": "batchfit.results",
+    "SweepEvent": "batchfit._sweep_log",
+    "SweepRecord": "batchfit.results",
+    "SweepResult": "batchfit.results",
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
@@ -48,6 +51,7 @@ _EXPORTS = {
     "profile_throughput": "batchfit._profile",
     "report": "batchfit._report",
     "run_largest": "batchfit._rerun",
+    "sweep": "batchfit._sweep",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
     "virtual_memory": "batchfit._torch.virtual",
@@ -73,6 +77,9 @@ __all__ = [
     "ScheduleEvent",
     "StepBatchSizeConfig",
     "StepReport",
+    "SweepEvent",
+    "SweepRecord",
+    "SweepResult",
     "ThroughputProfile",
     "Trial",
     "Workload",
@@ -86,6 +93,7 @@ __all__ = [
     "profile_throughput",
     "report",
     "run_largest",
+    "sweep",
     "testing",
     "training",
     "virtual_memory",
@@ -106,12 +114,16 @@ if TYPE_CHECKING:
     from batchfit._report import report
     from batchfit._rerun import LargestRun, run_largest
     from batchfit._schedule import BatchSizeScheduler
+    from batchfit._sweep import sweep
+    from batchfit._sweep_log import SweepEvent
     from batchfit._torch.virtual import virtual_memory
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
         Prediction,
         StepReport,
+        SweepRecord,
+        SweepResult,
         ThroughputProfile,
         Trial,
     )

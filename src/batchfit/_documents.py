@@ -1,15 +1,17 @@
 """Settings in JSON and YAML files, and what pydantic says about them in one sentence.
 
 Rules: a document is a mapping; JSON always works, YAML where pyyaml is installed; a file that cannot be read
-says which, and why. An error names field and value: `gamma must be at least 2, not 1`.
+says which, and why. An error names field and value: `gamma must be at least 2, not 1`. `Document` knows the
+lines of its keys, and a key that comes twice is an error: YAML would silently take the last one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 YAML = (".yaml", ".yml")
 SUFFIXES = (".json", *YAML)
@@ -23,6 +25,67 @@ def read_document(path: Path) -> dict[str, Any]:
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"the file {str(path)!r} cannot be read: {why}") from None
     return parse_document(text, name=repr(str(path)), is_yaml=path.suffix.lower() in YAML)
+
+
+Place = tuple[str | int, ...]  # the way to a value: keys as text, and indices of lists
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The mapping in a file, and on which line each of its keys and list entries stands."""
+
+    name: str
+    data: dict[str, Any]
+    lines: Mapping[Place, int]
+
+    def where(self, place: Place) -> str:
+        """`sweep.yaml:7`, for the nearest place on the way there that has a line."""
+        for length in range(len(place), 0, -1):
+            line = self.lines.get(tuple(place[:length]))
+            if line is not None:
+                return f"{self.name}:{line}"
+        return self.name
+
+
+def read_lined(path: Path) -> Document:
+    """The mapping in a file with its lines; a JSON file has them where pyyaml is installed."""
+    data = read_document(path)
+    text = path.read_text(encoding="utf-8")
+    return Document(str(path), data, _lines(text, str(path), is_yaml=path.suffix.lower() in YAML))
+
+
+def _lines(text: str, name: str, *, is_yaml: bool) -> dict[Place, int]:
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        if is_yaml:
+            raise
+        return {}  # JSON that YAML reads otherwise, such as one with tabs
+    found: dict[Place, int] = {}
+    for place, line in _placed(root, ()):
+        if place in found:
+            key = ".".join(map(str, place))
+            raise ValueError(f"{name}:{line}: {key} must be given once, not again (line {found[place]})")
+        found[place] = line
+    return found
+
+
+_DEEPEST = 12  # an alias may lead back to itself
+
+
+def _placed(node: Any, place: Place) -> Iterator[tuple[Place, int]]:
+    if node is None or isinstance(node.value, str) or len(place) > _DEEPEST:
+        return
+    for index, part in enumerate(node.value):
+        key, value = part if isinstance(part, tuple) else (part, part)
+        here: Place = (*place, str(key.value) if isinstance(part, tuple) else index)
+        yield here, key.start_mark.line + 1
+        yield from _placed(value, here)
 
 
 def parse_document(text: str, *, name: str, is_yaml: bool = False) -> dict[str, Any]:

@@ -72,6 +72,22 @@ def parse_target(text: str) -> Target:
 
 def load_target(target: Target) -> Callable[[], object]:
     """The target's function. Runs the user's module, and lets its errors through unchanged."""
+    function = load_function(target)
+    needed = _required_arguments(function)
+    if needed:
+        hint = ""
+        if len(needed) == 1:
+            name = target.function.rpartition(".")[2]
+            hint = f". If it is the step itself, add a function that returns it: def make(): return {name}"
+        raise TargetError(
+            f"{target.text} at {source_line(function)} needs arguments ({', '.join(needed)}): "
+            f"{CONTRACT}{hint}"
+        )
+    return function
+
+
+def load_function(target: Target) -> Callable[..., object]:
+    """The function that a target names, whatever arguments it takes."""
     importlib.invalidate_caches()
     with _as_a_script(target):
         module = _module_from_file(target.path) if target.path else _module_by_name(target)
@@ -83,16 +99,6 @@ def load_target(target: Target) -> Callable[[], object]:
         kind = "class" if inspect.isclass(function) else type(function).__name__
         raise TargetError(
             f"{target.text} is a {kind}, not a function ({shown_path(module.__file__)}): {CONTRACT}"
-        )
-    needed = _required_arguments(function)
-    if needed:
-        hint = ""
-        if len(needed) == 1:
-            name = target.function.rpartition(".")[2]
-            hint = f". If it is the step itself, add a function that returns it: def make(): return {name}"
-        raise TargetError(
-            f"{target.text} at {source_line(function)} needs arguments ({', '.join(needed)}): "
-            f"{CONTRACT}{hint}"
         )
     return function  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
-    ├── SettingsDifferError   a file to resume from holds a search with other settings
+    ├── SettingsDifferError   a file to resume from holds a search or a sweep with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
     ├── CollectivesError      steps talk to other ranks in a way that no rank can stand in for
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
@@ -176,12 +176,12 @@ class ChildRaisedError(BatchfitError):
 
 
 class SettingsDifferError(BatchfitError):
-    """A file to resume from holds a search with other settings; `differences` names each."""
+    """A file to resume from holds a search or a sweep with other settings; `differences` names each."""
 
-    def __init__(self, path: str, differences: Iterable[str]) -> None:
+    def __init__(self, path: str, differences: Iterable[str], *, what: str = "search") -> None:
         self.differences = tuple(differences)
         super().__init__(
-            f"the search in {path} was begun with other settings ({'; '.join(self.differences)}). "
+            f"the {what} in {path} was begun with other settings ({'; '.join(self.differences)}). "
             "Use the same ones, or another file."
         )
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -574,3 +574,17 @@ def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption
         f"<table><caption>{html.escape(caption)}</caption>"
         f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+if TYPE_CHECKING:
+    from batchfit._sweep_result import SweepRecord as SweepRecord
+    from batchfit._sweep_result import SweepResult as SweepResult
+else:
+
+    def __getattr__(name: str) -> object:
+        # These are results too; their module is made of what stands above, so it is loaded when asked for.
+        if name in ("SweepRecord", "SweepResult"):
+            from batchfit import _sweep_result
+
+            return getattr(_sweep_result, name)
+        raise AttributeError(f"module 'batchfit.results' has no attribute {name!r}")

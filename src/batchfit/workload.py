@@ -8,11 +8,12 @@ its last output while the next batch runs needs room for one more output than a 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Literal, final
 
 import torch
@@ -206,13 +207,13 @@ def generation(
     Any object with a `generate` that knows `max_new_tokens` and `min_new_tokens` will do. A batch that
     is a mapping goes as keywords, any other as the first argument; the remaining keywords go to
     `generate` as they are. `make_batch` as in `training`. In eval mode under `torch.inference_mode`.
+    `model` may also be a function `generate(batch, max_new_tokens=...)`, which returns the tokens and has to
+    make all of them; its batch stays where `make_batch` put it.
     """
+    if isinstance(model, FunctionType | MethodType | functools.partial):
+        return _generating(model, make_batch, max_new_tokens, collate_fn, generate_kwargs)
     if not callable(getattr(model, "generate", None)) or isinstance(model, type):
         raise TypeError(f"model must be an object with a generate method, not {type(model).__name__}")
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-        raise TypeError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
     _check_full_length(generate_kwargs, max_new_tokens)
     options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     source = batch_source(make_batch, collate_fn=collate_fn)
@@ -232,6 +233,32 @@ def generation(
 
     state = (model,) if isinstance(model, nn.Module) else ()
     return _known(step, "generation", model, None, state=state, parts={"source": source, "options": options})
+
+
+def _generating(
+    function: Callable[..., Any], make_batch: Any, max_new_tokens: int, collate_fn: Any, more: dict[str, Any]
+) -> Workload:
+    """Generation by a function of the user's."""
+    _check_full_length(more, max_new_tokens)
+    options = {**more, "max_new_tokens": max_new_tokens}
+    source = batch_source(make_batch, collate_fn=collate_fn)
+
+    def step(batch_size: int) -> None:
+        phase.enter("batch")
+        batch = source(batch_size)
+        phase.enter("forward")
+        with torch.inference_mode():
+            tokens = function(batch, **options)
+        length = tokens.shape[-1] if isinstance(tokens, torch.Tensor) else max_new_tokens
+        if length < max_new_tokens:
+            raise ValueError(
+                f"model must make all {max_new_tokens} new tokens of a sample, not {length}: "
+                "a shorter answer needs less memory than the longest one will"
+            )
+        phase.clear()
+
+    parts = {"source": source, "options": options, "function": function}
+    return _known(step, "generation", None, None, state=(), parts=parts)
 
 
 def _known(
@@ -403,6 +430,10 @@ def _is_positive_number(value: object) -> bool:
 
 def _check_full_length(options: Mapping[str, Any], max_new_tokens: int) -> None:
     """Nothing among the keywords may set another length or end a sample early."""
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
+        raise TypeError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
     shortest = options.get("min_new_tokens", max_new_tokens)
     if shortest != max_new_tokens:
         raise ValueError(
@@ -420,10 +451,11 @@ def _check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) -
     """A model's own configuration may still end it early (`max_time`): such a trial would prove nothing."""
     tokens = getattr(output, "sequences", output)
     prompt = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    decoder_only = getattr(getattr(model, "config", None), "is_encoder_decoder", None) is False
-    if not (decoder_only and isinstance(tokens, torch.Tensor) and isinstance(prompt, torch.Tensor)):
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
+    if has_encoder is None or not (isinstance(tokens, torch.Tensor) and isinstance(prompt, torch.Tensor)):
         return
-    made = tokens.shape[-1] - prompt.shape[-1]
+    # A decoder goes on from the prompt; one behind an encoder begins with a token of its own.
+    made = tokens.shape[-1] - (1 if has_encoder else prompt.shape[-1])
     if made < max_new_tokens:
         raise ValueError(
             f"model.generate stopped after {made} of {max_new_tokens} new tokens: take max_time, "

@@ -289,3 +289,45 @@ assert_type(ran.trials, tuple[Trial, ...])
 hf_options = hf.Options(budget="20GiB", schedule="0:8 100:16 step", lr="sqrt", search={"soak_steps": 25})
 assert_type(hf_options.find, bool)
 hf.adapt(object(), find=False)
+
+
+# Sweeps.
+def make_swept(max_crops: int, top_k: int = 2) -> Workload:
+    return batchfit.generation(model, make_batch, max_new_tokens=8)
+
+
+def make_step(width: int) -> Any:
+    return step
+
+
+def accuracy(workload: Workload, size: int) -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
+def accuracy_of(workload: Workload, size: int, max_crops: int) -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
+def on_event(event: batchfit.SweepEvent) -> None:
+    assert_type(event.size, int | None)
+
+
+swept = batchfit.sweep(make_swept, {"max_crops": [2, 4], "top_k": [1]}, batch_size=64, measure=accuracy)
+assert_type(swept, batchfit.SweepResult)
+assert_type(swept.summary, list[dict[str, Any]])
+assert_type(swept.records[0], batchfit.SweepRecord)
+assert_type(swept.records[0].batch_size_used, int | None)
+batchfit.sweep(make_step, [{"width": 1}, {"width": 2}], batch_size=None, on_event=on_event)
+batchfit.sweep(
+    "model.py:make",
+    {"max_crops": [2, 12]},
+    mode="zip",
+    strategy="grow",
+    estimate={"max_crops": "crops"},
+    measure=accuracy_of,
+    start_from={"max_crops": 12},
+    output=Path("out.json"),
+    resume=True,
+)
+batchfit.sweep(make_swept, {"max_crops": [2]}, estimate=lambda configuration, size: size // 2, auto=True)
+batchfit.sweep(make_swept, {"max_crops": [2]}, batches=3)  # type: ignore[call-arg]

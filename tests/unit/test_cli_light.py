@@ -103,7 +103,8 @@ class TestHelp:
         assert "\x1b" not in ran.stdout
 
     @pytest.mark.parametrize(
-        "arguments", [("--help",), ("find", "--help"), ("predict", "--help"), ("explain", "--help")]
+        "arguments",
+        [("--help",), ("find", "--help"), ("predict", "--help"), ("explain", "--help"), ("sweep", "--help")],
     )
     def test_lists_every_exit_code(self, arguments: tuple[str, ...]) -> None:
         lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
@@ -113,7 +114,7 @@ class TestHelp:
     def test_the_numbers_are_a_promise(self) -> None:
         promised = {
             "FOUND": 0, "BROKEN": 1, "USAGE": 2, "NOTHING_FITS": 3, "RAISED": 4, "STOPPED": 5,
-            "UNTRACEABLE": 6, "INTERRUPTED": 130, "TERMINATED": 143,
+            "UNTRACEABLE": 6, "SOME_FAILED": 7, "INTERRUPTED": 130, "TERMINATED": 143,
         }  # fmt: skip
         assert {code.name: int(code) for code in Code} == promised
 

@@ -31,6 +31,7 @@ Examples:
   batchfit predict train.py:make_workload --gpu h100
   batchfit explain train.py:make_workload --batch-size 32 --gpu h100
   batchfit profile train.py:make_workload
+  batchfit sweep sweep.yaml
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit report fit.json -o report.html
   batchfit init train.py
@@ -104,6 +105,32 @@ Examples:
   batchfit profile train.py:make --budget 24GiB --plot throughput.png
   batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64
   batchfit profile train.py:make --target-batch-size 4096 --json > profile.json
+
+{CODES}
+"""
+
+SWEEP_HELP = f"""\
+Find the largest batch size for every configuration, and measure there.
+
+FILE names a factory, the knobs and their values, and how to search. Each
+configuration stands for itself; one that fails is recorded, and the sweep goes
+on. The result is saved after each, and a stopped sweep goes on with --resume.
+
+Examples:
+  batchfit sweep sweep.yaml --dry-run
+  batchfit sweep sweep.yaml --output results.json --csv results.csv
+  batchfit sweep sweep.yaml --resume
+  batchfit sweep sweep.yaml --set start_from.max_crops=12
+  batchfit sweep sweep.yaml --set batch_size=32 --set auto=false
+
+where sweep.yaml has:
+  factory: model.py:make      # make(max_crops=...) returns a workload
+  measure: model.py:accuracy  # accuracy(workload, size) returns a mapping
+  batch_size: 64
+  knobs:
+    max_crops: [2, 4, 8, 12, 13]
+  estimate:
+    max_crops: crops
 
 {CODES}
 """
@@ -635,6 +662,71 @@ def profile(
     )
     delivery = Delivery(as_json=json, output=output, plot=plot)
     end(lambda: profile_target(target, settings, delivery=delivery, full_traceback=traceback))
+
+
+@app.command(help=SWEEP_HELP)
+def sweep(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", show_default=False, help="What to run: YAML or JSON.")
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="Change a key of FILE, such as knobs.max_crops=[12,13]. May be given several times.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            show_default="as FILE says, or FILE-results.json here",
+            help="Where the result goes, after each configuration.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the sweep that the output holds.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --resume: run what failed again.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace what the output holds.")
+    ] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the table as CSV too."
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the configurations, what would be run and where searches begin."
+        ),
+    ] = False,
+    traceback: WholeTracebacks = False,
+) -> None:
+    from batchfit._cli.sweep import SweepFlags, sweep_file
+
+    flags = SweepFlags(
+        sets=tuple(set_ or ()),
+        output=output,
+        resume=resume,
+        retry_failed=retry_failed,
+        overwrite=overwrite,
+        csv=csv,
+        as_json=json,
+        dry_run=dry_run,
+        full_traceback=traceback,
+    )
+    end(lambda: sweep_file(file, flags))
 
 
 @app.command(help=REPORT_HELP)

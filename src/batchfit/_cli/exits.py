@@ -25,6 +25,7 @@ class Code(IntEnum):
     RAISED = 4
     STOPPED = 5
     UNTRACEABLE = 6
+    SOME_FAILED = 7
     INTERRUPTED = 130
     TERMINATED = 143
 
@@ -37,6 +38,7 @@ MEANINGS = {
     Code.RAISED: "the target, or a step, raised an error",
     Code.STOPPED: "a limit ended the search before any size ran",
     Code.UNTRACEABLE: "the step cannot be traced (predict, explain); find measures instead",
+    Code.SOME_FAILED: "some configurations of a sweep failed; the others are in its result",
     Code.INTERRUPTED: "interrupted (Ctrl-C); what was found so far is printed and saved",
     Code.TERMINATED: "terminated (SIGTERM), otherwise as 130",
 }

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from batchfit.results import Trial
 
 
+class Notes(Protocol):
+    """Takes lines for the person who typed the command."""
+
+    def note(self, line: str) -> None: ...
+
+
 class Progress(Protocol):
     """Told what happens, shows it."""
 
@@ -62,7 +68,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 @contextmanager
-def own_warnings_as_notes(progress: Progress) -> Iterator[None]:
+def own_warnings_as_notes(progress: Notes) -> Iterator[None]:
     """Inside, a warning of batchfit's is a note for the person who typed the command, not a line of code."""
     package = os.path.dirname(batchfit.__file__)
 

@@ -43,6 +43,8 @@ def short_generation(workload: Workload) -> Iterator[None]:
     if workload.kind != "generation":
         yield
         return
+    if model is None:
+        raise UntraceableError("generate", "", "it is a function of yours, not transformers'")
     own = vars(model).get("generate")
 
     def generate(*args: Any, **options: Any) -> Tensor:

@@ -1,0 +1,363 @@
+"""A sweep over prompt lengths on one GPU, generation in every trial, beside peers and a bracketed truth.
+
+    python benchmarks/sweep_gpu.py run --out run.json --deadline-s 500   # again: goes on where it was
+    python benchmarks/sweep_gpu.py page run.json --to page.md            # every figure is in the JSON
+    python benchmarks/sweep_gpu.py run --smoke --out smoke.json          # a tiny model, no GPU
+
+A Llama-shaped model of about 1 B parameters in bf16 with random weights; 256 new tokens for every sample;
+prompts of 128 to 2048 tokens, under a cap of 24 GiB. Rows, each in a process of its own: `sweep/guided` and
+`sweep/grow` are `batchfit.sweep` over all prompts (grow with the estimate 512 / prompt), and measure at the
+size found; `sweep/accelerate` is Accelerate's `find_executable_batch_size` called for each prompt, with the
+same steps a trial. `truth/PROMPT` then tries sizes between the largest that ran and the smallest that did not
+until they are within 1 %. Seconds are those of the searches: models are made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pages import add_page, write_page
+
+Results = dict[str, Any]
+
+
+class Setup(NamedTuple):
+    """What is run: on a GPU, or small enough for a CPU."""
+
+    prompts: tuple[int, ...]
+    new_tokens: int
+    budget: str
+    batch_size: int  # the upper limit, and where Accelerate begins
+    shape: dict[str, int]
+
+
+GPU = Setup(
+    (128, 256, 512, 1024, 2048),
+    256,
+    "24GiB",
+    2048,
+    {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+)
+SMOKE = Setup(
+    (8, 32),
+    4,
+    "1MiB",
+    64,
+    {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+)
+WAYS = ("guided", "grow", "accelerate")
+STEPS, SOAK_STEPS = 2, 3
+
+
+def setup(smoke: bool) -> Setup:
+    return SMOKE if smoke else GPU
+
+
+def rows(smoke: bool) -> list[str]:
+    return [*(f"sweep/{way}" for way in WAYS), *(f"truth/{prompt}" for prompt in setup(smoke).prompts)]
+
+
+def made(model: Any, prompt: int, given: Setup) -> Any:
+    """The workload at one prompt length."""
+    import torch
+
+    import batchfit
+
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(2, given.shape["vocab_size"], (size, prompt), device=model.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    return batchfit.generation(model, make_batch, max_new_tokens=given.new_tokens, do_sample=False)
+
+
+def model_of(given: Setup, smoke: bool) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    config = LlamaConfig(
+        **given.shape, max_position_embeddings=4096, pad_token_id=0, eos_token_id=1, tie_word_embeddings=True
+    )
+    with torch.device("cpu" if smoke else "cuda"):
+        model = LlamaForCausalLM(config)
+    return model.eval() if smoke else model.eval().to(torch.bfloat16)
+
+
+def swept(way: str, given: Setup, smoke: bool) -> Results:
+    """`batchfit.sweep` over the prompts."""
+    import torch
+
+    import batchfit
+
+    model = model_of(given, smoke)
+
+    def measure(workload: Any, size: int) -> Results:
+        begun = time.perf_counter()
+        workload.step(size)
+        if not smoke:
+            torch.cuda.synchronize()
+        return {"tokens_per_s": size * given.new_tokens / (time.perf_counter() - begun)}
+
+    result = batchfit.sweep(
+        lambda prompt: made(model, prompt, given),
+        {"prompt": list(given.prompts)},
+        batch_size=given.batch_size,
+        strategy=way,
+        estimate={"prompt": f"min(1, {given.prompts[len(given.prompts) // 2]} / prompt)"}
+        if way == "grow"
+        else None,
+        measure=measure,
+        budget=given.budget,
+        steps=STEPS,
+        soak_steps=SOAK_STEPS,
+    )
+    return {str(one.knobs["prompt"]): told(one) for one in result.records}
+
+
+def told(record: Any) -> Results:
+    return {
+        "size": record.batch_size_used,
+        "sizes": [[trial.size, trial.fits] for trial in record.trials],
+        "ooms": record.ooms,
+        "measure_retries": record.measure_retries,
+        "tokens_per_s": record.measures.get("tokens_per_s"),
+        "find_s": record.find_s,
+        "error": record.error,
+    }
+
+
+def with_accelerate(given: Setup, smoke: bool) -> Results:
+    """Accelerate's decorator around the same steps, as its documentation has it."""
+    from accelerate.utils import find_executable_batch_size
+
+    model = model_of(given, smoke)
+    found: Results = {}
+    for prompt in given.prompts:
+        work = made(model, prompt, given)
+        sizes: list[list[Any]] = []
+
+        def run(batch_size: int, work: Any = work, sizes: list[list[Any]] = sizes) -> int:
+            sizes.append([batch_size, False])
+            for _ in range(STEPS):
+                work.step(batch_size)
+            sizes[-1][1] = True
+            return batch_size
+
+        begun = time.perf_counter()
+        with limited(model, given):
+            size = find_executable_batch_size(run, starting_batch_size=given.batch_size)()
+        ooms = sum(not fits for _, fits in sizes)
+        seconds = time.perf_counter() - begun
+        found[str(prompt)] = {"size": size, "sizes": sizes, "ooms": ooms, "find_s": seconds}
+    return found
+
+
+def limited(model: Any, given: Setup) -> contextlib.AbstractContextManager[None]:
+    from batchfit._decide.units import parse_bytes
+    from batchfit._torch.device import resolve_device
+
+    device = resolve_device(None, near=[model])
+    return device.limit(min(parse_bytes(given.budget), device.total_bytes()))
+
+
+def truth(prompt: int, given: Setup, smoke: bool, good: int, bad: int | None) -> Results:
+    """The largest size that runs, between sizes of which one ran and the next did not."""
+    import batchfit
+
+    work = made(model_of(given, smoke), prompt, given)
+
+    def fits(size: int) -> bool:
+        with contextlib.suppress(batchfit.errors.NothingFitsError):
+            batchfit.find_batch_size(
+                work, min_size=size, max_size=size, steps=STEPS, soak_steps=0, budget=given.budget
+            )
+            return True
+        return False
+
+    tried = 0
+    while bad is None or bad - good > max(1, good // 100):
+        if bad is None and good >= given.batch_size:
+            break
+        size = min(given.batch_size, good + max(1, good // 50)) if bad is None else (good + bad) // 2
+        tried += 1
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    return {"fits": good, "does_not": bad, "tried": tried}
+
+
+def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
+    """What the sweeps have shown already: the largest that ran, and the smallest above it that did not."""
+    sizes = [one for way in WAYS for one in results[f"sweep/{way}"][prompt]["sizes"]]
+    good = max((size for size, fits in sizes if fits), default=1)
+    return good, min((size for size, fits in sizes if not fits and size > good), default=None)
+
+
+def one(row: str, given: argparse.Namespace) -> Results:
+    kind, _, name = row.partition("/")
+    wanted = setup(given.smoke)
+    if kind == "truth":
+        results = json.loads(given.out.read_text())
+        return truth(int(name), wanted, given.smoke, *bracket(results, name))
+    return with_accelerate(wanted, given.smoke) if name == "accelerate" else swept(name, wanted, given.smoke)
+
+
+def child(row: str, given: argparse.Namespace) -> Results:
+    command = [sys.executable, __file__, "one", row, "--out", str(given.out)]
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    command += ["--smoke"] if given.smoke else []
+    begun = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
+    if done.returncode != 0:
+        return {"error": done.stderr.strip()[-800:] or f"exit {done.returncode}"}
+    answer: Results = json.loads(done.stdout.splitlines()[-1])
+    answer["process_s"] = time.perf_counter() - begun
+    return answer
+
+
+def about(given: argparse.Namespace) -> Results:
+    import torch
+    import transformers
+
+    on_gpu = torch.cuda.is_available() and not given.smoke
+    wanted = setup(given.smoke)
+    return {
+        "device": torch.cuda.get_device_name(0) if on_gpu else "CPU (a tiny model)",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "command": "python benchmarks/sweep_gpu.py run" + (" --smoke" if given.smoke else ""),
+        "prompts": list(wanted.prompts),
+        "new_tokens": wanted.new_tokens,
+        "budget": wanted.budget,
+        "batch_size": wanted.batch_size,
+    }
+
+
+def run_all(given: argparse.Namespace) -> None:
+    results: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    results["about"] = about(given)
+    begun = time.perf_counter()
+    wanted = given.rows or rows(given.smoke)
+    for row in wanted:
+        if row in results and "error" not in results[row]:
+            continue
+        missing = [
+            way for way in WAYS if "error" in results.get(f"sweep/{way}", {"error": "it has not been run"})
+        ]
+        if row.startswith("truth/") and missing:
+            print(f"{row}: after {', '.join(missing)}", flush=True)
+            continue
+        if time.perf_counter() - begun > given.deadline_s:
+            print(f"{row}: left for another call", flush=True)
+            continue
+        results[row] = child(row, given)
+        given.out.write_text(json.dumps(results))
+        print(row, json.dumps(results[row])[:300], flush=True)
+    left = [row for row in wanted if row not in results or "error" in results[row]]
+    print(f"{len(left)} rows left")
+
+
+def page(results: Results) -> str:
+    """The dated page: every figure comes from the JSON."""
+    told_of = results["about"]
+    lines = [
+        f"# A sweep over prompt lengths on a {told_of['device']}",
+        "",
+        f"Made by `{told_of['command']}`; torch {told_of['torch']}, transformers {told_of['transformers']}, "
+        f"python {told_of['python']}.",
+        "",
+        f"Generation of {told_of['new_tokens']} tokens for every sample, under {told_of['budget']}, at most "
+        f"{told_of['batch_size']} samples, {STEPS} steps a trial. `fits` is the largest size that ran, with",
+        "the smallest that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
+        "",
+        "| prompt | fits | " + " | ".join(f"{way}: size, share, sizes, OOMs, s" for way in WAYS) + " |",
+        "|---|---|" + "---|" * len(WAYS),
+    ]
+    totals = {way: [0, 0, 0.0] for way in WAYS}
+    for prompt in map(str, told_of["prompts"]):
+        true = results.get(f"truth/{prompt}", {})
+        most = true.get("fits")
+        cells = []
+        for way in WAYS:
+            run = results.get(f"sweep/{way}", {}).get(prompt)
+            if run is None or run.get("size") is None:
+                cells.append((run or {}).get("error") or "not run")
+                continue
+            share = f"{run['size'] / most:.1%}" if most else "-"
+            tried = len({size for size, _ in run["sizes"]})
+            for index, amount in enumerate((tried, run["ooms"], run["find_s"])):
+                totals[way][index] += amount
+            cells.append(f"{run['size']}, {share}, {tried}, {run['ooms']}, {run['find_s']:.1f}")
+        shown = "-" if most is None else f"{most} (not {true['does_not'] or 'more than allowed'})"
+        lines.append(f"| {prompt} | {shown} | " + " | ".join(cells) + " |")
+    ends = [f"{tried} sizes, {ooms} OOMs, {seconds:.0f} s" for tried, ooms, seconds in totals.values()]
+    lines.append("| all | | " + " | ".join(ends) + " |")
+    ours = results.get("sweep/guided", {})
+    measured = [
+        f"{prompt}: {ours[prompt]['tokens_per_s']:.0f}"
+        for prompt in map(str, told_of["prompts"])
+        if ours.get(prompt, {}).get("tokens_per_s")
+    ]
+    retries = sum(ours.get(str(prompt), {}).get("measure_retries", 0) for prompt in told_of["prompts"])
+    if measured:
+        lines += [
+            "",
+            f"New tokens/s at the sizes of `guided`, by prompt: {', '.join(measured)}; {retries} OOMs.",
+        ]
+    lines += [
+        f"\n{row}: {results[row]['error'].splitlines()[-1]}"
+        for row in results
+        if row != "about" and results[row].get("error")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--rows", nargs="*")
+    running.add_argument("--deadline-s", type=float, default=float("inf"))
+    single = commands.add_parser("one")
+    single.add_argument("row")
+    for command in (running, single):
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--smoke", action="store_true")
+    add_page(commands)
+    given = parser.parse_args()
+    if given.command == "run":
+        run_all(given)
+    elif given.command == "one":
+        print(json.dumps(one(given.row, given)))
+    else:
+        write_page(given, page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`batchfit sweep`: from a file to a size and a measurement for every configuration.
+
+Rules: what is wrong with the file is said with its line, before anything is run; the result is on disk after
+each configuration, and an interrupt loses only the one that was running; a sweep in which something failed
+ends with another code than one in which nothing did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from batchfit import _failure as failure
+from batchfit import errors
+from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.output import check_writable, stdout_for_results
+from batchfit._cli.progress import own_warnings_as_notes, speaks
+from batchfit._cli.sweep_file import SweepFile
+from batchfit._cli.sweep_table import screen_here
+from batchfit._decide.grid import Entry
+from batchfit._target import home_of, parse_target
+
+if TYPE_CHECKING:
+    from batchfit._decide.estimates import EstimateFunction
+    from batchfit._sweep import Keeper
+    from batchfit._sweep_asked import Asked
+    from batchfit._sweep_result import SweepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFlags:
+    """The flags of `batchfit sweep`."""
+
+    sets: Sequence[str] = ()
+    output: Path | None = None
+    resume: bool = False
+    retry_failed: bool = False
+    overwrite: bool = False
+    csv: Path | None = None
+    as_json: bool = False
+    dry_run: bool = False
+    full_traceback: bool = False
+
+
+def sweep_file(path: Path, flags: SweepFlags) -> Code:
+    """Read the file, run what waits, and show the result."""
+    file = SweepFile.read(path, flags.sets)
+    entries = file.entries()
+    output = file.output if flags.output is None else flags.output
+    for name, one in (("output", output), ("csv", flags.csv)):
+        if one is not None and not flags.dry_run:
+            check_writable(one, name=name)
+    with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
+        asked = _asked(file, flags)
+        keeper = _keeper(asked, output, flags, stack)
+        if flags.dry_run:
+            _show_plan(asked, keeper, stdout)
+            return Code.FOUND
+        if speaks():
+            count = sum(not entry.why_not for entry in entries)
+            sys.stderr.write(f"{path}: {count} configurations, results go to {output}\n")
+        code, why = _run(asked, keeper)
+        with uninterrupted():
+            result = keeper.result()
+            if speaks():
+                _deliver(result, flags, stdout, output)
+    return _ended(result, code, why, path)
+
+
+def _asked(file: SweepFile, flags: SweepFlags) -> Asked:
+    from batchfit._sweep_asked import Asked
+    from batchfit._sweep_run import Settings
+
+    options: dict[str, Any] = file.options
+    named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
+    estimate = options.pop("estimate", None)
+    if isinstance(estimate, str) and estimate != "predict":
+        named["estimate"] = estimate
+        estimate = file.target("estimate")
+    if options.get("measure") is not None:
+        options["measure"] = file.target("measure")
+    factory = file.target("factory")
+    around = {name: options.pop(name) for name in ("mode", "start_from") if name in options}
+    try:
+        _check_named(file)
+        settings = Settings(**{"batch_size": 64, **options})
+        return Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
+    except (errors.TargetError, SyntaxError) as error:
+        raise file.wrong(str(error), ("factory",)) from None
+    except (ValueError, TypeError) as error:
+        if not _is_refusal(error):
+            raise _raised(error, factory, full=flags.full_traceback) from None
+        raise file.blame(error) from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
+        raise _raised(error, factory, full=flags.full_traceback) from None
+
+
+def _check_named(file: SweepFile) -> None:
+    """The functions besides the factory are there: each is named by its own key where it is not."""
+    from batchfit._target import load_function
+
+    for key in ("measure", "estimate"):
+        text = file.data.get(key)
+        if not isinstance(text, str) or (key == "estimate" and text == "predict"):
+            continue
+        try:
+            load_function(parse_target(file.target(key)))
+        except errors.TargetError as error:
+            raise file.wrong(str(error), (key,)) from None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """An argument was refused by us: the user's own frames are not in it."""
+    return " must " in str(error) and failure.last_users_line(error) is None
+
+
+def _raised(error: BaseException, factory: str, *, full: bool) -> CommandFailed:
+    if isinstance(error, CommandFailed):
+        return error
+    home = home_of(parse_target(factory))
+    text = failure.headline(error, what=factory, home=home)
+    return CommandFailed(Code.RAISED, text, details=failure.details(error, home=home, full=full))
+
+
+def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.ExitStack) -> Keeper:
+    from batchfit._sweep import Keeper
+
+    if flags.dry_run and not (flags.resume and output.exists()):
+        return Keeper(asked, None)
+    try:
+        return Keeper.of(
+            asked,
+            output,
+            resume=flags.resume,
+            retry_failed=flags.retry_failed,
+            overwrite=flags.overwrite,
+            stack=stack,
+        )
+    except errors.BatchfitError as error:
+        text = str(error)
+        if "is there already" in text:
+            text = text.replace("(resume)", "(--resume)").replace("(overwrite)", "(--overwrite)")
+            text = text.replace("name another file", "name another file (--output)")
+        raise CommandFailed(Code.USAGE, text) from None
+    except ValueError as error:
+        raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
+
+
+def _run(asked: Asked, keeper: Keeper) -> tuple[Code, str]:
+    """Run what waits; how it ended, and why where it ended early."""
+    from batchfit._sweep import run_sweep
+
+    screen = screen_here(asked.wanted, keeper.records)
+    if keeper.resumed:
+        screen.note(f"going on with {keeper.path}: {keeper.resumed} configurations are in it")
+    try:
+        with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
+            run_sweep(asked, keeper, on_event=screen.on_event)
+    except KeyboardInterrupt as stop:
+        return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
+    except errors.SearchStoppedError as error:
+        return Code.RAISED, str(error)
+    return Code.FOUND, ""
+
+
+def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, output: Path) -> None:
+    if flags.csv is not None:
+        result.to_csv(flags.csv)
+    if flags.as_json:
+        stdout.write(result.to_json() + "\n")
+    shown = sys.stderr if flags.as_json else stdout
+    saved = ", ".join(str(one) for one in (output, flags.csv) if one is not None and Path(one).exists())
+    if result.records:
+        shown.write(f"{result}\n")
+    shown.write(f"saved: {saved}\n" if saved else "")
+    shown.flush()
+    stdout.flush()
+
+
+def _ended(result: SweepResult, code: Code, why: str, path: Path) -> Code:
+    failed, done = len(result.failed), len(result.records)
+    if why:
+        left = result.planned - done
+        again = f"{left} of {result.planned} configurations are left: batchfit sweep {path} --resume"
+        raise CommandFailed(code, f"{why}; {again}")
+    if not failed:
+        return code
+    if failed < done:
+        return Code.SOME_FAILED
+    first = result.failed[0]
+    at = f" at {first.error_at}" if first.error_at else ""
+    nothing_fits = all((one.error or "").startswith("NothingFitsError") for one in result.failed)
+    kind = Code.NOTHING_FITS if nothing_fits else Code.RAISED
+    raise CommandFailed(
+        kind, f"every configuration failed; {first.label} in {first.failed_in}{at}: {first.error}"
+    )
+
+
+def _estimated(estimate: EstimateFunction, entry: Entry, batch_size: int) -> str:
+    try:
+        return str(estimate(dict(entry.configuration), batch_size))
+    except Exception as error:  # noqa: BLE001  a function of the user's may raise anything
+        return f"{type(error).__name__}: {error}"
+
+
+def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO) -> None:
+    """The configurations, what would be run, and where each search would begin."""
+    from batchfit.results import text_table
+
+    entries = keeper.entries()
+    knobs = tuple(entries[0].configuration)
+    settings = asked.job.settings
+
+    def row(entry: Entry) -> tuple[str, ...]:
+        start = "-"
+        if not entry.why_not and not settings.auto:
+            start = str(settings.batch_size)
+        elif not entry.why_not and settings.estimate is not None and settings.batch_size is not None:
+            start = _estimated(settings.estimate, entry, settings.batch_size)
+        values = (str(value) for value in entry.configuration.values())
+        return (*values, start, f"skipped: {entry.why_not}" if entry.why_not else "run")
+
+    columns = (*knobs, "begins with", "what")
+    waiting = sum(not entry.why_not for entry in entries)
+    most = "as many as fit" if settings.batch_size is None else f"at most {settings.batch_size}"
+    how = f"strategy {settings.strategy}, {most}" if settings.auto else f"fixed at {settings.batch_size}"
+    stdout.write(f"{text_table(columns, [row(entry) for entry in entries])}\n")
+    stdout.write(f"{waiting} of {len(entries)} configurations would be run ({how})\n")
+    stdout.flush()

@@ -1,0 +1,280 @@
+"""`sweep`: the right batch size for every configuration, and a measurement at that size.
+
+Rules:
+- Arguments are checked before any device work and before the factory is called: knobs, start, estimate,
+  settings, files, and that the factory takes the knobs.
+- Each record goes to disk as soon as it is there, and the file is whole at every moment. A sweep that was
+  stopped goes on where it was, with the settings that it was begun with.
+- Nothing is written over without `overwrite` or `resume`.
+- Which configurations are run is decided in `_decide.grid`; running one is `_sweep_run`'s; this file drives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+
+import batchfit
+from batchfit._decide.estimates import EstimateFunction
+from batchfit._decide.grid import Entry, key_of, without_done
+from batchfit._files import write_whole
+from batchfit._sweep_asked import Asked
+from batchfit._sweep_log import OnEvent, SweepEvent
+from batchfit._sweep_result import (
+    SkippedConfiguration,
+    SweepRecord,
+    SweepResult,
+    in_order,
+)
+from batchfit._sweep_run import Engine, Measure, Settings, here
+from batchfit._torch.lock import used_alone
+from batchfit.errors import ResultFileError, SettingsDifferError
+from batchfit.workload import Workload
+
+EstimateSpec = str | Mapping[str, Any] | EstimateFunction
+
+
+def sweep(
+    factory: Callable[..., Workload] | Callable[..., Callable[[int], object]] | str,
+    knobs: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+    *,
+    mode: Literal["grid", "zip"] = "grid",
+    batch_size: int | None = 64,
+    auto: bool = True,
+    estimate: EstimateSpec | None = None,
+    measure: Measure | str | None = None,
+    strategy: str = "guided",
+    attempts: int = 5,
+    tolerance: float = 0.02,
+    steps: int = 3,
+    soak_steps: int = 25,
+    budget: int | str | None = None,
+    device: str | int | None = None,
+    start_from: object = None,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    retry_failed: bool = False,
+    overwrite: bool = False,
+    on_record: Callable[[SweepRecord], object] | None = None,
+    on_event: OnEvent | None = None,
+) -> SweepResult:
+    """Find the largest batch size of every configuration, and measure there.
+
+    ```python
+    result = batchfit.sweep(make, {"max_crops": [2, 4, 8, 12]}, batch_size=64, measure=accuracy)
+    print(result)
+    result.to_dataframe()
+    ```
+
+    Args:
+        factory: `factory(**knobs)` returns the workload of a configuration, or a step; or its name as
+            "file.py:function" or "package.module:function".
+        knobs: the values of each knob, all of them combined; or a list of configurations.
+        mode: "zip" takes the first value of each knob, then the second, and so on.
+        batch_size: the largest size to use, and with `auto=False` the one to use; None: as many as fit.
+        auto: find a size for each configuration; False: use `batch_size` for all, confirmed by one trial.
+        estimate: where a search begins: `estimate(configuration, batch_size) -> int`, or for each knob a
+            table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
+            prediction says, where the step can be traced. A function may be given by its name.
+        measure: `measure(workload, size)` returns what is to be recorded, as a dict, at the size found; where
+            it runs out of memory it is called again at a smaller one. Knobs that its further arguments are
+            named after are passed too. Or its name, as for `factory`.
+        strategy: "guided" (default); "grow": from the estimate, x1.5 while it runs, bisection once it does
+            not, at most `attempts` sizes; or another of `find_batch_size`.
+        attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
+        start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`, or 12 where there
+            is one knob.
+        output: a file that holds the result after each configuration.
+        resume: go on with the sweep in `output`; without such a file, begin.
+        retry_failed: with `resume`, run configurations again that failed.
+        overwrite: replace what is in `output`.
+        on_record: called with each record when it is in the file. on_event: called with all that happens.
+
+    Raises:
+        SettingsDifferError: the file to resume from holds a sweep with other settings.
+        ResultFileError: `output` is there already, holds something else, or is in use.
+
+    A configuration that fails is a record with its `error`, and the sweep goes on.
+    """
+    settings = Settings(
+        batch_size=batch_size,
+        auto=auto,
+        strategy=strategy,
+        attempts=attempts,
+        budget=budget,
+        tolerance=tolerance,
+        steps=steps,
+        soak_steps=soak_steps,
+        device=device,
+        measure=measure,
+    )
+    asked = Asked.of(factory, knobs, settings, mode=mode, start_from=start_from, estimate=estimate)
+    for name, function in (("on_record", on_record), ("on_event", on_event)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a callable or None, not {function!r}")
+    with contextlib.ExitStack() as stack:
+        keeper = Keeper.of(
+            asked, output, resume=resume, retry_failed=retry_failed, overwrite=overwrite, stack=stack
+        )
+        return run_sweep(asked, keeper, on_record=on_record, on_event=on_event)
+
+
+@final
+class Keeper:
+    """The file of a sweep while it runs, and the records in it; without a path, the records alone."""
+
+    def __init__(self, asked: Asked, path: Path | None, records: Sequence[SweepRecord] = ()) -> None:
+        self.asked = asked
+        self.path = path
+        self.records = list(records)
+        self.resumed = len(self.records)
+
+    @classmethod
+    def of(
+        cls,
+        asked: Asked,
+        output: str | os.PathLike[str] | None,
+        *,
+        resume: bool,
+        retry_failed: bool,
+        overwrite: bool,
+        stack: contextlib.ExitStack,
+    ) -> Keeper:
+        """Open the file, or refuse it; `stack` closes it."""
+        flags = {"resume": resume, "retry_failed": retry_failed, "overwrite": overwrite}
+        for name, flag in flags.items():
+            if type(flag) is not bool:
+                raise TypeError(f"{name} must be True or False, not {flag!r}")
+            if flag and output is None:
+                raise ValueError(f"{name} must be False without output, not True")
+        if resume and overwrite:
+            raise ValueError("overwrite must be False with resume, not True")
+        if retry_failed and not resume:
+            raise ValueError("retry_failed must be False without resume, not True")
+        if output is None:
+            return cls(asked, None)
+        path = Path(output)
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise ValueError(f"output must be a file in a folder that exists, not {str(path)!r}")
+        stack.enter_context(used_alone(path))
+        if not path.exists() or overwrite:
+            return cls(asked, path)
+        if not resume:
+            raise ResultFileError(
+                f"{path} is there already, and nothing was run. Go on with it (resume), replace it "
+                "(overwrite), or name another file"
+            )
+        return cls(asked, path, _kept(path, asked, retry_failed=retry_failed))
+
+    def waiting(self) -> tuple[Entry, ...]:
+        """The configurations that have no record yet."""
+        return tuple(entry for entry in self.entries() if not entry.why_not)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All configurations; those that have their record are not to be run again."""
+        return without_done(self.asked.entries, (record.key for record in self.records))
+
+    def keep(self, record: SweepRecord) -> None:
+        """One more record, on disk when this returns."""
+        if any(one.key == record.key for one in self.records):
+            raise RuntimeError(f"the configuration {record.label} has been run twice")
+        self.records.append(record)
+        self.save()
+
+    def save(self) -> None:
+        """Write the file, whole."""
+        if self.path is not None:
+            write_whole(self.path, self.result().to_json() + "\n")
+
+    def result(self) -> SweepResult:
+        """The sweep as it is now."""
+        left_out = (entry for entry in self.asked.entries if entry.why_not)
+        return SweepResult(
+            planned=len(self.asked.wanted),
+            records=in_order(self.records, (entry.key for entry in self.asked.entries)),
+            skipped=tuple(
+                SkippedConfiguration(knobs=dict(entry.configuration), reason=entry.why_not)
+                for entry in left_out
+            ),
+            settings=dict(self.asked.said),
+            environment=environment(),
+        )
+
+
+def environment() -> dict[str, str]:
+    """What a size depends on besides the settings."""
+    return {
+        "batchfit_version": batchfit.__version__,
+        "torch_version": str(torch.__version__),
+        "python_version": platform.python_version(),
+    }
+
+
+def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
+    """The records of an earlier run of the same sweep."""
+    try:
+        before = SweepResult.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ResultFileError) as error:
+        raise ResultFileError(f"{path} cannot be resumed from: {error}") from None
+    differing = _differences(before.settings, asked.said)
+    version = environment()["torch_version"]
+    if before.environment.get("torch_version") != version:
+        differing.append(f"torch: {before.environment.get('torch_version')} then, {version} now")
+    if differing:
+        raise SettingsDifferError(str(path), differing, what="sweep")
+    wanted = {entry.key for entry in asked.wanted}
+    kept = [record for record in before.records if record.key in wanted]
+    return [record for record in kept if not (retry_failed and record.error is not None)]
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    told = []
+    for name, value in now.items():
+        before = then.get(name)
+        if key_of({name: before}) == key_of({name: value}):
+            continue
+        if isinstance(before, dict) and isinstance(value, dict):
+            for one in dict.fromkeys((*before, *value)):
+                if key_of({one: before.get(one)}) != key_of({one: value.get(one)}):
+                    told.append(f"{name}.{one}: {_shown(before, one)} then, {_shown(value, one)} now")
+        else:
+            told.append(f"{name}: {_shown(then, name)} then, {_shown(now, name)} now")
+    return told
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    value = settings.get(name)
+    text = "not given" if value is None else str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def run_sweep(
+    asked: Asked,
+    keeper: Keeper,
+    *,
+    engine: Engine = here,
+    on_record: Callable[[SweepRecord], object] | None = None,
+    on_event: OnEvent | None = None,
+) -> SweepResult:
+    """Run what waits on an engine; each record is in the file before anyone is told of it."""
+
+    def pass_on(event: SweepEvent) -> None:
+        # A record is told once it is kept, which the engine does not see.
+        if on_event is not None and event.kind != "record":
+            on_event(event)
+
+    for record in engine(asked.job, keeper.waiting(), pass_on):
+        keeper.keep(record)
+        if on_event is not None:
+            on_event(SweepEvent(kind="record", knobs=record.knobs, record=record))
+        if on_record is not None:
+            on_record(record)
+    if keeper.path is not None and not keeper.path.exists():
+        keeper.save()  # nothing had to be run, and a file was asked for
+    return keeper.result()

@@ -1,0 +1,365 @@
+"""One configuration of a sweep: its workload made, its size found, the measurement run, all of it recorded.
+
+Rules:
+- A configuration stands for itself: nothing that another one found changes what this one answers, so the
+  record is the same wherever and in whatever order configurations are run.
+- Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
+  device that is dead, on which nothing more can run.
+- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
+- When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
+  emptied, outside any `except`.
+
+An engine maps configurations that wait to records as they end (`Engine`); `here` is the one of this process.
+A `Job` can be pickled where its functions can, so another process may run it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, final
+
+from batchfit import errors
+from batchfit._decide.estimates import EstimateFunction
+from batchfit._decide.grid import Configuration, Entry, label
+from batchfit._failure import last_users_line
+from batchfit._find import find_batch_size
+from batchfit._predict import predict_batch_size
+from batchfit._sweep_log import OnEvent, SweepEvent, event_line
+from batchfit._sweep_result import OWN_COLUMNS, Stage, SweepRecord
+from batchfit._target import load_function, make_workload, parse_target
+from batchfit._torch import oom
+from batchfit._torch.attempt import recover
+from batchfit._torch.device import Device, resolve_device
+from batchfit.results import FitResult, Trial
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+
+# measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
+Measure = Callable[..., Mapping[str, Any]]
+
+# Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
+_LOWER = 0.8
+_LONGEST_ERROR = 500
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How every configuration of a sweep is run; `estimate` None: what a prediction says."""
+
+    batch_size: int | None
+    auto: bool = True
+    strategy: str = "guided"
+    attempts: int = 5
+    budget: int | str | None = None
+    tolerance: float = 0.02
+    steps: int = 3
+    soak_steps: int = 25
+    device: str | int | None = None
+    estimate: EstimateFunction | None = None
+    measure: Measure | str | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is run for each configuration; `factory` is a function of the knobs, or a target's text."""
+
+    factory: Callable[..., object] | str
+    settings: Settings
+
+    def run(self, configuration: Configuration, on_event: OnEvent | None = None) -> SweepRecord:
+        """The record of one configuration."""
+        return run_configuration(self.factory, configuration, self.settings, on_event=on_event)
+
+
+class Engine(Protocol):
+    """Runs the configurations that wait, and yields each record as soon as it is there, in any order."""
+
+    def __call__(self, job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Iterator[SweepRecord]: ...
+
+
+def here(job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Iterator[SweepRecord]:
+    """The engine of this process: one after the other."""
+    for entry in waiting:
+        record = job.run(entry.configuration, on_event)
+        yield record
+        if record.stopped_because == DEAD:
+            raise errors.SearchStoppedError(
+                f"the device died in {entry.label}, and nothing more can run in this process "
+                f"({record.error}). Start the sweep again with resume."
+            )
+
+
+DEAD = "device_died"
+
+
+@final
+@dataclass(slots=True)
+class _Course:
+    """A configuration on its way."""
+
+    configuration: Configuration
+    on_event: OnEvent | None
+    trials: list[Trial] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)  # fields of the record, as they become known
+    stage: Stage = "factory"
+    device: Device | None = None
+    last_size: int | None = None
+    begun_trial: bool = False
+
+    def tell(self, kind: Any, **more: Any) -> None:
+        event = SweepEvent(kind=kind, knobs=self.configuration, **more)
+        line = event_line(event)
+        if line:
+            log.info("%s", line)
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def stepping(self, size: int) -> None:
+        """A step begins: the first one of a trial is told."""
+        if not self.begun_trial:
+            again = any(one.size == size and one.fits for one in self.trials)
+            self.tell("trying", size=size, before=self.last_size, again=again)
+            self.begun_trial, self.last_size = True, size
+
+    def on_trial(self, trial: Trial, budget_bytes: int) -> None:
+        self.begun_trial = False
+        self.trials.append(trial)
+        self.known["budget_bytes"] = budget_bytes
+        self.tell("trial", trial=trial, budget_bytes=budget_bytes)
+
+
+def run_configuration(
+    factory: Callable[..., object] | str,
+    configuration: Configuration,
+    settings: Settings,
+    *,
+    on_event: OnEvent | None = None,
+) -> SweepRecord:
+    """Make the workload, find its size, measure; the record of it, errors included."""
+    begun = time.perf_counter()
+    course = _Course(configuration, on_event)
+    course.tell("begin")
+    ambient = sys.exception()
+    try:
+        _run(factory, settings, course)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        course.known.update(_told(error, course, ambient))
+    # Outside the `except`: only now the frames that hold the workload are gone.
+    if course.device is not None and course.known.get("stopped_because") != DEAD:
+        recover(course.device)
+    record = SweepRecord(
+        knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
+        trials=tuple(course.trials),
+        elapsed_s=time.perf_counter() - begun,
+        **course.known,
+    )
+    course.tell("record", record=record)
+    return record
+
+
+def _told(error: BaseException, course: _Course, ambient: BaseException | None) -> dict[str, Any]:
+    """An error as fields of a record: its text, never itself."""
+    text = str(error)
+    if isinstance(error, errors.NothingFitsError) and error.detail:
+        text = text.removesuffix(f" ({error.detail})")  # which is the message of its last trial
+    text = " ".join(text.split())
+    name = type(error).__name__
+    told = f"{name}: {text}" if text else name
+    dead = oom.classify(error, ambient=ambient) == "fatal"
+    return {
+        "error": told if len(told) <= _LONGEST_ERROR else told[: _LONGEST_ERROR - 3] + "...",
+        "error_at": last_users_line(error),
+        "failed_in": course.stage,
+        **({"stopped_because": DEAD} if dead else {}),
+    }
+
+
+def _run(factory: Callable[..., object] | str, settings: Settings, course: _Course) -> None:
+    work = _made(factory, course.configuration)
+    # Loaded before the search: a measure that cannot be found must not cost one.
+    measure = _loaded_measure(settings.measure)
+    course.stage = "search"
+    course.device = resolve_device(settings.device, near=(*work.state, work.model))
+    estimate, start = _start(work, settings, course)
+    course.known.update(estimate=estimate, start=start, device=course.device.name)
+    course.tell("search", estimate=estimate, start=start)
+    begun = time.perf_counter()
+    fit = _found(work, settings, course, start)
+    course.known.update(
+        batch_size_used=fit.batch_size,
+        survived_steps=fit.survived_steps,
+        stopped_because=fit.stopped_because,
+        peak_bytes=fit.peak_bytes,
+        budget_bytes=fit.budget_bytes,
+        find_s=time.perf_counter() - begun,
+    )
+    course.tell("using", size=fit.batch_size)
+    if measure is None:
+        return
+    course.stage = "measure"
+    begun = time.perf_counter()
+    try:
+        _measure(measure, work, fit, settings, course)
+    finally:
+        course.known["measure_s"] = time.perf_counter() - begun
+
+
+def _made(factory: Callable[..., object] | str, configuration: Configuration) -> Workload:
+    if isinstance(factory, str):
+        target = parse_target(factory)
+        return make_workload(target, partial(load_function(target), **configuration))
+    return as_workload(factory(**configuration))
+
+
+def _loaded_measure(measure: Measure | str | None) -> Measure | None:
+    if not isinstance(measure, str):
+        return measure
+    function: Any = load_function(parse_target(measure))
+    loaded: Measure = function
+    return loaded
+
+
+def _start(work: Workload, settings: Settings, course: _Course) -> tuple[int | None, int | None]:
+    """The estimate, and the size that the search begins with; None: as the strategy does."""
+    most = settings.batch_size
+    if not settings.auto:
+        return None, most
+    if settings.estimate is not None:
+        assert most is not None
+        estimate: Any = settings.estimate(dict(course.configuration), most)
+        if isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 1:
+            raise ValueError(
+                f"estimate must return a positive integer at {label(course.configuration)}, not {estimate!r}"
+            )
+        return estimate, min(estimate, most)
+    if settings.strategy not in ("grow", "halve"):
+        return None, None  # guided predicts for itself, where it can
+    predicted = _predicted(work, settings)
+    return predicted, predicted or most
+
+
+def _predicted(work: Workload, settings: Settings) -> int | None:
+    """What a trace says; None where there is none to be had, since a search can do without."""
+    try:
+        device = resolve_device(settings.device, near=(*work.state, work.model))
+        budget = device.budget_bytes() if settings.budget is None else settings.budget
+        return predict_batch_size(work, budget=budget, max_size=settings.batch_size).batch_size
+    except Exception as error:  # noqa: BLE001  what is wrong with the step comes out of the first trial
+        log.info("no prediction: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _found(work: Workload, settings: Settings, course: _Course, start: int | None) -> FitResult:
+    def watched(batch_size: int) -> object:
+        course.stepping(batch_size)
+        return work.step(batch_size)
+
+    fixed = None if settings.auto else settings.batch_size
+    return find_batch_size(
+        work._watched(watched),
+        budget=settings.budget,
+        min_size=fixed or 1,
+        max_size=settings.batch_size,
+        strategy=settings.strategy if fixed is None else "bisect",
+        start=start if fixed is None else None,
+        attempts=settings.attempts,
+        tolerance=settings.tolerance,
+        steps=settings.steps,
+        soak_steps=settings.soak_steps,
+        device=course.device,
+        on_trial=course.on_trial,
+    )
+
+
+def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Settings, course: _Course) -> None:
+    """Measure at the size found; where that runs out of memory, lower."""
+    size, sizes = fit.batch_size, list[int]()
+    ran = [trial.size for trial in fit.trials if trial.fits]
+    device = course.device
+    assert device is not None
+    asking = partial(measure, **_wanted(measure, course.configuration))
+    while True:
+        sizes.append(size)
+        course.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
+        course.tell("measure", size=size)
+        limit: AbstractContextManager[None] = nullcontext()
+        if settings.budget is not None:
+            limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
+        with limit:
+            measured = _attempt(asking, work, size)
+            # Inside the limit, which counts what is cached; outside any `except`.
+            recover(device)
+        if measured is not None:
+            course.known["measures"] = _checked(measured, course.configuration)
+            return
+        lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size - max(1, size // 10))])
+        course.tell("measure_oom", size=lower, before=size)
+        size = lower
+
+
+def _wanted(measure: Measure, configuration: Configuration) -> dict[str, Any]:
+    """The knobs that a measure asks for, by the names of its arguments after the first two."""
+    try:
+        parameters = list(inspect.signature(measure).parameters.values())
+    except (TypeError, ValueError):
+        return {}  # a builtin without a signature
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(configuration)
+    return {one.name: configuration[one.name] for one in parameters[2:] if one.name in configuration}
+
+
+def _attempt(measure: Measure, work: Workload, size: int) -> Mapping[str, Any] | None:
+    """What it measured; None where it ran out of memory and a smaller size is left."""
+    ambient = sys.exception()
+    try:
+        measured: Any = measure(work, size)
+    except Exception as error:
+        verdict = oom.classify(error, ambient=ambient)
+        if size == 1 or verdict not in ("oom", "too_large", "ambiguous"):
+            raise
+        return None
+    if inspect.iscoroutine(measured):
+        measured.close()  # it will never be awaited; without this Python warns about it
+    if not isinstance(measured, Mapping):
+        raise TypeError(f"measure must return a mapping of names to values, not {measured!r:.80}")
+    return measured
+
+
+def _checked(measured: Mapping[str, Any], configuration: Configuration) -> dict[str, Any]:
+    """The measures as a file can hold them."""
+    checked = {}
+    for name, value in measured.items():
+        if name in configuration or name in OWN_COLUMNS or type(name) is not str:
+            taken = ", ".join((*configuration, *OWN_COLUMNS))
+            raise ValueError(f"a measure must have a name of its own (not one of {taken}), not {name!r}")
+        checked[name] = _as_json(name, value)
+    return checked
+
+
+def _as_json(name: str, value: Any) -> Any:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "numel", lambda: getattr(value, "size", 1))() == 1:
+        value = item()  # a tensor or a NumPy number
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_as_json(name, one) for one in value]
+    if isinstance(value, Mapping) and all(isinstance(one, str) for one in value):
+        return {key: _as_json(name, one) for key, one in value.items()}
+    raise TypeError(
+        f"the measure {name!r} must be a number, text, a list or a mapping, not {type(value).__name__}"
+    )
