@@ -146,6 +146,14 @@ def training(
     return _known(step, "training", model, optimizer, state=(*known, *_checked_state(state)), parts=parts)
 
 
+def batches(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Callable[[int], Any]:
+    """What makes the batches of a trial: `batches(dataset, collate_fn=collate)(32)`, as `training` does.
+
+    For steps of one's own; `make_batch` as in `training`.
+    """
+    return batch_source(make_batch, collate_fn=collate_fn)
+
+
 def inference(
     model: nn.Module,
     make_batch: Any,
