@@ -89,9 +89,9 @@ class BatchSizeFinder(Callback):
         fresh: bool = False,
         make_batch: Callable[[int], Any] | None = None,
     ) -> None:
-        if not isinstance(mode, str) or mode.lower() not in (*_MODES, *_OURS):
+        if str(mode).lower() not in (*_MODES, *_OURS):
             raise ValueError(f"mode must be one of {', '.join((*_MODES, *_OURS))}, not {mode!r}")
-        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
+        if type(margin) not in (int, float) or not 0 <= margin < 1:
             raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
         for name, value in (("max_val", max_val), ("min_val", min_val)):
             if type(value) is not int or value < 1:
@@ -131,7 +131,7 @@ class BatchSizeFinder(Callback):
         refuse_beside(trainer, self, "BatchSizeFinder", why="both would set the batch size. Keep one of them")
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Search now, and set what was found. Called by the hooks below; call it in a hook of your own, too."""
+        """Search now, and set what was found: in the hooks below, or in one of your own."""
         loop = trainer._active_loop
         given, mode = requested(trainer, loop)
         fit = self._found(trainer, loop, pl_module, given, mode)

@@ -72,8 +72,6 @@ def check_trainer(trainer: Any, callback: Any) -> None:
     package = _package(trainer)
     _check_version(package.split(".")[0], importlib.import_module(package).__version__)
     name = type(callback).__name__
-    if sum(isinstance(other, type(callback)) for other in trainer.callbacks) > 1:
-        raise ValueError(f"callbacks must hold one {name} of batchfit, not several")
     strategies = part(trainer, "strategies")
     if not isinstance(trainer.strategy, (strategies.SingleDeviceStrategy, strategies.DDPStrategy)):
         raise BatchfitError(
@@ -101,7 +99,8 @@ def refuse_beside(trainer: Any, callback: Any, *others: str, why: str) -> None:
         kind = getattr(part(trainer, "callbacks"), other)
         if any(isinstance(one, kind) for one in trainer.callbacks):
             raise ValueError(
-                f"callbacks must not hold Lightning's {other} beside batchfit's {type(callback).__name__}: {why}"
+                f"callbacks must not hold Lightning's {other} beside batchfit's "
+                f"{type(callback).__name__}: {why}"
             )
 
 

@@ -77,7 +77,7 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
                 f"a loader must be a DataLoader or have a batch_size that can be set, not {loader!r:.80}"
             ) from None
         return loader
-    sampler = loader.batch_sampler
+    sampler: Any = loader.batch_sampler
     if sampler is None:
         raise TypeError(
             "a loader must make batches itself to get another batch size, not have batch_size=None, which "
@@ -90,7 +90,8 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
         sampler.batch_size = size
     else:
         raise TypeError(
-            f"a batch sampler must have an integer batch_size to get another one, not {type(sampler).__name__}"
+            "a batch sampler must have an integer batch_size to get another one, not be a "
+            f"{type(sampler).__name__}"
         )
     # Not built anew: subclasses have arguments that nobody else knows. `__setattr__` refuses these names.
     twin = copy.copy(loader)
@@ -105,7 +106,8 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
 def source_of(loader: Any) -> Callable[[int], Any]:
     """What makes batches of any size out of a loader's samples: the longest ones, as a trial wants them."""
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    if dataset is None or not callable(collate) or getattr(loader, "batch_sampler", None) is None:
+    unbatched = isinstance(loader, DataLoader) and loader.batch_sampler is None
+    if dataset is None or not callable(collate) or unbatched:
         raise TypeError(
             "make_batch must be given where a loader has no dataset and collate_fn to make batches of, as "
             f"{type(loader).__name__}: BatchSizeFinder(make_batch=...), a callable make_batch(n)"
@@ -134,9 +136,9 @@ def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) ->
     if any(size_of(loader, world_size=world_size) != size for loader in leaves(given)):
         if trainer.reload_dataloaders_every_n_epochs:
             raise ValueError(
-                f"reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where {attribute!r} is not what "
-                f"sets the loader's batch size, not {trainer.reload_dataloaders_every_n_epochs}: the loaders made "
-                "anew would have the old size"
+                "reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where no attribute "
+                f"{attribute!r} sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: "
+                "loaders made anew would have the old size"
             )
         if named:
             log.warning(
@@ -148,10 +150,12 @@ def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) ->
             given = part(trainer, "utilities.combined_loader").CombinedLoader(given, mode)
         loop._data_source.instance = given
     if loop._combined_loader is not None:
-        _load_anew(trainer, loop)
+        _load_anew(loop)
+        if named and loop is trainer.fit_loop:  # validation loads its data when it comes
+            loop.epoch_loop.val_loop._combined_loader = None
 
 
-def _load_anew(trainer: Any, loop: Any) -> None:
+def _load_anew(loop: Any) -> None:
     """The loop has set up its data before: once more, with the loaders of now."""
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
@@ -161,7 +165,7 @@ def _load_anew(trainer: Any, loop: Any) -> None:
         loop.reset()
         return
     for loader in loop._combined_loader.flattened:
-        samplers = (
+        samplers: tuple[Any, ...] = (
             getattr(loader, "sampler", None),
             getattr(getattr(loader, "batch_sampler", None), "sampler", None),
         )

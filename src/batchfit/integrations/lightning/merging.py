@@ -8,7 +8,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,9 @@ def _one(calls: list[Logged], weights: list[float]) -> Logged:
 
 def _reduced(values: torch.Tensor, how: Any, weights: Sequence[float]) -> torch.Tensor:
     name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-    rule: Callable[[torch.Tensor], torch.Tensor] | None
-    rule = {"sum": torch.sum, "min": torch.min, "max": torch.max}.get(name)
-    if rule is not None:
-        return rule(values)
+    if name in ("sum", "min", "max"):
+        reduced: torch.Tensor = getattr(values, name)()
+        return reduced
     share = torch.tensor(weights, dtype=torch.float64)
     share = (share / share.sum().clamp(min=1e-300)).to(values.device)
     kind = values.dtype if values.is_floating_point() else torch.get_default_dtype()

@@ -114,7 +114,8 @@ class OomProofTraining(Callback):
         if not pl_module.automatic_optimization:
             raise BatchfitError(
                 "OomProofTraining needs automatic optimization: in a training_step with manual optimization "
-                "call batchfit.Microbatcher's backward and step in place of manual_backward and optimizer.step"
+                "call backward and step of a batchfit.Microbatcher in place of manual_backward and "
+                "optimizer.step"
             )
         precision = part(trainer, "plugins.precision")
         kind = type(trainer.precision_plugin)
@@ -123,8 +124,8 @@ class OomProofTraining(Callback):
                 kind.__name__ if not overrides(pl_module, "backward", trainer) else type(pl_module).__name__
             )
             raise BatchfitError(
-                f"OomProofTraining runs backward itself, and {owner} has a backward of its own: take it out, or use "
-                "batchfit.Microbatcher with manual optimization"
+                f"OomProofTraining runs backward itself, and {owner} has a backward of its own: take it out, "
+                "or use batchfit.Microbatcher with manual optimization"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -240,7 +241,8 @@ class OomProofTraining(Callback):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             raise BatchfitError(
-                "training_step must return a loss with OomProofTraining, not None: a part of a batch cannot be left out"
+                "training_step must return a loss with OomProofTraining, not None: a part of a batch cannot "
+                "be left out"
             )
         if isinstance(output, Mapping):
             record.extra = {name: value for name, value in output.items() if name != "loss"}

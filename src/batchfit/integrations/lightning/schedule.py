@@ -37,7 +37,8 @@ class BatchSizeSchedule(Callback):
     Args:
         config: a schedule, its text or mapping: see `batchfit.BatchSizeScheduler`.
         initial_batch_size: the size to start with; default: the loader's, times the ranks.
-        lr: how learning rates follow, of all optimizers' groups: "linear", "sqrt", "power(0.6)", "seesaw" or "none".
+        lr: how the learning rate follows: "linear", "sqrt", "power(0.6)", "seesaw" or "none", or one for each
+            parameter group.
         largest: the largest batch that fits.
         tokens_per_sample: for schedules in tokens.
         noise, throughput: for `NoiseBatchSizeConfig`; give the same noise to `OomProofTraining(noise=)`.
@@ -98,8 +99,8 @@ class BatchSizeSchedule(Callback):
         ):
             if value:
                 raise ValueError(
-                    f"{name} must be 0 with BatchSizeSchedule, not {value!r}: loaders made by Lightning would take "
-                    "the place of the one whose size changes"
+                    f"{name} must be 0 with BatchSizeSchedule, not {value!r}: loaders made anew would "
+                    "take the place of the one whose size changes"
                 )
         if trainer.accumulate_grad_batches != 1 and getattr(self._config, "unit", "step") == "step":
             raise ValueError(
@@ -131,7 +132,8 @@ class BatchSizeSchedule(Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """A schedule in epochs moves here; then the batches of this epoch are counted."""
-        assert self.scheduler is not None and self._feed is not None
+        assert self.scheduler is not None
+        assert self._feed is not None
         if self._unit == "epoch":
             self.scheduler.step(trainer.current_epoch)
         self._feed.begin()

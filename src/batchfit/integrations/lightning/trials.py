@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,16 +71,16 @@ def _state(trainer: Any) -> list[object]:
 
 @contextmanager
 def _logged(trainer: Any, loop: Any, batch: Any, dataloader_idx: int | None = None) -> Iterator[None]:
-    """`self.log` works, as in the loop, and the batch is let go afterwards."""
+    """`self.log` works, values are kept as in the loop, and the batch is let go afterwards."""
     if loop._results is None:  # predict
         yield
         return
     trainer._logger_connector.on_batch_start(batch, dataloader_idx)
     try:
         yield
+        trainer._logger_connector.on_batch_end()
     finally:
         loop._results.batch = None
-        loop._results.reset()
 
 
 @contextmanager
@@ -115,3 +116,4 @@ def undisturbed(trainer: Any, loop: Any) -> Iterator[None]:
         trainer.callbacks, trainer.loggers = callbacks, loggers
         for owner, name, value in before:
             setattr(owner, name, value)
+        gc.collect()  # values logged in trials are in cycles, and would count beside the run's own
