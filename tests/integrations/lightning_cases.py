@@ -29,7 +29,8 @@ QUIET = (
     "ignore:.*weights_only",
     "ignore:`isinstance",
     "ignore:The .predict_dataloader. does not",
-    "ignore:Found keyword arguments",
+    "ignore:You are using the `dataloader_iter`",
+    "ignore:Found `dataloader_iter` argument",
 )
 
 

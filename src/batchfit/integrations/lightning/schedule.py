@@ -126,30 +126,28 @@ class BatchSizeSchedule(Callback):
         if self._saved is not None:
             loader.load_state_dict(self._saved["loader"])
             self.scheduler.load_state_dict(self._saved["scheduler"])
-        self._feed = _Feed(loader, lambda: int(loop.epoch_progress.current.processed))
+        self._feed = _Feed(loader, lambda: int(loop.epoch_progress.current.processed), self._begun)
         loop._data_source.instance = self._feed
         loop._combined_loader = None  # whoever asked for the number of steps has loaded the user's
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """A schedule in epochs moves here; then the batches of this epoch are counted."""
-        assert self.scheduler is not None
+        """The pass of this epoch begins, before Lightning sets its limits and its progress bar."""
         assert self._feed is not None
-        if self._unit == "epoch":
-            self.scheduler.step(trainer.current_epoch)
         self._feed.begin()
-        self._count(trainer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Any other schedule moves here, after an optimizer step."""
+        """A schedule that does not count epochs moves here, after an optimizer step."""
         assert self.scheduler is not None
         show(trainer, pl_module, "batch_size", self.scheduler.batch_size)
         if self._unit == "epoch" or trainer.fit_loop._should_accumulate():
             return
         _, changed = self.scheduler.step()
-        if changed:
-            self._count(trainer)
+        if changed and (count := self._count(trainer)) is not None:
+            loop = trainer.fit_loop
+            if loop._data_fetcher.fetched >= count:  # what is left is dropped: this was the last batch
+                loop._data_fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = True
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let go of the optimizers and the loader."""
@@ -213,26 +211,34 @@ class BatchSizeSchedule(Callback):
         if self._on_event is not None:
             self._on_event(event)
 
-    def _count(self, trainer: Any) -> None:
+    def _begun(self, epoch: int) -> None:
+        """A pass of the loader begins. An epoch that Lightning goes on with has no other hook."""
+        assert self.scheduler is not None
+        if self._unit == "epoch":
+            self.scheduler.step(epoch)
+        self._count(self._trainer)
+
+    def _count(self, trainer: Any) -> int | None:
         """How many batches this epoch has, told to all parts of Lightning that keep the number."""
         loop = trainer.fit_loop
+        combined, fetcher = loop._combined_loader, loop._data_fetcher
+        if combined is None or self._feed is None:
+            return None
         try:
-            total = len(self._feed or ())
+            total = len(self._feed)
         except (TypeError, NotImplementedError):  # a stream: Lightning looks one batch ahead
-            return
+            return None
         limit = trainer.limit_train_batches
         count = min(total, limit) if isinstance(limit, int) else int(total * limit)
-        combined, fetcher = loop._combined_loader, loop._data_fetcher
         combined.limits = [count]
         if combined._iterator is not None:
             combined._iterator.limits = [count]
         loop.max_batches = count
         if isinstance(trainer.val_check_interval, float) and isinstance(trainer.val_check_batch, int):
             trainer.val_check_batch = max(1, int(count * trainer.val_check_interval))
-        if fetcher is not None and fetcher.length is not None and fetcher.fetched:
+        if fetcher is not None and fetcher.length is not None:
             fetcher.length = count
-            if fetcher.fetched >= count:
-                fetcher.done = loop.epoch_loop.batch_progress.is_last_batch = True
+        return count
 
     def _let_go(self) -> None:
         if self.scheduler is None:
@@ -249,9 +255,12 @@ class _Feed:
     Lightning asks for an iterator more often than it uses one: a pass that nobody has taken from is the one.
     """
 
-    def __init__(self, loader: batchfit.ResizableLoader, epoch: Callable[[], int]) -> None:
+    def __init__(
+        self, loader: batchfit.ResizableLoader, epoch: Callable[[], int], begun: Callable[[int], None]
+    ) -> None:
         self.loader = loader
         self.epoch = epoch
+        self.begun = begun
         self._pass: _Pass | None = None
 
     @property
@@ -297,6 +306,7 @@ class _Pass(Iterator[Any]):
         self.epoch = self._feed.epoch()
         self._feed.loader.set_epoch(self.epoch)
         self._batches = iter(self._feed.loader)
+        self._feed.begun(self.epoch)
 
     def __next__(self) -> Any:
         if not self.is_begun and self.epoch != self._feed.epoch():
