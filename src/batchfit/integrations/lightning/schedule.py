@@ -244,6 +244,8 @@ class BatchSizeSchedule(Callback):
         if self.scheduler is None:
             return
         self._saved = self.state_dict()
+        if self._feed is not None:
+            self._feed.end()
         self.scheduler.close()
         self.scheduler = self._feed = self._trainer = None
 
@@ -276,8 +278,15 @@ class _Feed:
     def begin(self) -> _Pass:
         """The pass of this epoch."""
         if self._pass is None or self._pass.is_begun or self._pass.epoch != self.epoch():
+            self.end()
             self._pass = _Pass(self)
         return self._pass
+
+    def end(self) -> None:
+        """Workers go now, not when Lightning's loops let go of what they hold."""
+        if self._pass is not None:
+            self._pass.end()
+            self._pass = None
 
     def __iter__(self) -> _Pass:
         return self.begin()
@@ -291,8 +300,8 @@ class _Feed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The loader's."""
+        self.end()
         self.loader.load_state_dict(state)
-        self._pass = None
 
 
 @final
@@ -305,8 +314,11 @@ class _Pass(Iterator[Any]):
     def _start(self) -> None:
         self.epoch = self._feed.epoch()
         self._feed.loader.set_epoch(self.epoch)
-        self._batches = iter(self._feed.loader)
+        self._batches: Iterator[Any] = iter(self._feed.loader)
         self._feed.begun(self.epoch)
+
+    def end(self) -> None:
+        self._batches = iter(())
 
     def __next__(self) -> Any:
         if not self.is_begun and self.epoch != self._feed.epoch():
