@@ -234,7 +234,8 @@ class BatchSizeSchedule(Callback):
         if combined._iterator is not None:
             combined._iterator.limits = [count]
         loop.max_batches = count
-        if isinstance(trainer.val_check_interval, float) and isinstance(trainer.val_check_batch, int):
+        known = getattr(trainer, "val_check_batch", None)  # not before Lightning has loaded data once
+        if isinstance(trainer.val_check_interval, float) and isinstance(known, int):
             trainer.val_check_batch = max(1, int(count * trainer.val_check_interval))
         if fetcher is not None and fetcher.length is not None:
             fetcher.length = count
