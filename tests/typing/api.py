@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
+from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -259,3 +260,10 @@ loader.resize(8, defer=True)
 assert_type(loader.batch_size, int)
 assert_type(loader.progress.samples, int)
 loader.load_state_dict(loader.state_dict())
+
+# Lightning's callbacks.
+finder = BatchSizeFinder("power", budget="24GiB", margin=0.05, make_batch=make_batch)
+assert_type(finder.result, FitResult | None)
+assert_type(finder.optimal_batch_size, int | None)
+assert_type(OomProofTraining(weight="labels", rollback=True).retries, int)
+assert_type(BatchSizeSchedule("0:256 20:512", lr="sqrt").scheduler, batchfit.BatchSizeScheduler | None)
