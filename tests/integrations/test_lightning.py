@@ -310,6 +310,22 @@ class Noting(pl.Callback):
         self.calls.append("step")
 
 
+def test_the_peak_of_a_trial_is_that_of_training(living_bytes: int) -> None:
+    class Peak(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            self.memory.reset_peak()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.peaks.append(self.memory.peak_bytes)
+
+    peak, ours = Peak(), BatchSizeFinder(max_val=64)
+    with batchfit.virtual_memory("1GiB") as memory:
+        peak.memory, peak.peaks = memory, []
+        trainer(peak, ours).fit(Net(), DataLoader(data(), batch_size=2))
+    assert ours.result is not None
+    assert ours.result.peak_bytes == max(peak.peaks)
+
+
 def test_a_search_is_seen_by_nobody_and_told_once(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path)
     noting, ours = Noting(), BatchSizeFinder(max_val=128)

@@ -16,6 +16,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from batchfit.errors import BatchfitError
 
 log = logging.getLogger("batchfit")
@@ -113,7 +115,10 @@ def write(trainer: Any, values: dict[str, float]) -> None:
 def show(trainer: Any, module: Any, name: str, value: float) -> None:
     """To the progress bar and the loggers, with what the module logs in this batch."""
     if not trainer.barebones:
-        module.log(name, float(value), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        # On the host: a number would be sent to the device with every batch.
+        module.log(
+            name, torch.tensor(float(value)), prog_bar=True, on_step=True, on_epoch=False, batch_size=1
+        )
 
 
 def call_step(trainer: Any, name: str, *args: Any) -> Any:

@@ -79,13 +79,18 @@ def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -
     return values
 
 
-def metrics_of(module: nn.Module) -> Saved:
-    """The state of each torchmetrics.Metric in the module."""
+def metrics_in(module: nn.Module) -> list[nn.Module]:
+    """Each torchmetrics.Metric in the module, told without importing torchmetrics."""
+    return [
+        part for part in module.modules() if hasattr(part, "_defaults") and hasattr(part, "_update_count")
+    ]
+
+
+def saved_metrics(metrics: Iterable[nn.Module]) -> Saved:
+    """Their states."""
     found: Saved = []
-    for part in module.modules():
-        names: Iterable[str] | None = getattr(part, "_defaults", None)
-        if names is None or not hasattr(part, "_update_count"):
-            continue
+    for part in metrics:
+        names: Iterable[str] = getattr(part, "_defaults", ())
         state = {name: _copied(getattr(part, name)) for name in names}
         found.append(
             (part, {**state, **{name: getattr(part, name) for name in _MARKS if hasattr(part, name)}})

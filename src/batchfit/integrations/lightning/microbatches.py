@@ -30,7 +30,14 @@ from batchfit.integrations.lightning.framework import (
     part,
     show,
 )
-from batchfit.integrations.lightning.merging import Logged, joined, merged, metrics_of, restore_metrics
+from batchfit.integrations.lightning.merging import (
+    Logged,
+    joined,
+    merged,
+    metrics_in,
+    restore_metrics,
+    saved_metrics,
+)
 
 
 @dataclass
@@ -100,7 +107,8 @@ class OomProofTraining(Callback):
         self._largest = 0  # microbatch of the last batch
         self._failed = self._is_paused = False
         self._records: list[_Record] = []
-        self._metrics: Any = None
+        self._metrics: list[nn.Module] = []
+        self._saved: Any = None  # states of the metrics when the batch began
         self._trainer: Any = None
         self._kwargs: dict[str, Any] = {}
 
@@ -132,7 +140,7 @@ class OomProofTraining(Callback):
         """From here on batches go through the Microbatcher."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise BatchfitError("OomProofTraining cannot run LBFGS, which runs the model inside its step")
-        self._trainer = trainer
+        self._trainer, self._metrics = trainer, metrics_in(pl_module)
         self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, **self._options)
         if self._learned is not None:
             self._microbatcher.load_state_dict(self._learned)
@@ -181,8 +189,8 @@ class OomProofTraining(Callback):
         trainer, self._learned = self._trainer, self._microbatcher.state_dict()
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
         vars(trainer.precision_plugin).pop("optimizer_step", None)
-        self._microbatcher = self._trainer = self._metrics = None
-        self._records, self._kwargs = [], {}
+        self._microbatcher = self._trainer = self._saved = None
+        self._records, self._metrics, self._kwargs = [], [], {}
 
     def _closure(self, make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """Lightning's closure, with the whole of a batch (zero_grad, forward, backward) as its step."""
@@ -203,14 +211,14 @@ class OomProofTraining(Callback):
         if zero_grad is not None:
             zero_grad()
         self._kwargs, self._records, self._failed = kwargs, [], False
-        self._metrics = metrics_of(trainer.lightning_module)
+        self._saved = saved_metrics(self._metrics)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         try:
             with self._recording() as results:
                 report = microbatcher.backward(self._micro, kwargs["batch"], scaler=scaler)
             records = self._records[-len(report.microbatch_sizes) :]
         finally:
-            self._kwargs, self._records, self._metrics = {}, [], None
+            self._kwargs, self._records, self._saved = {}, [], None
         self.retries += report.retries
         self._largest = max(report.microbatch_sizes, default=0)
         self._call_hooks("on_after_backward")
@@ -228,10 +236,10 @@ class OomProofTraining(Callback):
         trainer = self._trainer
         looks_only = not torch.is_grad_enabled()  # the Microbatcher asks what kind of mean the loss is
         if self._failed or looks_only:
-            restore = metrics_of(trainer.lightning_module) if looks_only else None
+            restore = saved_metrics(self._metrics) if looks_only else None
             if self._failed:
                 self._records, self._failed = [], False
-                restore_metrics(self._metrics)
+                restore_metrics(self._saved)
         record = _Record(None if self._weight is None or looks_only else _weight_of(self._weight, micro))
         self._records.append(record)
         output = call_step(trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
