@@ -310,6 +310,31 @@ class Noting(pl.Callback):
         self.calls.append("step")
 
 
+def test_a_schedule_made_for_the_old_number_of_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Asking(Own):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = self.trainer.estimated_stepping_batches
+            decay = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=int(steps))
+            return [optimizer], [{"scheduler": decay, "interval": "step"}]
+
+    module = Asking(batch_size=2)
+    trainer(BatchSizeFinder(max_val=64)).fit(module)
+    assert module.sizes[:4] == [64] * 4
+    assert "an epoch had 128 batches when the LR schedulers were made, and has 4 now" in caplog.text
+
+
+def test_an_answer_is_stored_by_its_key_and_confirmed_by_one_trial() -> None:
+    seen: list[Any] = []
+    for trials in (range(2, 20), range(1, 2)):
+        ours = BatchSizeFinder(key="net", budget="256KiB", on_trial=lambda trial, _: seen.append(trial.size))
+        trainer(ours).fit(Net(), DataLoader(data(), batch_size=2))
+        assert ours.result is not None
+        assert len(ours.result.trials) in trials
+        assert seen[-len(ours.result.trials) :] == [trial.size for trial in ours.result.trials]
+    assert ours.result.from_store
+
+
 def test_the_peak_of_a_trial_is_that_of_training(living_bytes: int) -> None:
     class Peak(pl.Callback):
         def on_train_batch_start(self, *args: Any) -> None:

@@ -155,7 +155,9 @@ class Stop(pl.Callback):
             raise TimeoutError("the job's time is up")
 
 
-@pytest.mark.parametrize("shuffle", [False, True], ids=["in_order", "shuffled"])
+@pytest.mark.parametrize(
+    "shuffle", [pytest.param(False, marks=pytest.mark.slow), True], ids=["in_order", "shuffled"]
+)
 @pytest.mark.parametrize(
     "config", ["0:32 1:80 2:16", {"type": "milestone", "milestones": "0:32 200:48", "unit": "samples"}]
 )

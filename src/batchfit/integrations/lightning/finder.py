@@ -176,8 +176,19 @@ class BatchSizeFinder(Callback):
         self._restored = True
 
     def _set(self, trainer: Any, loop: Any, module: Any, size: int) -> None:
+        asked = None if loop._combined_loader is None else loop.max_batches
         set_size(trainer, loop, module, self._attribute, size)
         self.optimal_batch_size = size
+        if (
+            loop is trainer.fit_loop
+            and trainer.lr_scheduler_configs
+            and asked not in (None, loop.max_batches)
+        ):
+            log.warning(
+                "%s",
+                f"an epoch had {asked} batches when the LR schedulers were made, and has {loop.max_batches} "
+                "now: one that was given estimated_stepping_batches has the old number of steps",
+            )
 
     def _found(
         self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
