@@ -13,6 +13,8 @@ import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
 import torchmetrics
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lightning_cases import LegacyNet, Net, data, legacy, seeded, trainer, weights
 from torch import nn
 from torch.utils.data import DataLoader
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader
 import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning import BatchSizeFinder, OomProofTraining
+from batchfit.integrations.lightning.merging import Logged, merged
 from batchfit.testing import count_operations, fail_at
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]
@@ -381,6 +384,29 @@ def test_a_trainer_of_pytorch_lightning() -> None:
     trainer(OomProofTraining(microbatch_size=16), package=legacy).fit(module, loader())
     for mine, theirs in zip(weights(module), weights(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), min_size=1, max_size=5),
+    st.sampled_from(["mean", "sum", "min", "max", torch.max]),
+)
+def test_values_of_parts_are_merged_to_that_of_the_whole(parts: list[list[float]], how: Any) -> None:
+    rule = getattr(torch, how) if isinstance(how, str) else how
+    logs = [
+        [
+            Logged(
+                ("fx", "x"),
+                rule(torch.tensor(part, dtype=torch.float64)),
+                {"reduce_fx": how, "batch_size": len(part)},
+            )
+        ]
+        for part in parts
+    ]
+    (whole,) = merged(logs, [len(part) for part in parts])
+    every = torch.tensor([value for part in parts for value in part], dtype=torch.float64)
+    torch.testing.assert_close(whole.value, rule(every))
+    assert whole.options["batch_size"] == len(every)
 
 
 # --- bad input

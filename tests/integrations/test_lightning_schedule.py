@@ -16,6 +16,7 @@ from lightning_cases import LegacyNet, Net, data, legacy, seeded, trainer, weigh
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import batchfit
+from batchfit._decide.noise import NoiseReading
 from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]
@@ -141,6 +142,26 @@ def test_an_increase_is_asked_for_at_each_epoch_and_capped_by_what_was_found() -
 
 def _grow(epoch: int, current: int) -> int:
     return 40 if epoch else 0
+
+
+class Readings:
+    """A noise scale that speaks for large batches from the first reading on."""
+
+    def reading(self) -> Any:
+        error = None
+        return NoiseReading(1e4, 9e3, 1.1e4, 1.0, 1.0, error, error, 100, 1e4, 100.0, 0, "")
+
+
+def test_a_size_that_nobody_could_foresee_moves_the_epochs_end_and_its_validation() -> None:
+    config = batchfit.NoiseBatchSizeConfig(max_batch_size=64, min_steps=2)
+    module, readings = Told(), Readings()
+    schedule = BatchSizeSchedule(config, 16, noise=readings)  # type: ignore[arg-type]
+    run = trainer(schedule, max_epochs=2, limit_val_batches=1)
+    run.fit(module, loader(16), loader(80))
+    epochs = " ".join(module.story).split("val")
+    assert [sum(map(int, epoch.split())) for epoch in epochs] == [160, 160, 0]
+    assert module.story[0] == "16"
+    assert "32" in module.story
 
 
 class Stop(pl.Callback):
