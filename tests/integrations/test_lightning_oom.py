@@ -254,6 +254,36 @@ def test_metrics_count_every_sample_once_and_values_are_those_of_the_batch(livin
         assert mine["name"] in ("step", ["step"] * 2, ["step"] * 4)
 
 
+class Thrashing(OomProofTraining):
+    """Told to take smaller microbatches after one that ran: no try has failed then."""
+
+    def _looked_at(self, micro: Any) -> torch.Tensor:
+        self._happened(batchfit.MicrobatchEvent("shrunk", 32, 16, "allocations were retried"))
+        return super()._looked_at(micro)
+
+
+def test_a_size_lowered_after_a_batch_ran_takes_nothing_of_it_back() -> None:
+    plain, module = seeded(Counting), seeded(Counting)
+    fitted(plain, max_epochs=1)
+    run = fitted(module, Thrashing(microbatch_size=32), max_epochs=1)
+    assert float(run.callback_metrics["count"]) == 256
+    assert [len(outputs["rows"]) for outputs in module.outputs] == [64] * 4
+    same(module, plain)
+
+
+def test_what_a_step_returns_holds_no_graph(living_bytes: int) -> None:
+    class Returning(Exact):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            return {"loss": loss, "again": [loss, {"loss": (loss,)}]}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert len(outputs["again"]) == 4
+
+    with batchfit.virtual_memory(living_bytes + 2 * MIB):
+        fitted(seeded(Returning), OomProofTraining(microbatch_size=16), max_epochs=1)
+
+
 def test_a_mean_over_tokens_is_exact_with_its_weight() -> None:
     class Tokens(Exact):
         def loss(self, batch: Any) -> torch.Tensor:

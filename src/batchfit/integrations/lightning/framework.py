@@ -10,6 +10,8 @@ Rules
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import itertools
 import logging
 import re
 import sys
@@ -22,29 +24,20 @@ from batchfit.errors import BatchfitError
 
 log = logging.getLogger("batchfit")
 
-NAMES: Final = ("lightning.pytorch", "pytorch_lightning")
+NAMES: Final[tuple[str, ...]] = ("lightning.pytorch", "pytorch_lightning")
 TESTED: Final = ((2, 5), (2, 6))  # the first and the last release that the tests have run with
 _told: set[str] = set()
 
 
 def callback_bases() -> tuple[type, ...]:
     """`Callback` of each Lightning that the program has imported, or of the one that is installed."""
-    loaded = [name for name in NAMES if name in sys.modules]
-    for name in loaded or NAMES:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
-                raise
-            continue
-        if not loaded:
-            loaded = [name]
-            break
-    if not loaded:
+    installed = (name for name in NAMES if importlib.util.find_spec(name.split(".")[0]) is not None)
+    names = [name for name in NAMES if name in sys.modules] or list(itertools.islice(installed, 1))
+    if not names:
         raise ModuleNotFoundError(
             'pip install "batchfit[lightning]" to use batchfit.integrations.lightning', name="lightning"
         )
-    return tuple(importlib.import_module(name).Callback for name in loaded)
+    return tuple(importlib.import_module(name).Callback for name in names)
 
 
 if TYPE_CHECKING:

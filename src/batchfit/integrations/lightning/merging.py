@@ -69,7 +69,6 @@ def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -
         return joined(values, sizes, weights)
     if not all(isinstance(value, torch.Tensor) for value in values):
         return values[0] if len(values) == 1 else values
-    values = [value.detach() for value in values]
     if len(values) == 1:
         return values[0]
     if all(value.dim() > 0 and len(value) == size for value, size in zip(values, sizes, strict=True)):
@@ -77,6 +76,17 @@ def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -
     if all(value.numel() == 1 for value in values):
         return _reduced(torch.stack([value.reshape(()) for value in values]), "mean", weights)
     return values
+
+
+def detached(node: Any) -> Any:
+    """Without the graphs of its tensors, which would hold a microbatch until its batch has ended."""
+    if isinstance(node, torch.Tensor):
+        return node.detach()
+    if isinstance(node, dict):
+        return {name: detached(value) for name, value in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*map(detached, node))
+    return type(node)(map(detached, node)) if isinstance(node, list | tuple) else node
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

@@ -32,6 +32,7 @@ from batchfit.integrations.lightning.framework import (
 )
 from batchfit.integrations.lightning.merging import (
     Logged,
+    detached,
     joined,
     merged,
     metrics_in,
@@ -233,31 +234,40 @@ class OomProofTraining(Callback):
 
     def _micro(self, micro: Any) -> torch.Tensor:
         """The loss of one microbatch, as `training_step` gives it."""
-        trainer = self._trainer
-        looks_only = not torch.is_grad_enabled()  # the Microbatcher asks what kind of mean the loss is
-        if self._failed or looks_only:
-            restore = saved_metrics(self._metrics) if looks_only else None
-            if self._failed:
-                self._records, self._failed = [], False
-                restore_metrics(self._saved)
-        record = _Record(None if self._weight is None or looks_only else _weight_of(self._weight, micro))
+        if not torch.is_grad_enabled():
+            return self._looked_at(micro)
+        if self._failed:  # a try before this one: what it left behind does not count
+            self._records, self._failed = [], False
+            restore_metrics(self._saved)
+        record = _Record(None if self._weight is None else _weight_of(self._weight, micro))
         self._records.append(record)
-        output = call_step(trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
-        if looks_only:
+        loss, extra = self._step_of(micro)
+        record.extra = detached(extra)
+        self._call_hooks("on_before_backward", loss)
+        scaled: torch.Tensor = loss / self._trainer.accumulate_grad_batches
+        return scaled
+
+    def _looked_at(self, micro: Any) -> torch.Tensor:
+        """The Microbatcher asks what kind of mean the loss is: nothing of it stays."""
+        saved = saved_metrics(self._metrics)
+        self._records.append(_Record(None))
+        try:
+            return self._step_of(micro)[0]
+        finally:
             self._records.pop()
-            restore_metrics(restore)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+            restore_metrics(saved)
+
+    def _step_of(self, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The module's own step: its loss, and what it returns beside it."""
+        output = call_step(self._trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
+        found = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = found.pop("loss", None)
         if loss is None:
             raise BatchfitError(
                 "training_step must return a loss with OomProofTraining, not None: a part of a batch cannot "
                 "be left out"
             )
-        if isinstance(output, Mapping):
-            record.extra = {name: value for name, value in output.items() if name != "loss"}
-        if not looks_only:
-            self._call_hooks("on_before_backward", loss)
-        scaled: torch.Tensor = loss / trainer.accumulate_grad_batches
-        return scaled
+        return loss, found
 
     def _call_hooks(self, name: str, *args: Any) -> None:
         calls = part(self._trainer, "trainer.call")
