@@ -977,7 +977,7 @@ def test_examples_make_workloads_that_run(name: str, function: str) -> None:
 
 
 def test_batches_are_those_of_a_trial() -> None:
-    """For steps of one's own: the longest samples first, around again, through the user's collate function."""
+    """For steps of one's own: the longest samples first, and around again, collated."""
     samples = [torch.zeros(2), torch.ones(5), torch.zeros(3)]
     make = batches(samples, collate_fn=lambda some: [len(one) for one in some])
     assert make(4) == [5, 3, 2, 5]
