@@ -60,6 +60,7 @@ LAYERS = {
     "batchfit.integrations": 3,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
+    "batchfit.integrations": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
 THIRD_PARTY = {
@@ -167,6 +168,15 @@ def test_third_party_packages_stay_in_their_place(module: str, path: Path) -> No
         assert any(module == home or module.startswith(home + ".") for home in homes), (
             f"{module} imports {top}"
         )
+
+
+@pytest.mark.parametrize(
+    "module", [name for name, _ in modules() if name.startswith("batchfit.integrations")]
+)
+def test_integrations_use_public_names_only(module: str) -> None:
+    for name, _ in imports(dict(modules())[module], module):
+        if name.split(".")[0] == "batchfit":
+            assert not any(part.startswith("_") for part in name.split(".")), f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", [name for name, _ in modules() if name.startswith("batchfit._cli")])

@@ -195,6 +195,11 @@ class ResizableLoader:
         return (stop - start) * self.world_size / self.current.size
 
     @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """What makes a batch of samples."""
+        return self._collate_fn
+
+    @property
     def rank(self) -> int:
         """Which of the ranks this one is."""
         return self._settings.rank

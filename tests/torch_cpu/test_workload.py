@@ -20,7 +20,7 @@ from torch import nn
 
 import batchfit
 from batchfit._torch import phase
-from batchfit.workload import Workload, as_workload, generation, inference, training
+from batchfit.workload import Workload, as_workload, batches, generation, inference, training
 
 FEATURES, CLASSES = 6, 5
 
@@ -974,3 +974,12 @@ def test_examples_make_workloads_that_run(name: str, function: str) -> None:
     workload.step(2)
     moved = any(not torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True))
     assert moved is (workload.kind == "training")
+
+
+def test_batches_are_those_of_a_trial() -> None:
+    """For steps of one's own: the longest samples first, and around again, collated."""
+    samples = [torch.zeros(2), torch.ones(5), torch.zeros(3)]
+    make = batches(samples, collate_fn=lambda some: [len(one) for one in some])
+    assert make(4) == [5, 3, 2, 5]
+    with pytest.raises(TypeError, match="collate_fn must be a callable"):
+        batches(samples, collate_fn=3)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
 from batchfit.integrations import transformers as hf
+from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -331,3 +332,9 @@ batchfit.sweep(
 )
 batchfit.sweep(make_swept, {"max_crops": [2]}, estimate=lambda configuration, size: size // 2, auto=True)
 batchfit.sweep(make_swept, {"max_crops": [2]}, batches=3)  # type: ignore[call-arg]
+# Lightning's callbacks.
+finder = BatchSizeFinder("power", budget="24GiB", margin=0.05, make_batch=make_batch)
+assert_type(finder.result, FitResult | None)
+assert_type(finder.optimal_batch_size, int | None)
+assert_type(OomProofTraining(weight="labels", rollback=True).retries, int)
+assert_type(BatchSizeSchedule("0:256 20:512", lr="sqrt").scheduler, batchfit.BatchSizeScheduler | None)

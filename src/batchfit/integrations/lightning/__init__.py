@@ -1,0 +1,15 @@
+"""Lightning: find the batch size, survive running out of memory, change the batch size while training.
+
+    from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
+    trainer = Trainer(callbacks=[BatchSizeFinder()])
+
+Callbacks for `lightning` and `pytorch_lightning` alike: they belong to whichever the program has imported.
+"""
+
+from __future__ import annotations
+
+from batchfit.integrations.lightning.finder import BatchSizeFinder
+from batchfit.integrations.lightning.microbatches import OomProofTraining
+from batchfit.integrations.lightning.schedule import BatchSizeSchedule
+
+__all__ = ["BatchSizeFinder", "BatchSizeSchedule", "OomProofTraining"]

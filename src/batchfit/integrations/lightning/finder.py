@@ -1,0 +1,237 @@
+"""BatchSizeFinder: Lightning's callback of that name, with batchfit's search.
+
+Rules
+- A size is never set that was not run, with the longest samples of the loaders, for all the steps of a soak.
+- A search leaves the run as it was: weights, optimizers, schedulers, scaler, random numbers, progress,
+  logged values; no checkpoint is written for it. It may begin at any time.
+- On several ranks all of them search together and get one size, that of a rank's own batch.
+- A run that goes on from a checkpoint keeps the size that it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final
+
+import batchfit
+from batchfit.integrations.lightning.framework import (
+    Callback,
+    check_trainer,
+    log,
+    overrides,
+    refuse_beside,
+    write,
+)
+from batchfit.integrations.lightning.loaders import (
+    leaves,
+    mapped,
+    requested,
+    sample_count,
+    set_size,
+    source_of,
+)
+from batchfit.integrations.lightning.microbatches import OomProofTraining
+from batchfit.integrations.lightning.trials import Source, evaluation, training, undisturbed
+
+_MODES: Final = {"power": "powers", "binsearch": "bisect"}
+_OURS: Final = ("guided", "bisect", "halve", "grow", "powers")
+
+
+class BatchSizeFinder(Callback):
+    """Finds the largest batch size that runs, and sets it, before `fit`, `validate`, `test` or `predict`.
+
+        finder = BatchSizeFinder()
+        Trainer(callbacks=[finder]).fit(module, DataLoader(dataset, batch_size=32))
+        print(finder.result)
+
+    The size goes into `batch_arg_name` (of the module, its hparams or the datamodule) and into the loaders,
+    wherever these come from. Under DDP it is the batch of each rank, as Lightning's loaders have it.
+
+    Args:
+        mode: "guided" (measured memory leads), "power" or "binsearch" as in Lightning, or another strategy of
+            `batchfit.find_batch_size`.
+        steps_per_trial: steps of each trial, at least 2.
+        init_val: the first size to try; default: the search begins by itself.
+        max_trials: how many trials there may be.
+        batch_arg_name: the attribute that holds the size; it need not exist.
+        margin: this share of the size is given up, and the smaller size is run too.
+        max_val: the largest size to try. A size never exceeds the samples that a rank has.
+        min_val, multiple_of, power_of_two: which sizes may be tried.
+        budget: bytes that the program may use ("24GiB"); default: all that is free.
+        soak_steps: steps that the answer has to survive; 0 for none.
+        tolerance, time_limit_s, on_trial: as in `batchfit.find_batch_size`.
+        key: a name under which the answer is stored, and confirmed by one trial the next time.
+        fresh: search even where the answer is stored, or in a checkpoint that the run goes on from.
+        make_batch: `make_batch(n)`, for loaders that have no dataset and collate function.
+    """
+
+    def __init__(
+        self,
+        mode: str = "guided",
+        steps_per_trial: int = 3,
+        init_val: int | None = None,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.0,
+        max_val: int = 8192,
+        *,
+        min_val: int = 1,
+        multiple_of: int = 1,
+        power_of_two: bool = False,
+        budget: int | str | None = None,
+        soak_steps: int = 25,
+        tolerance: float = 0.02,
+        time_limit_s: float | None = None,
+        on_trial: Callable[[batchfit.Trial, int], object] | None = None,
+        key: str | None = None,
+        fresh: bool = False,
+        make_batch: Callable[[int], Any] | None = None,
+    ) -> None:
+        if str(mode).lower() not in (*_MODES, *_OURS):
+            raise ValueError(f"mode must be one of {', '.join((*_MODES, *_OURS))}, not {mode!r}")
+        if type(margin) not in (int, float) or not 0 <= margin < 1:
+            raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
+        for name, value in (("max_val", max_val), ("min_val", min_val)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if make_batch is not None and not callable(make_batch):
+            raise TypeError(f"make_batch must be a callable make_batch(n) or None, not {make_batch!r}")
+        self.optimal_batch_size: int | None = None
+        self.result: batchfit.FitResult | None = None
+        self._attribute = batch_arg_name
+        self._margin = margin
+        self._max_size = max_val
+        self._make_batch = make_batch
+        self._fresh = fresh
+        self._restored = False
+        self._options: dict[str, Any] = {
+            "strategy": _MODES.get(mode.lower(), mode.lower()),
+            "steps": steps_per_trial,
+            "start": init_val,
+            "max_trials": max_trials,
+            "min_size": min_val,
+            "multiple_of": multiple_of,
+            "power_of_two": power_of_two,
+            "budget": budget,
+            "soak_steps": soak_steps,
+            "tolerance": tolerance,
+            "time_limit_s": time_limit_s,
+            "on_trial": on_trial,
+            "key": key,
+            "fresh": fresh and key is not None,
+            # A trace would go through Lightning's loops with tensors that have no values.
+            "predict": False,
+        }
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        """Refuse what contradicts the search."""
+        check_trainer(trainer, self)
+        refuse_beside(trainer, self, "BatchSizeFinder", why="both would set the batch size. Keep one of them")
+
+    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        """Search now, and set what was found: in the hooks below, or in one of your own."""
+        loop = trainer._active_loop
+        given, mode = requested(trainer, loop)
+        fit = self._found(trainer, loop, pl_module, given, mode)
+        self._set(trainer, loop, pl_module, fit.batch_size)
+        self.result = fit
+        write(trainer, {"batchfit/batch_size": fit.batch_size, "batchfit/find_s": fit.elapsed_s})
+        if trainer.is_global_zero:
+            log.info("batch size %d for %s: %s", fit.batch_size, loop._data_source.name, fit.stopped_because)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before `fit`, and before its sanity check."""
+        if self._restored and not self._fresh and self.optimal_batch_size is not None:
+            self._set(trainer, trainer.fit_loop, pl_module, self.optimal_batch_size)
+            log.info("batch size %d, as in the checkpoint", self.optimal_batch_size)
+        elif trainer.fast_dev_run:
+            log.warning("no batch size is searched for with fast_dev_run")
+        else:
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before `validate`; not within `fit`."""
+        if trainer.state.fn == "validate" and not trainer.fast_dev_run:
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before `test`."""
+        if not trainer.fast_dev_run:
+            self.scale_batch_size(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Before `predict`."""
+        if not trainer.fast_dev_run:
+            self.scale_batch_size(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The size, for a checkpoint."""
+        return {"batch_size": self.optimal_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The size of the run that goes on."""
+        self.optimal_batch_size = state_dict["batch_size"]
+        self._restored = True
+
+    def _set(self, trainer: Any, loop: Any, module: Any, size: int) -> None:
+        asked = None if loop._combined_loader is None else loop.max_batches
+        set_size(trainer, loop, module, self._attribute, size)
+        self.optimal_batch_size = size
+        if (
+            loop is trainer.fit_loop
+            and trainer.lr_scheduler_configs
+            and asked not in (None, loop.max_batches)
+        ):
+            log.warning(
+                "%s",
+                f"an epoch had {asked} batches when the LR schedulers were made, and has {loop.max_batches} "
+                "now: one that was given estimated_stepping_batches has the old number of steps",
+            )
+
+    def _found(
+        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
+    ) -> batchfit.FitResult:
+        samples = max((sample_count(loader) for loader in leaves(given)), default=math.inf)
+        most = int(
+            min(self._max_size, math.ceil(samples / trainer.world_size) if samples < math.inf else samples)
+        )
+        own = next((one for one in trainer.callbacks if isinstance(one, OomProofTraining)), None)
+        with undisturbed(trainer, loop), nullcontext() if own is None else own.paused():
+            work = self._workload(trainer, loop, module, given, mode)
+            fit = batchfit.find_batch_size(work, max_size=max(most, 1), **self._options)
+            reduced = max(self._options["min_size"], int(fit.batch_size * (1 - self._margin)))
+            if reduced < fit.batch_size:
+                options = {
+                    **self._options,
+                    "strategy": "guided",
+                    "start": reduced,
+                    "key": None,
+                    "fresh": False,
+                }
+                fit = batchfit.find_batch_size(work, max_size=reduced, **options)
+        return fit
+
+    def _workload(
+        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
+    ) -> batchfit.Workload:
+        if loop is trainer.fit_loop:
+            if self._make_batch is not None:
+                return training(trainer, self._make_batch)
+            sources = mapped(given, source_of)
+            return training(trainer, lambda size: mapped(sources, lambda source: source(size)))
+        name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[
+            trainer.state.fn
+        ]
+        if not overrides(module, name, trainer) and name != "predict_step":
+            raise ValueError(f"the module must have a {name} to find a batch size for it")
+        each: list[Source]
+        if self._make_batch is not None:
+            each = [self._make_batch]
+        elif mode in (None, "sequential"):
+            each = [source_of(loader) for loader in leaves(given)]
+        else:
+            sources = mapped(given, source_of)
+            each = [lambda size: mapped(sources, lambda source: source(size))]
+        return evaluation(trainer, loop, name, each)

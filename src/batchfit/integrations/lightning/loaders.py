@@ -1,0 +1,215 @@
+"""The loaders of a Trainer: what they load, in which size, and the same loader in another size.
+
+Rules
+- Loaders may come from a module, a datamodule or the call to `fit`, alone or in any nesting of lists, tuples
+  and dicts, and in a CombinedLoader. All of them get the size.
+- A size is set where the user keeps it (the attribute), and then looked for in the loaders; one that does
+  not show there is set in copies of the loaders themselves.
+- A copy is the user's loader but for its size: class, dataset, sampler, workers and collate function stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+import batchfit
+from batchfit.integrations.lightning.framework import log, part
+from batchfit.workload import batches
+
+_READ_OF_A_STREAM = 1024  # samples of an iterable dataset that trials are made of
+
+
+def requested(trainer: Any, loop: Any) -> tuple[Any, str | None]:
+    """The loaders of a loop as the user gives them, and the mode in which they are combined."""
+    given = loop._data_source.dataloader()
+    if isinstance(given, part(trainer, "utilities.combined_loader").CombinedLoader):
+        return given.iterables, given._mode
+    return given, None
+
+
+def leaves(node: Any) -> list[Any]:
+    """The loaders in a nesting of lists, tuples and dicts, in Lightning's order."""
+    if isinstance(node, Mapping):
+        return [leaf for value in node.values() for leaf in leaves(value)]
+    if isinstance(node, list | tuple):
+        return [leaf for value in node for leaf in leaves(value)]
+    return [node]
+
+
+def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting, with each loader changed."""
+    if isinstance(node, Mapping):
+        return {key: mapped(value, change) for key, value in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(mapped(value, change) for value in node))
+    if isinstance(node, list | tuple):
+        return type(node)(mapped(value, change) for value in node)
+    return change(node)
+
+
+def size_of(loader: Any, *, world_size: int) -> int | None:
+    """Samples of one rank's batch, where the loader says so."""
+    if isinstance(loader, batchfit.ResizableLoader):
+        return max(1, loader.batch_size // world_size)
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def resized(loader: Any, size: int, *, world_size: int) -> Any:
+    """The same loader with batches of `size` samples on each rank."""
+    if isinstance(loader, batchfit.ResizableLoader):
+        loader.batch_size = size * world_size
+        return loader
+    if not isinstance(loader, DataLoader):
+        try:
+            loader.batch_size = size
+        except AttributeError:
+            raise TypeError(
+                f"a loader must be a DataLoader or have a batch_size that can be set, not {loader!r:.80}"
+            ) from None
+        return loader
+    sampler: Any = loader.batch_sampler
+    if sampler is None:
+        raise TypeError(
+            "a loader must make batches itself to get another batch size, not have batch_size=None, which "
+            "leaves them to the dataset"
+        )
+    if type(sampler) is BatchSampler:
+        sampler = BatchSampler(sampler.sampler, size, sampler.drop_last)
+    elif isinstance(getattr(sampler, "batch_size", None), int):
+        sampler = copy.copy(sampler)
+        sampler.batch_size = size
+    else:
+        raise TypeError(
+            "a batch sampler must have an integer batch_size to get another one, not be a "
+            f"{type(sampler).__name__}"
+        )
+    # Not built anew: subclasses have arguments that nobody else knows. `__setattr__` refuses these names.
+    twin = copy.copy(loader)
+    for name in [name for name in vars(twin) if name.startswith("__pl_")]:
+        del vars(twin)[name]  # the arguments that Lightning has seen have the old size
+    vars(twin).update(batch_sampler=sampler, _iterator=None)
+    if loader.batch_size is not None:
+        vars(twin)["batch_size"] = size
+    return twin
+
+
+def source_of(loader: Any) -> Callable[[int], Any]:
+    """What makes batches of any size out of a loader's samples: the longest ones, as a trial wants them."""
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    unbatched = isinstance(loader, DataLoader) and loader.batch_sampler is None
+    if dataset is None or not callable(collate) or unbatched:
+        raise TypeError(
+            "make_batch must be given where a loader has no dataset and collate_fn to make batches of, as "
+            f"{type(loader).__name__}: BatchSizeFinder(make_batch=...), a callable make_batch(n)"
+        )
+    if isinstance(dataset, IterableDataset):
+        samples = list(itertools.islice(iter(dataset), _READ_OF_A_STREAM))
+        return batches(samples, collate_fn=collate)
+    return batches(dataset, collate_fn=collate)
+
+
+def sample_count(loader: Any) -> float:
+    """How many samples an epoch of the loader has; infinite where it does not say."""
+    try:
+        return len(loader.dataset)
+    except (TypeError, AttributeError, NotImplementedError):
+        return math.inf
+
+
+def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) -> None:
+    """Loaders of this loop have batches of `size` samples from now on."""
+    parsing, world_size = part(trainer, "utilities.parsing"), trainer.world_size
+    named = parsing.lightning_hasattr(module, attribute)
+    if named:
+        parsing.lightning_setattr(module, attribute, size)
+    given, mode = requested(trainer, loop)
+    if any(size_of(loader, world_size=world_size) != size for loader in leaves(given)):
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise ValueError(
+                "reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where no attribute "
+                f"{attribute!r} sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: "
+                "loaders made anew would have the old size"
+            )
+        if named:
+            log.warning(
+                "%s was set to %d, and %s does not use it: its loader gets the size itself",
+                *(attribute, size, loop._data_source.name),
+            )
+        given = mapped(given, lambda loader: resized(loader, size, world_size=world_size))
+        if mode is not None:
+            given = part(trainer, "utilities.combined_loader").CombinedLoader(given, mode)
+        loop._data_source.instance = given
+    if loop._combined_loader is not None:
+        _load_anew(loop)
+        if named and loop is trainer.fit_loop:  # validation loads its data when it comes
+            loop.epoch_loop.val_loop._combined_loader = None
+
+
+def _load_anew(loop: Any) -> None:
+    """The loop has set up its data before: once more, with the loaders of now."""
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = None
+    loop.setup_data()
+    if not hasattr(loop, "epoch_progress"):  # evaluation: its data fetcher is made by `reset`
+        loop.reset()
+        return
+    for loader in loop._combined_loader.flattened:
+        samplers: tuple[Any, ...] = (
+            getattr(loader, "sampler", None),
+            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        )
+        for sampler in samplers:
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(loop.epoch_progress.current.processed)
+
+
+def resizable(loader: Any, *, batch_size: int) -> batchfit.ResizableLoader:
+    """A loader whose size can change, which loads what this DataLoader would."""
+    if isinstance(loader, batchfit.ResizableLoader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"the train loader must be a DataLoader or a ResizableLoader, not {loader!r:.80}")
+    if type(loader.batch_sampler) is not BatchSampler:
+        kind = type(loader.batch_sampler).__name__
+        raise TypeError(
+            f"the train loader must not have a batch sampler of its own, not {kind}: it fixes the sizes"
+        )
+    sampler: Any = loader.sampler
+    streams = isinstance(loader.dataset, IterableDataset)
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    plain = streams or shuffle or type(sampler) is SequentialSampler
+    return batchfit.ResizableLoader(
+        loader.dataset,
+        batch_size,
+        shuffle=shuffle,
+        sampler=None if plain else sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+        persistent_workers=loader.persistent_workers,
+        seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+    )
+
+
+def on_device(trainer: Any, batch: Any, dataloader_idx: int) -> Any:
+    """A batch as a step gets it: converted, and moved by the module's own hooks."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)

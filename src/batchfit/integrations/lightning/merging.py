@@ -1,0 +1,121 @@
+"""What microbatches logged and returned, as their batch would have.
+
+Rules
+- A mean is weighed as the loss is; a sum, a minimum or a maximum is that of the parts.
+- Parts with one row a sample are joined in the batch's order of running; what is neither stays a list.
+- Metrics of torchmetrics count every sample once, however often a batch was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+Saved = list[tuple[nn.Module, dict[str, Any]]]
+_MARKS = ("_update_count", "_computed", "_forward_cache")
+
+
+class Logged(NamedTuple):
+    """One call of `self.log`."""
+
+    place: tuple[str, str]  # the hook and the name
+    value: Any
+    options: dict[str, Any]
+
+
+def merged(parts: Sequence[Sequence[Logged]], weights: Sequence[float]) -> list[Logged]:
+    """One call for each name, in the order in which names were first logged."""
+    found: dict[tuple[str, str], list[tuple[Logged, float]]] = {}
+    for logs, weight in zip(parts, weights, strict=True):
+        for logged in logs:
+            found.setdefault(logged.place, []).append((logged, weight))
+    return [_one([one for one, _ in calls], [weight for _, weight in calls]) for calls in found.values()]
+
+
+def _one(calls: list[Logged], weights: list[float]) -> Logged:
+    last = calls[-1]
+    if len(calls) == 1 or not isinstance(last.value, torch.Tensor):  # a metric holds all parts by itself
+        return last
+    values = torch.stack([torch.as_tensor(call.value) for call in calls])
+    told = [call.options["batch_size"] for call in calls if call.options.get("batch_size") is not None]
+    options = {**last.options, "batch_size": sum(told)} if told else last.options
+    return Logged(last.place, _reduced(values, options.get("reduce_fx"), weights), options)
+
+
+def _reduced(values: torch.Tensor, how: Any, weights: Sequence[float]) -> torch.Tensor:
+    name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+    if name in ("sum", "min", "max"):
+        reduced: torch.Tensor = getattr(values, name)()
+        return reduced
+    share = torch.tensor(weights, dtype=torch.float64)
+    share = (share / share.sum().clamp(min=1e-300)).to(values.device)
+    kind = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+    return (values.to(torch.float64) * share).sum().to(kind)
+
+
+def joined(
+    parts: Sequence[Mapping[str, Any]], sizes: Sequence[int], weights: Sequence[float]
+) -> dict[str, Any]:
+    """What `training_step` returned beside the loss."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _joined([part.get(name) for part in parts], sizes, weights) for name in names}
+
+
+def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if all(isinstance(value, Mapping) for value in values):
+        return joined(values, sizes, weights)
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return values[0] if len(values) == 1 else values
+    if len(values) == 1:
+        return values[0]
+    if all(value.dim() > 0 and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        return torch.cat(values)
+    if all(value.numel() == 1 for value in values):
+        return _reduced(torch.stack([value.reshape(()) for value in values]), "mean", weights)
+    return values
+
+
+def detached(node: Any) -> Any:
+    """Without the graphs of its tensors, which would hold a microbatch until its batch has ended."""
+    if isinstance(node, torch.Tensor):
+        return node.detach()
+    if isinstance(node, dict):
+        return {name: detached(value) for name, value in node.items()}
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*map(detached, node))
+    return type(node)(map(detached, node)) if isinstance(node, list | tuple) else node
+
+
+def metrics_in(module: nn.Module) -> list[nn.Module]:
+    """Each torchmetrics.Metric in the module, told without importing torchmetrics."""
+    return [
+        part for part in module.modules() if hasattr(part, "_defaults") and hasattr(part, "_update_count")
+    ]
+
+
+def saved_metrics(metrics: Iterable[nn.Module]) -> Saved:
+    """Their states."""
+    found: Saved = []
+    for part in metrics:
+        names: Iterable[str] = getattr(part, "_defaults", ())
+        state = {name: _copied(getattr(part, name)) for name in names}
+        found.append(
+            (part, {**state, **{name: getattr(part, name) for name in _MARKS if hasattr(part, name)}})
+        )
+    return found
+
+
+def restore_metrics(saved: Saved | None) -> None:
+    """Put it back; the copies stay good for another time."""
+    for metric, state in saved or ():
+        for name, value in state.items():
+            setattr(metric, name, _copied(value))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value

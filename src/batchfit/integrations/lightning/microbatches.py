@@ -1,0 +1,327 @@
+"""OomProofTraining: training steps that survive running out of memory.
+
+Rules
+- A batch runs through `batchfit.Microbatcher`: whole where it fits, otherwise in microbatches, with the
+  gradients of the whole. A batch that ran out is done again from where it began.
+- What the module logs for microbatches is logged once, as the batch would have logged it.
+- Clipping, accumulation, precision, hooks around backward and the optimizer's step stay Lightning's. Where
+  they cannot (manual optimization, a `backward` of the user's), that is said before training.
+- Outside of `fit` the Trainer is as if the callback had never been there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import batchfit
+from batchfit.errors import BatchfitError
+from batchfit.integrations.lightning.framework import (
+    Callback,
+    call_step,
+    check_trainer,
+    overrides,
+    part,
+    show,
+)
+from batchfit.integrations.lightning.merging import (
+    Logged,
+    detached,
+    joined,
+    merged,
+    metrics_in,
+    restore_metrics,
+    saved_metrics,
+)
+
+
+@dataclass
+class _Record:
+    """What one microbatch left behind."""
+
+    weight: Any
+    logs: list[Logged] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class OomProofTraining(Callback):
+    """Runs `training_step` in microbatches that fit, with the gradients and logged values of the whole batch.
+
+        Trainer(callbacks=[OomProofTraining()]).fit(module, loader)      # a loader with batches of any size
+
+    For automatic optimization, on one device or under DDP. `training_step` must return the mean loss of its
+    batch, and may be called several times for one. What it learned is kept in checkpoints.
+
+    Args:
+        rollback: copy what an optimizer step moves to host memory first, so that it can always be undone.
+        The others are those of `batchfit.Microbatcher`. For a mean over tokens give `weight`.
+    """
+
+    def __init__(
+        self,
+        *,
+        weight: Callable[[Any], Any] | str | None = None,
+        split: Callable[[Any, Any], Any] | None = None,
+        lengths: str | Callable[[Any], Any] | None = None,
+        pad_keys: Sequence[str | int] | None = None,
+        pad_dim: int | None = None,
+        padding_side: Literal["left", "right"] | None = None,
+        microbatch_size: int | None = None,
+        budget: int | str | None = None,
+        batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
+        on_event: Callable[[batchfit.MicrobatchEvent], object] | None = None,
+        noise: batchfit.GradientNoise | None = None,
+        sync: Literal["safe", "overlap"] = "safe",
+        timeout_s: float | None = None,
+        rollback: bool = False,
+    ) -> None:
+        options: dict[str, Any] = {
+            "weight": weight,
+            "split": split,
+            "lengths": lengths,
+            "pad_keys": pad_keys,
+            "pad_dim": pad_dim,
+            "padding_side": padding_side,
+            "microbatch_size": microbatch_size,
+            "batch_norm": batch_norm,
+            "on_event": on_event,
+            "noise": noise,
+            "sync": sync,
+            "timeout_s": timeout_s,
+        }
+        batchfit.Microbatcher(nn.Linear(1, 1), **options)  # wrong ones are told here, not after the set-up
+        if not isinstance(rollback, bool):
+            raise TypeError(f"rollback must be True or False, not {rollback!r}")
+        self.retries = 0  # over the whole run
+        self._options = {**options, "budget": budget, "on_event": self._happened}
+        self._on_event = on_event
+        self._weight = weight
+        self._rollback = rollback
+        self._microbatcher: batchfit.Microbatcher | None = None
+        self._learned: Mapping[str, Any] | None = None
+        self._largest = 0  # microbatch of the last batch
+        self._failed = self._is_paused = False
+        self._records: list[_Record] = []
+        self._metrics: list[nn.Module] = []
+        self._saved: Any = None  # states of the metrics when the batch began
+        self._trainer: Any = None
+        self._kwargs: dict[str, Any] = {}
+
+    # --- hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        """Refuse what could not be run in microbatches."""
+        check_trainer(trainer, self)
+        if stage != "fit":
+            return
+        if not pl_module.automatic_optimization:
+            raise BatchfitError(
+                "OomProofTraining needs automatic optimization: in a training_step with manual optimization "
+                "call backward and step of a batchfit.Microbatcher in place of manual_backward and "
+                "optimizer.step"
+            )
+        precision = part(trainer, "plugins.precision")
+        kind = type(trainer.precision_plugin)
+        if overrides(pl_module, "backward", trainer) or kind.backward is not precision.Precision.backward:
+            owner = (
+                kind.__name__ if not overrides(pl_module, "backward", trainer) else type(pl_module).__name__
+            )
+            raise BatchfitError(
+                f"OomProofTraining runs backward itself, and {owner} has a backward of its own: take it out, "
+                "or use batchfit.Microbatcher with manual optimization"
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here on batches go through the Microbatcher."""
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise BatchfitError("OomProofTraining cannot run LBFGS, which runs the model inside its step")
+        self._trainer, self._metrics = trainer, metrics_in(pl_module)
+        self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, **self._options)
+        if self._learned is not None:
+            self._microbatcher.load_state_dict(self._learned)
+        loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
+        loop._make_closure = partial(self._closure, loop._make_closure)
+        plugin.optimizer_step = partial(self._optimizer_step, plugin.optimizer_step)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Show how the batch ran."""
+        show(trainer, pl_module, "microbatch_size", self._largest)
+        show(trainer, pl_module, "microbatch_retries", self.retries)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Lightning's own way again."""
+        self._let_go()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Lightning's own way again."""
+        self._let_go()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned about sizes, and how often a batch was done again."""
+        learned = self._learned if self._microbatcher is None else self._microbatcher.state_dict()
+        return {"learned": learned, "retries": self.retries}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was learned."""
+        self._learned, self.retries = state_dict["learned"], state_dict["retries"]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, steps run as without this callback: for a search that must see them run out."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    # --- one batch
+
+    def _let_go(self) -> None:
+        if self._microbatcher is None:
+            return
+        trainer, self._learned = self._trainer, self._microbatcher.state_dict()
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+        vars(trainer.precision_plugin).pop("optimizer_step", None)
+        self._microbatcher = self._trainer = self._saved = None
+        self._records, self._metrics, self._kwargs = [], [], {}
+
+    def _closure(self, make: Callable[..., Any], kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        """Lightning's closure, with the whole of a batch (zero_grad, forward, backward) as its step."""
+        closure = make(kwargs, optimizer, batch_idx)
+        if self._is_paused or closure._backward_fn is None:
+            return closure
+        if "batch" not in kwargs:
+            raise BatchfitError(
+                "OomProofTraining needs a training_step(batch), not one with a dataloader_iter"
+            )
+        closure._step_fn = partial(self._batch, kwargs, closure._zero_grad_fn)
+        closure._backward_fn = closure._zero_grad_fn = None
+        return closure
+
+    def _batch(self, kwargs: Any, zero_grad: Callable[[], None] | None) -> Any:
+        trainer, microbatcher = self._trainer, self._microbatcher
+        assert microbatcher is not None
+        if zero_grad is not None:
+            zero_grad()
+        self._kwargs, self._records, self._failed = kwargs, [], False
+        self._saved = saved_metrics(self._metrics)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        try:
+            with self._recording() as results:
+                report = microbatcher.backward(self._micro, kwargs["batch"], scaler=scaler)
+            records = self._records[-len(report.microbatch_sizes) :]
+        finally:
+            self._kwargs, self._records, self._saved = {}, [], None
+        self.retries += report.retries
+        self._largest = max(report.microbatch_sizes, default=0)
+        self._call_hooks("on_after_backward")
+        sizes = list(report.microbatch_sizes)
+        weights = [float(record.weight) for record in records] if self._weight is not None else sizes
+        for logged in merged([record.logs for record in records], weights):
+            results.log(*logged.place, logged.value, **logged.options)
+        extra = joined([record.extra for record in records], sizes, weights)
+        times = trainer.accumulate_grad_batches
+        kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
+        return kind.from_training_step_output({"loss": report.loss * times, **extra}, times)
+
+    def _micro(self, micro: Any) -> torch.Tensor:
+        """The loss of one microbatch, as `training_step` gives it."""
+        if not torch.is_grad_enabled():
+            return self._looked_at(micro)
+        if self._failed:  # a try before this one: what it left behind does not count
+            self._records, self._failed = [], False
+            restore_metrics(self._saved)
+        record = _Record(None if self._weight is None else _weight_of(self._weight, micro))
+        self._records.append(record)
+        loss, extra = self._step_of(micro)
+        record.extra = detached(extra)
+        self._call_hooks("on_before_backward", loss)
+        scaled: torch.Tensor = loss / self._trainer.accumulate_grad_batches
+        return scaled
+
+    def _looked_at(self, micro: Any) -> torch.Tensor:
+        """The Microbatcher asks what kind of mean the loss is: nothing of it stays."""
+        saved = saved_metrics(self._metrics)
+        self._records.append(_Record(None))
+        try:
+            return self._step_of(micro)[0]
+        finally:
+            self._records.pop()
+            restore_metrics(saved)
+
+    def _step_of(self, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The module's own step: its loss, and what it returns beside it."""
+        output = call_step(self._trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
+        found = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = found.pop("loss", None)
+        if loss is None:
+            raise BatchfitError(
+                "training_step must return a loss with OomProofTraining, not None: a part of a batch cannot "
+                "be left out"
+            )
+        return loss, found
+
+    def _call_hooks(self, name: str, *args: Any) -> None:
+        calls = part(self._trainer, "trainer.call")
+        calls._call_callback_hooks(self._trainer, name, *args)
+        calls._call_lightning_module_hook(self._trainer, name, *args)
+
+    @contextmanager
+    def _recording(self) -> Iterator[Any]:
+        """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
+        loop = self._trainer.fit_loop.epoch_loop
+        results = loop._results
+        loop._results = _Recorder(self, results)
+        try:
+            yield results
+        finally:
+            loop._results = results
+
+    def _optimizer_step(
+        self, plain: Callable[..., Any], optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """In place of the precision plugin's: the same order, with a step that is never left half done."""
+        if self._is_paused or kwargs:
+            return plain(optimizer, model=model, closure=closure, **kwargs)
+        assert self._microbatcher is not None
+        plugin = self._trainer.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+        result = closure()
+        if scaler is not None and not getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
+        plugin._after_closure(model, optimizer)
+        self._microbatcher.step(optimizer, scaler=scaler, rollback=self._rollback)
+        return result
+
+    def _happened(self, event: batchfit.MicrobatchEvent) -> None:
+        self._failed = self._failed or event.kind in ("retry", "shrunk")
+        if self._on_event is not None:
+            self._on_event(event)
+
+
+class _Recorder:
+    """Stands in for Lightning's collection of logged values; anything but `log` is the collection's own."""
+
+    def __init__(self, callback: OomProofTraining, results: Any) -> None:
+        self._callback, self._results = callback, results
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Keep it with its microbatch."""
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        self._callback._records[-1].logs.append(Logged((fx, name), value, options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._results, name)
+
+
+def _weight_of(weight: Callable[[Any], Any] | str, micro: Any) -> Any:
+    return micro[weight].sum() if isinstance(weight, str) else weight(micro)
