@@ -60,7 +60,6 @@ LAYERS = {
     "batchfit.integrations": 3,
     "batchfit._cli": 3,
     "batchfit.__main__": 3,
-    "batchfit.integrations": 3,
 }
 # Which third-party package may be imported where (and nowhere else).
 THIRD_PARTY = {
