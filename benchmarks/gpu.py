@@ -58,6 +58,10 @@ PARTS = (
     Part("profile", "profile_gpu", ("run",), "profile", quick=("--rows", "gpt2/24GiB/ours/1")),
     Part("ranks", "ranks_gpu", ("run",), "ranks"),
     Part("noise", "noise_gpu", ("run",), "noise", quick=("--parts", "cheap")),
+    Part(
+        "integrations", "integrations_gpu", ("run",), "integrations", quick=("--rows", "lightning/ours/find")
+    ),
+    Part("sweep", "sweep_gpu", ("run",), "sweep"),
     Part("schedules", "schedules_gpu", ("run",), "schedules"),
     Part("prediction", "prediction_gpu", ("truth", "--workers", "5", "--room", "100"), "truth", alone=False),
     Part("prediction", "prediction_gpu", (*PREDICT, "gpu"), "gpu", alone=False),

@@ -8,7 +8,7 @@ GPT-2 small from its configuration (random weights, 512 tokens, bf16 autocast, A
 (`set_per_process_memory_fraction`). Each row of `CASES` is a fresh process: a real Trainer finds its batch
 size, or is given one, and then trains 30 batches. `find_s` is the time from the start of `fit` to the first
 batch of training, `samples_per_s` is over the last 20 batches, and a row whose training ran out says so.
-Another framework's rows are more entries of `CASES`.
+Hugging Face's rows (`integrations_hf.py`) are asked for a batch of 64 sequences an optimizer step.
 """
 
 from __future__ import annotations
@@ -187,6 +187,36 @@ def _theirs(mode: str) -> Callable[[], list[Any]]:
     return make
 
 
+# --- Hugging Face
+
+
+def hugging_face(variant: str) -> Callable[[bool], Results]:
+    """A `train()` of that variant."""
+
+    def run(smoke: bool) -> Results:
+        from integrations_hf import VARIANTS, run_case
+
+        found = run_case(variant, smoke=smoke)
+        asked = VARIANTS[variant]["per_device_train_batch_size"]
+        if found["outcome"] != "trained":
+            nothing: Results = {"find_s": None, "samples_per_s": None, "peak_gib": None, "batches": 0}
+            return {**nothing, "batch_size": asked, "died": found["message"][:120], "whole": found}
+        peak = found["peak_bytes"]
+        return {
+            "batch_size": found["batch_size"],
+            "microbatch_size": found["microbatch_size"],
+            "find_s": round(found["until_first_step_s"], 2),
+            "samples_per_s": round(found["batch_size"] / found["step_s"], 1),
+            "peak_gib": round(peak / GIB, 2) if peak else None,
+            "batches": "all",
+            "attempts": found["attempts"],
+            "died": "",
+            "whole": found,
+        }
+
+    return run
+
+
 CASES: dict[str, Case] = {
     "lightning/theirs/power": Case("Lightning", "its BatchSizeFinder, power", lightning(_theirs("power"), 2)),
     "lightning/theirs/binsearch": Case(
@@ -207,6 +237,10 @@ CASES: dict[str, Case] = {
         f"OomProofTraining, a batch of {TOO_LARGE}",
         lightning(_ours("OomProofTraining"), TOO_LARGE),
     ),
+    "hf/trainer": Case("HF Trainer", "nothing, 8 x 8 accumulated", hugging_face("trainer")),
+    "hf/whole": Case("HF Trainer", "nothing, 64 at once", hugging_face("trainer_whole")),
+    "hf/auto": Case("HF Trainer", "auto_find_batch_size from 64", hugging_face("auto_find_batch_size")),
+    "hf/ours": Case("HF Trainer", "batchfit's adapt(trainer), 8 x 8", hugging_face("batchfit")),
 }
 
 
@@ -286,8 +320,9 @@ def page(results: Results) -> str:
         retried = f", {found['retries']} retries" if found.get("retries") else ""
         trials = f" ({found['trials']} trials)" if found.get("trials") else ""
         ended = f"{found['batches']}{retried}" + (f", then: {found['died']}" if found["died"] else "")
+        micro = f" in microbatches of {found['microbatch_size']}" if "microbatch_size" in found else ""
         lines.append(
-            f"| {case.framework} | {case.what} | {found['batch_size']} "
+            f"| {case.framework} | {case.what} | {found['batch_size']}{micro} "
             f"| {_shown(found['find_s'], ' s')}{trials} "
             f"| {_shown(found['samples_per_s'])} | {_shown(found['peak_gib'], ' GiB')} | {ended} |"
         )

@@ -1,11 +1,9 @@
 """Hugging Face's Trainer on GPT-2 small with and without batchfit: size, seconds to find it, tokens/s.
 
-    python benchmarks/integrations_hf.py --out hf.json            # on a GPU, capped at 23.8 GiB
-    python benchmarks/integrations_hf.py --smoke --out smoke.json # a tiny model, no GPU
+`integrations_gpu.py` runs each variant in a process of its own, since what one leaves in the allocator is the
+next one's loss.
 
 Rules:
-- `run_case(name)` is one variant in this process; the command runs each in a process of its own, since what
-  one leaves in the allocator is the next one's loss.
 - All variants are asked for the same batch of an optimizer step. What they really train with is counted in
   the model's forward, not believed.
 - `until_first_step_s`: from `train()` to the first step of the attempt that trained, with all searches and
@@ -15,20 +13,15 @@ Rules:
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-CAP_BYTES = int(23.8 * GIB)
+CAP_BYTES = 24 * GIB
 WARM_STEPS = 3
 # per_device_train_batch_size and gradient_accumulation_steps that a user would write, and what else.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -211,35 +204,3 @@ def _setting(is_gpu: bool) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         **{name: importlib.metadata.version(name) for name in names},
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--here", action="store_true", help="one variant, in this process, as JSON")
-    given = parser.parse_args()
-    if given.here:
-        print(json.dumps(run_case(given.variants[0], smoke=given.smoke, steps=given.steps)))
-        return
-    rows = []
-    for name in given.variants:
-        command = [sys.executable, __file__, "--here", "--variants", name, "--steps", str(given.steps)]
-        done = subprocess.run(
-            [*command, "--smoke"] if given.smoke else command, capture_output=True, text=True, check=False
-        )
-        if done.returncode != 0:
-            sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        shown = ("outcome", "microbatch_size", "batch_size", "attempts", "until_first_step_s", "tokens_per_s")
-        print(name, {key: rows[-1].get(key) for key in shown}, flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
