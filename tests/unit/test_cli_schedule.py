@@ -18,6 +18,7 @@ from batchfit._cli import schedule as command
 from batchfit._cli.app import app
 from batchfit._cli.exits import Code
 from batchfit._cli.schedule import ShowSettings, followed, schedule_lines
+from batchfit._cli.schedule_room import Room
 from batchfit._draw import as_text
 
 STEP = '{"type": "step", "step_size": 20, "gamma": 2, "max_batch_size": 2048}'
@@ -55,6 +56,49 @@ def test_the_table(project: Path) -> None:
     assert "from epoch 40 on 1024 is more than the 600 that fit: run it as 2 microbatches of 512" in told
     assert "from epoch 60 on 2048 is more than the 600 that fit: run it as 4 microbatches of 512" in told
     assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize("name", ["fit", "cards", "profile"])
+def test_memory_of_each_phase_where_a_result_is_given(name: str, project: Path) -> None:
+    data = Path(__file__).parents[1] / "data" / "report" / f"{name}.json"
+    results = json.loads(data.read_text())
+    result = results[0] if isinstance(results, list) else results
+    largest, budget = result["largest" if name == "profile" else "batch_size"], result["budget_bytes"]
+    plan = f"0:{largest} 1:{2 * largest}"
+    ran = show(plan, "--samples", "100000", "--epochs", "2", "--fits", str(data), "--json")
+    assert ran.exit_code == Code.FOUND, ran.stderr
+    told = json.loads(ran.stdout)
+    first, second = (phase["peak_bytes"] for phase in told["phases"])
+    assert (told["fits"], told["budget_bytes"]) == (largest, budget)
+    assert 0.5 * budget < first <= budget < second < 2 * budget
+    assert len(told["more_than_fits"]) == 1
+    halved = show(
+        plan, "--samples", "100000", "--epochs", "2", "--fits", str(data), "--world-size", "2", "--json"
+    )
+    assert json.loads(halved.stdout)["phases"][1]["peak_bytes"] == first
+    table = show(plan, "--samples", "100000", "--epochs", "2", "--fits", str(data)).stdout.splitlines()
+    assert table[0].split()[-3:] == ["memory", "of", "budget"]
+    assert [row.rstrip("█▏▎▍▌▋▊▉ ").split()[-1] for row in table[1:3]] == [
+        f"{first / budget:.0%}",
+        f"{second / budget:.0%}",
+    ]
+    assert all(len(line) <= 80 for line in table)
+
+
+def test_memory_between_and_beyond_what_was_run() -> None:
+    room = Room(30, 4000, ((10, 1000), (20, 2000), (30, 4000)))
+    assert [room.peak_bytes_at(size) for size in (5, 10, 15, 20, 25, 30, 35)] == [
+        500,
+        1000,
+        1500,
+        2000,
+        3000,
+        4000,
+        5000,
+    ]
+    assert Room(30, 4000, ((30, 4000),)).peak_bytes_at(30) == 4000
+    assert Room(30, 4000, ((30, 4000),)).peak_bytes_at(31) is None
+    assert Room(30).peak_bytes_at(30) is None
 
 
 def test_json_is_alone_on_stdout_and_in_the_file(project: Path) -> None:
@@ -129,7 +173,12 @@ def test_a_function_of_the_users(project: Path) -> None:
         (("0:256", "--samples", "9", "--epochs", "0"), "epochs must be a positive integer, not 0"),
         (("0:256", *RUN, "--lr", "-1"), "lr must be more than 0, not -1.0"),
         (("0:256", *RUN, "--lr-rule", "cubic"), "lr_rule must be 'none', 'linear'"),
-        (("0:256", *RUN, "--fits", "0"), "fits must be a positive integer, not 0"),
+        (("0:256", *RUN, "--fits", "0"), "fits must be a positive integer, not '0'"),
+        (("0:256", *RUN, "--fits", "gone.json"), "fits must be a number or a result file, not 'gone.json'"),
+        (
+            ("0:256", *RUN, "--fits", "step.json"),
+            "fits must be a result of find, predict or profile: step.json",
+        ),
         (
             ("0:4 20:512", *RUN, "--world-size", "8"),
             "initial_batch_size must be at least 8, so that no rank of 8",
@@ -156,7 +205,7 @@ def test_every_flag_is_a_setting_and_reaches_it(monkeypatch: pytest.MonkeyPatch)
         command, "show_schedule", lambda config, settings, delivery: seen.append(settings) or Code.FOUND
     )
     wanted = ShowSettings(
-        samples="1k", epochs=2, initial=3, lr=0.5, lr_rule="sqrt", fits=4, world_size=5, microbatch_size=6,
+        samples="1k", epochs=2, initial=3, lr=0.5, lr_rule="sqrt", fits="4", world_size=5, microbatch_size=6,
         tokens_per_sample=7, drop_last=True,
     )  # fmt: skip
     arguments: list[str] = []
@@ -181,7 +230,7 @@ def test_many_sizes_are_shortened_with_advice() -> None:
 
 def test_ranks_microbatches_and_the_last_batch() -> None:
     settings = ShowSettings(
-        samples="1000", epochs=1, world_size=8, microbatch_size=4, fits=20, drop_last=True
+        samples="1000", epochs=1, world_size=8, microbatch_size=4, fits="20", drop_last=True
     )
     shown = followed("0:250", settings)
     assert [(phase.size, phase.updates) for phase in shown.phases] == [(224, 4)]

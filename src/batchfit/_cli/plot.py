@@ -160,6 +160,13 @@ def draw_schedule(shown: Shown, path: Path) -> None:
         right.set(ylabel="learning rate" if shown.lr else "factor of the learning rate", ylim=(0, None))
         right.spines[["top"]].set_visible(False)
         right.yaxis.label.set_color("C1")
+    if shown.room is not None:
+        fits = shown.room.largest * shown.world_size
+        axes.axhline(fits, color="0.4", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{fits:,} fit at once", (0, fits), xytext=(3, 3), textcoords="offset points", fontsize=8
+        )
+        axes.set_ylim(0, 1.08 * max(fits, *(phase.size for phase in shown.phases)))
     axes.yaxis.label.set_color("C0")
     axes.set_title(
         f"{shown.config}: {shown.updates:,} updates, {shown.saved:.1%} fewer than at {shown.initial}"

@@ -19,6 +19,7 @@ import typer
 
 from batchfit._cli.ending import end, show_help
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.schedule_room import Room
 from batchfit._cli.tracing import Delivery, Told, deliver
 from batchfit._decide.bound import BoundPlan
 from batchfit._decide.counts import parse_count
@@ -26,6 +27,7 @@ from batchfit._decide.increase import Increases
 from batchfit._decide.lr_rules import LRRule
 from batchfit._decide.plan import Constant, Foreseen, Phase, phases, updates_of
 from batchfit._decide.split import balanced
+from batchfit._decide.units import format_bytes
 from batchfit._draw import Line, bar
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ Examples:
   batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
+  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits fit.json
 """
 MOST_ROWS = 24
 OUTPUT = "Output"
@@ -56,7 +59,7 @@ class ShowSettings:
     initial: int | None = None
     lr: float | None = None
     lr_rule: str = "none"
-    fits: int | None = None
+    fits: str | None = None
     world_size: int = 1
     microbatch_size: int | None = None
     tokens_per_sample: int | None = None
@@ -77,6 +80,12 @@ class Shown:
     updates: int
     constant_updates: int
     over: tuple[str, ...] = field(default=())  # where it asks for more than fits, and what to do
+    world_size: int = 1
+    room: Room | None = None
+
+    def peak_bytes(self, phase: Phase) -> int | None:
+        """What a rank's part of a batch of this phase takes at once, where that is known."""
+        return None if self.room is None else self.room.peak_bytes_at(-(-phase.size // self.world_size))
 
     @property
     def saved(self) -> float:
@@ -96,6 +105,7 @@ class Shown:
                 "short_batches": phase.short_batches,
                 "lr_factor": factor,
                 **({} if self.lr is None else {"lr": self.lr * factor}),
+                **({} if (peak := self.peak_bytes(phase)) is None else {"peak_bytes": peak}),
             }
             for phase, factor in zip(self.phases, self.factors, strict=True)
         ]
@@ -112,6 +122,8 @@ class Shown:
             "updates_saved": self.saved,
             "more_than_fits": list(self.over),
         }
+        if self.room is not None:
+            whole |= {"fits": self.room.largest, "budget_bytes": self.room.budget_bytes}
         return json_text.dumps(whole, indent=2)
 
 
@@ -156,13 +168,14 @@ def show(
         str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
     ] = "none",
     fits: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--fits",
             "--largest",
-            metavar="N",
+            metavar="N|FILE",
             show_default=False,
-            help="Largest batch of one process that fits, as batchfit find says.",
+            help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "
+            "then with memory.",
         ),
     ] = None,
     world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
@@ -238,7 +251,7 @@ def followed(config: str, settings: ShowSettings) -> Shown:
     """The phases of a schedule, and what a constant size would do."""
     from batchfit.schedules import load_schedule
 
-    for name in ("epochs", "world_size", "initial", "fits", "microbatch_size", "tokens_per_sample"):
+    for name in ("epochs", "world_size", "initial", "microbatch_size", "tokens_per_sample"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
@@ -246,6 +259,7 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         raise ValueError(f"lr must be more than 0, not {settings.lr!r}")
     samples = parse_count(settings.samples, name="samples", at_least=max(1, settings.world_size))
     rule = LRRule.parse(settings.lr_rule, name="lr_rule")
+    room = None if settings.fits is None else Room.of(settings.fits)
     schedule = load_schedule(config)
     assert schedule is not None
     initial, plan = bound(schedule, settings)
@@ -266,7 +280,9 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         lr=settings.lr,
         updates=updates_of(found),
         constant_updates=updates_of(phases(BoundPlan(Constant(), initial), **how)),
-        over=over_what_fits(found, settings.fits, settings.world_size),
+        over=over_what_fits(found, None if room is None else room.largest, settings.world_size),
+        world_size=settings.world_size,
+        room=room,
     )
 
 
@@ -330,7 +346,11 @@ def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     has_lr = shown.lr is not None or any(factor != 1 for factor in shown.factors)
     heads = ["epochs", "from step", "batch size", "updates"]
     heads += ["LR" if shown.lr else "LR factor"] if has_lr else []
+    has_memory = any(shown.peak_bytes(phase) is not None for phase, _ in rows)
+    heads += ["memory", "of budget"] if has_memory else []
     cells = [_cells(phase, factor, shown.lr, has_lr) for phase, factor in rows]
+    if has_memory:
+        cells = [[*row, *_memory(shown, phase)] for row, (phase, _) in zip(cells, rows, strict=True)]
     widths = [max(len(row[i]) for row in (heads, *cells)) for i in range(len(heads))]
     top = max((phase.size for phase in shown.phases), default=1)
     room = max(8, min(40, width - sum(widths) - 2 * len(widths) - 4))
@@ -359,6 +379,14 @@ def _cells(phase: Phase, factor: float, lr: float | None, has_lr: bool) -> list[
     span = f"{first}-{last}" if last > first else str(first)
     rate = [f"{factor if lr is None else lr * factor:.4g}"] if has_lr else []
     return [span, f"{phase.begins.step:,}", f"{phase.size:,}", f"{phase.updates:,}", *rate]
+
+
+def _memory(shown: Shown, phase: Phase) -> list[str]:
+    """A batch of this phase as one piece, and its share of the budget."""
+    peak, budget = shown.peak_bytes(phase), shown.room and shown.room.budget_bytes
+    if peak is None:
+        return ["-", "-"]
+    return [format_bytes(peak), f"{peak / budget:.0%}" if budget else "-"]
 
 
 def _raised(error: BaseException) -> str:

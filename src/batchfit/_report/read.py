@@ -30,6 +30,7 @@ class SchedulePhase(Result):
     short_batches: int = 0
     lr_factor: float = 1.0
     lr: float | None = None
+    peak_bytes: int | None = None
 
 
 class SchedulePlan(Result):
@@ -46,6 +47,8 @@ class SchedulePlan(Result):
     updates_at_constant_size: int
     updates_saved: float
     more_than_fits: tuple[str, ...] = ()
+    fits: int | None = None
+    budget_bytes: int | None = None
 
 
 class NothingFits(Result):
