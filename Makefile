@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-pure test-torch check bench gpu clean
+.PHONY: help demo test test-all test-pure test-torch check bench soak gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: $(STAMP)  ## benchmarks that a CPU can run
 	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
 	$(BIN)/python benchmarks/search_simulated.py
 	$(BIN)/python benchmarks/virtual_overhead.py
+
+soak: $(STAMP)  ## 10,000 steps of random small programs: nothing may stay behind (some minutes)
+	$(BIN)/python benchmarks/soak.py run --out soak.json
 
 gpu:  ## the GPU tests, on a machine with one and with its own torch
 	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/gpu
