@@ -115,9 +115,13 @@ def profile_throughput(
             if loader is not None:
                 pace = bench.briefly(lambda: loader_pace(loader))
                 measuring.pace = pace
-            measuring.to_the_end()
-            found = Diagnosis(bench, measuring.knee, measuring.runs, loader, measuring.pace)
-            told = diagnosed(found, measuring.points(), cut_off=measuring.is_cut_off) if diagnose else ()
+            try:
+                measuring.to_the_end()
+                found = Diagnosis(bench, measuring.knee, measuring.runs, loader, measuring.pace)
+                told = diagnosed(found, measuring.points(), cut_off=measuring.is_cut_off) if diagnose else ()
+            except KeyboardInterrupt as stop:
+                measuring.hand_over(stop, target_batch_size, elapsed_s=time.perf_counter() - begun)
+                raise
         profile = measuring.result(told, target_batch_size, elapsed_s=time.perf_counter() - begun)
         texts = ranks.gather(profile.to_json() if ranks.is_main else "", doing="the profile")
         ranks.settle()
@@ -246,6 +250,12 @@ class _Measuring:
             advice="" if last.size == 1 else "Name smaller sizes, or shrink the model.",
         )
 
+    def hand_over(self, stop: KeyboardInterrupt, target: int | None, *, elapsed_s: float) -> None:
+        """What was timed until an interrupt goes along with it, as its attribute `profile`."""
+        if self.runs:
+            self._stopped = "interrupted"
+            vars(stop)["profile"] = self.result((), target, elapsed_s=elapsed_s)
+
     @property
     def is_cut_off(self) -> bool:
         """Whether memory, and nothing that the caller asked for, ends the sizes right above the answer."""
@@ -331,6 +341,8 @@ class _Measuring:
                 yield f"not steady at batch size {', '.join(sizes)}: {text}"
         if self._stopped == "time_limit":
             yield "time_limit_s was reached: other sizes may be better"
+        if self._stopped == "interrupted":
+            yield "it was interrupted: other sizes may be better, and nothing was diagnosed"
         compiled = sum(point.recompilations for point in points)
         if compiled:
             yield f"{compiled} functions were compiled during warm-up, which is not timed"

@@ -55,6 +55,22 @@ def profile_here(target: str, *, delivery: Delivery | None = None, **changes: An
     return profile_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
 
 
+@pytest.mark.parametrize(("stop", "code"), [("KeyboardInterrupt", 130), ("os.kill(os.getpid(), 15)", 143)])
+def test_an_interrupt_saves_what_was_timed(stop: str, code: int, project: Path) -> None:
+    (project / "train.py").write_text(
+        "import os, batchfit\n"
+        "def make():\n"
+        "    def step(size):\n"
+        f"        if size == 8:\n            {'raise ' if code == 130 else ''}{stop}\n"
+        "    return batchfit.Workload(step, state=[])\n"
+    )
+    delivery = Delivery(output=project / "profile.json")
+    assert profile_here("train.py:make", sizes=[4, 8], delivery=delivery) == code
+    saved = ThroughputProfile.from_json((project / "profile.json").read_text())
+    assert [point.size for point in saved.points] == [4]
+    assert saved.stopped_because == "interrupted"
+
+
 def test_flags_are_the_keywords_of_the_function() -> None:
     from batchfit._cli import app
 

@@ -254,6 +254,28 @@ def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
     assert not model._forward_pre_hooks
 
 
+def test_what_was_timed_until_an_interrupt_goes_along_with_it() -> None:
+    work, calls = training(*net()), 0
+
+    def step(size: int) -> None:
+        nonlocal calls
+        calls += size == 8
+        if calls > 2:
+            raise KeyboardInterrupt
+        work.step(size)
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        batchfit.profile_throughput(work.with_step(step), sizes=[4, 8], budget="64MiB")
+    timed: Any = vars(stopped.value)["profile"]
+    assert [point.size for point in timed.points] == [4]
+    assert (timed.recommended, timed.stopped_because, timed.diagnosis) == (4, "interrupted", ())
+    assert any("interrupted" in note for note in timed.notes)
+    assert batchfit.ThroughputProfile.from_json(timed.to_json()) == timed
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        batchfit.profile_throughput(work.with_step(faulty(work.step, {0: "interrupt"})), sizes=[4])
+    assert "profile" not in vars(stopped.value)
+
+
 @pytest.mark.parametrize("at", [0, 1, 3, 6])
 def test_a_step_that_runs_out_anywhere_is_a_value(at: int) -> None:
     model, optimizer = net()

@@ -1,8 +1,8 @@
 """`batchfit profile`: throughput by batch size, the size to use, and what holds it back.
 
 Rules: flags are keywords of `profile_throughput`; each size is a line on stderr as it is measured; the answer
-is one screen, the same as `print(profile)` gives, with a picture. Under torchrun all ranks step together, and
-rank 0 speaks.
+is one screen, the same as `print(profile)` gives, with a picture; after Ctrl-C it is that of what was timed.
+Under torchrun all ranks step together, and rank 0 speaks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from batchfit._cli.exits import Code
+from batchfit._cli.exits import Code, Terminated
 from batchfit._cli.progress import Progress
 from batchfit._cli.tracing import Delivery, Told, tell, wrong_flag
 from batchfit._decide.knee import Knee
@@ -57,11 +57,18 @@ def profile_target(text: str, settings: ProfileSettings, *, delivery: Delivery, 
 
         progress.doing("timing the first size")
         watched = workload._watched(_watched(workload.step, progress))
-        profile = profile_throughput(watched, on_point=_shown(progress), **settings)
+        code = Code.FOUND
+        try:
+            profile = profile_throughput(watched, on_point=_shown(progress), **settings)
+        except KeyboardInterrupt as stop:
+            if (timed := getattr(stop, "profile", None)) is None:
+                raise
+            profile, code = timed, Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
         return Told(
             json=profile.to_json(),
             lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
             draw=lambda path: _draw_file(profile, path, title=text),
+            code=code,
         )
 
     return tell(
