@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
-from turns import about, all_cpu_s, in_turn, made_by, median_ms, own_cpu_s, ratio
+from turns import IN_TURN, about, all_cpu_s, in_turn, made_by, median_ms, own_cpu_s, ratio
 
 Results = dict[str, Any]
 COUNT = 8  # microbatches a step
@@ -195,7 +195,8 @@ def searching() -> tuple[list[float], Callable[[], Any]]:
     return spent, lambda: batchfit.find_batch_size(workload, budget="48MiB", max_size=24)
 
 
-def trace(rounds: int) -> Results:
+def tracing() -> tuple[Callable[[], Any], Callable[[], None]]:
+    """Two steps of a small GPT: traced, and run."""
     import torch
 
     import batchfit
@@ -206,23 +207,23 @@ def trace(rounds: int) -> Results:
     optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)
     workload = batchfit.training(made.model, optimizer, made.loss, made.make_batch)
     rules = rules_for(workload)
-    events = 0
-
-    def trace_it() -> None:
-        nonlocal events
-        events = len(traced(workload, 16, rules=rules).events)
 
     def run_it() -> None:
         for _ in range(2):
             workload.step(16)
 
+    return lambda: traced(workload, 16, rules=rules), run_it
+
+
+def trace(rounds: int) -> Results:
+    trace_it, run_it = tracing()
     times = in_turn({"traced": trace_it, "run": run_it}, rounds)
     cost = median_ms(times)
     return {
         "ratios": {"two steps traced / run": ratio(times, "traced", "run")},
         "cpu_ms": {
             **{f"two steps, {way}": ms for way, ms in cost.items()},
-            "a thousand events of a trace": round(1e3 * cost["traced"] / events, 2),
+            "a thousand events of a trace": round(1e3 * cost["traced"] / len(trace_it().events), 2),
         },
     }
 
@@ -260,7 +261,7 @@ def child(part: str, rounds: int | None) -> Results:
 
 
 def page(found: Results) -> str:
-    lines = ["# What our own code costs", "", made_by(found["about"]), ""]
+    lines = ["# What our own code costs", "", f"{made_by(found['about'])}. {IN_TURN}", ""]
     lines += ["| what | ratio |", "|---|---|"]
     parts = {name: one for name, one in found.items() if name != "about"}
     for one in parts.values():

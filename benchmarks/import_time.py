@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
-from turns import about, children_cpu_s, in_turn, made_by, median_ms, ratio
+from turns import IN_TURN, about, children_cpu_s, in_turn, made_by, median_ms, ratio
 
 HEAVY = ("torch", "pydantic", "numpy", "typer", "rich", "typing")
 HELP = "import sys; sys.argv = ['batchfit', '--help']; from batchfit._cli import main; main()"
@@ -70,7 +70,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# What a start costs",
         "",
-        made_by(found["about"]),
+        f"{made_by(found['about'])}. {IN_TURN}",
         "",
         "| start | CPU ms, median | loads of " + ", ".join(HEAVY) + " |",
         "|---|---|---|",

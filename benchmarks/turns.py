@@ -86,9 +86,9 @@ def about(command: str) -> dict[str, Any]:
     }
 
 
+IN_TURN = "CPU time, all ways in turn; ratios are medians over rounds."
+
+
 def made_by(told: Mapping[str, Any]) -> str:
     machine = f"python {told['python']}, torch {told['torch']}, {told['cores']} cores ({told['machine']})"
-    return (
-        f"Made by `{told['command']}`; {machine}, shared with other programs. CPU time, all ways in turn; "
-        "ratios are medians over rounds."
-    )
+    return f"Made by `{told['command']}`; {machine}, shared with other programs"
