@@ -3,9 +3,10 @@
     python benchmarks/own_cost.py run --out FILE.json
     python benchmarks/own_cost.py page FILE.json --to FILE.md
 
-Rules: a timer of CPU time (`ITIMER_PROF`) fires with the kernel's tick; a sample belongs to the innermost frame
-that says whose it is. `the program` is the user's step, torch's backward and the optimizer's own step: what
-a loop by hand would do too. A file of batchfit is our own code, with what torch and Python do for it.
+Rules: a timer of CPU time (`ITIMER_PROF`) fires with the kernel's tick; a sample belongs to the innermost
+frame that says whose it is, and counts for the CPU time since the one before. `the program` is the user's
+step, torch's backward and the optimizer's own step: what a loop by hand would do too. A file of batchfit is
+our own code, with what torch and Python do for it (garbage collections stand with whoever asked for them).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import collections
 import json
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -47,12 +49,18 @@ def owner(frame: FrameType | None) -> str:
 
 def sampled(work: Callable[[], object], times: int) -> Results:
     """The share of each owner."""
-    found: collections.Counter[str] = collections.Counter()
+    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    samples, last = 0, 0.0
 
     def note(_: int, frame: FrameType | None) -> None:
-        found[owner(frame)] += 1
+        nonlocal samples, last
+        # Weighed: signals that come during one long call (a garbage collection) arrive as one, at its end.
+        now = time.process_time()
+        found[owner(frame)] += now - last
+        samples, last = samples + 1, now
 
     work()
+    last = time.process_time()
     before = signal.signal(signal.SIGPROF, note)
     signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
     try:
@@ -61,8 +69,9 @@ def sampled(work: Callable[[], object], times: int) -> Results:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-    samples = sum(found.values())
-    return {"samples": samples, "shares": {name: count / samples for name, count in found.most_common()}}
+    whole = sum(found.values())
+    shares = sorted(((name, some / whole) for name, some in found.items()), key=lambda one: -one[1])
+    return {"samples": samples, "shares": dict(shares)}
 
 
 def find() -> tuple[Callable[[], object], int]:
@@ -114,7 +123,7 @@ WHAT = {
 
 
 def page(found: Results) -> str:
-    made = f"{made_by(found['about'])}. A sample a millisecond of CPU time."
+    made = f"{made_by(found['about'])}."
     lines = ["# Where our own time goes", "", made, ""]
     for name, one in found.items():
         if name == "about":
