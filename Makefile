@@ -48,10 +48,12 @@ test: check test-pure test-torch  ## everything that must pass before a change l
 test-all: check test-pure $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
 
-bench: $(STAMP)  ## benchmarks that a CPU can run
+bench: $(STAMP)  ## benchmarks that a CPU can run, beside stored figures (under 10 minutes)
 	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
-	$(BIN)/python benchmarks/search_simulated.py
-	$(BIN)/python benchmarks/virtual_overhead.py
+	@# to be kept, results go to benchmarks/results: python benchmarks/search_simulated.py
+	$(BIN)/python benchmarks/search_simulated.py --output build/bench
+	$(BIN)/python benchmarks/summary.py check
+	$(BIN)/python benchmarks/guard.py run
 
 soak: $(STAMP)  ## 10,000 steps of random small programs: nothing may stay behind (some minutes)
 	$(BIN)/python benchmarks/soak.py run --out soak.json

@@ -9,9 +9,6 @@ Names are loaded when they are first used: `import batchfit` imports neither tor
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
 
 # name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
@@ -99,6 +96,8 @@ __all__ = [
     "virtual_memory",
 ]
 
+# Type checkers know the name; importing `typing` for it would take most of the time of `import batchfit`.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
@@ -145,6 +144,8 @@ def __getattr__(name: str) -> object:
     home = _EXPORTS.get(name)
     if home is None:
         raise AttributeError(f"module 'batchfit' has no attribute {name!r}")
+    import importlib
+
     module = importlib.import_module(home)
     value = module if home == f"batchfit.{name}" else getattr(module, name)
     globals()[name] = value

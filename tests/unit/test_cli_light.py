@@ -64,7 +64,7 @@ def batchfit_light(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command; stderr ends with the heavy modules that were imported."""
     program = (
         "import atexit, sys\n"
-        "heavy = ('torch', 'pydantic', 'numpy')\n"
+        "heavy = ('torch', 'pydantic', 'numpy', 'batchfit._cli.schedule')\n"
         "atexit.register(lambda: print('HEAVY', [n for n in heavy if n in sys.modules], file=sys.stderr))\n"
         "from batchfit._cli import main\n"
         "assert 'typer' not in sys.modules and 'rich' not in sys.modules\n"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import batchfit
 from batchfit._cli import schedule as command
+from batchfit._cli import schedule_flags
 from batchfit._cli.app import app
 from batchfit._cli.exits import Code
 from batchfit._cli.schedule import ShowSettings, followed, schedule_lines
@@ -197,7 +198,7 @@ def test_bad_usage(arguments: tuple[str, ...], words: str, project: Path) -> Non
 
 def test_every_flag_is_a_setting_and_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"config", "json", "output", "plot"}
-    flags = {name: one.default for name, one in inspect.signature(command.show).parameters.items()}
+    flags = {name: one.default for name, one in inspect.signature(schedule_flags.show).parameters.items()}
     fields = {name: one.default for name, one in inspect.signature(ShowSettings).parameters.items()}
     assert {name: default for name, default in flags.items() if name not in own} == fields
     seen: list[Any] = []

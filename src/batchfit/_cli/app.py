@@ -17,7 +17,7 @@ import typer
 import batchfit
 from batchfit._cli.ending import end, show_help
 from batchfit._cli.exits import MEANINGS
-from batchfit._cli.schedule import schedule_app
+from batchfit._cli.schedule_flags import schedule_app
 
 # In the help text and not in the epilog: versions of typer differ in what they do to an epilog's lines.
 CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())

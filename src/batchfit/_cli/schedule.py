@@ -13,11 +13,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from batchfit._cli.ending import end, show_help
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.schedule_room import Room
 from batchfit._cli.tracing import Delivery, Told, deliver
@@ -33,21 +30,7 @@ from batchfit._draw import Line, bar
 if TYPE_CHECKING:
     from batchfit.schedules import AnyConfig
 
-HELP = "Look at batch-size schedules."
-SHOW_HELP = """\
-Show what the schedule CONFIG will do: sizes, updates, learning rates, and whether they fit.
-
-CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
-counted as ResizableLoader makes them. Nothing is trained.
-
-Examples:
-  batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
-  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
-  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
-  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits fit.json
-"""
 MOST_ROWS = 24
-OUTPUT = "Output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,104 +108,6 @@ class Shown:
         if self.room is not None:
             whole |= {"fits": self.room.largest, "budget_bytes": self.room.budget_bytes}
         return json_text.dumps(whole, indent=2)
-
-
-schedule_app = typer.Typer(help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich")
-
-
-@schedule_app.callback(help=HELP)
-def schedule(
-    # Our own, as in `_cli/app.py`: typer's would import pydantic.
-    wanted: Annotated[
-        bool,
-        typer.Option("--help", "-h", help="Show this message and exit.", callback=show_help, is_eager=True),
-    ] = False,
-) -> None:
-    """Keeps `show` a word of its own."""
-
-
-@schedule_app.command(help=SHOW_HELP)
-def show(
-    config: Annotated[
-        str,
-        typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
-    ],
-    samples: Annotated[
-        str,
-        typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
-    ],
-    epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
-    initial: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            show_default="what CONFIG says at 0",
-            help="Batch size that training starts with.",
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
-    ] = None,
-    lr_rule: Annotated[
-        str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
-    ] = "none",
-    fits: Annotated[
-        str | None,
-        typer.Option(
-            "--fits",
-            "--largest",
-            metavar="N|FILE",
-            show_default=False,
-            help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "
-            "then with memory.",
-        ),
-    ] = None,
-    world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
-    microbatch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
-        ),
-    ] = None,
-    tokens_per_sample: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
-    ] = None,
-    drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The plan as JSON, alone on stdout.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Draw sizes and learning rate into FILE.png or FILE.svg (needs matplotlib).",
-        ),
-    ] = None,
-) -> None:
-    settings = ShowSettings(
-        samples=samples,
-        epochs=epochs,
-        initial=initial,
-        lr=lr,
-        lr_rule=lr_rule,
-        fits=fits,
-        world_size=world_size,
-        microbatch_size=microbatch_size,
-        tokens_per_sample=tokens_per_sample,
-        drop_last=drop_last,
-    )
-    end(lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot)))
 
 
 def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) -> Code:

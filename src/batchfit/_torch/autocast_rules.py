@@ -68,9 +68,8 @@ _KEY = "AutocastCPU"
 
 def registered(key: str) -> list[str]:
     """The operations of aten with a kernel for a dispatch key, without "aten::"."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name[6:] for name in names if name.startswith("aten::") and has(name, key))
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return sorted(name[6:] for name in names if name.startswith("aten::"))
 
 
 @contextlib.contextmanager

@@ -262,6 +262,8 @@ def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
         return _tensor_rows(node, samples) if node.dim() > 0 else node
     if type(node) is dict:  # as below, without the labels
         return {key: _taken(value, samples, length) for key, value in node.items()}
+    if type(node) in (tuple, list) and node and isinstance(node[0], torch.Tensor):
+        return type(node)([_taken(value, samples, length) for value in node])
     if is_array(node) or _is_table(node):
         return node[samples if isinstance(samples, slice) else list(samples)]
     if _is_list(node):

@@ -114,6 +114,8 @@ def _mapped(micro: Any, change: Callable[[Any], Any]) -> Any:
         return change(micro)
     if type(micro) is dict:
         return {key: _mapped(value, change) for key, value in micro.items()}
+    if type(micro) in (tuple, list) and micro and isinstance(micro[0], torch.Tensor):
+        return type(micro)([_mapped(value, change) for value in micro])
     return mapped(micro, change)
 
 

@@ -1,0 +1,250 @@
+"""The table that answers "why should I use this?", in the README and in the docs: made from committed JSON.
+
+    python benchmarks/summary.py write     # into README.md and docs/benchmarks.md, between two comments
+    python benchmarks/summary.py check     # exit code 1 where they say something else than the JSON
+    python benchmarks/summary.py show
+
+Rules: at most five rows; no figure of ours that is not in `results/`; of a subject that was measured several
+times the last month counts; one that was not measured has no row. Peers are those of the same run. Nothing
+but the standard library: a test reads this without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- made by benchmarks/summary.py -->", "<!-- end of the summary -->"
+Results = dict[str, Any]
+PEERS = {  # finders as readers know them
+    "bisection": "bisection",
+    "accelerate": "Accelerate",
+    "accelerate_4096": "Accelerate from 4096",
+    "lightning_power": "Lightning power",
+    "lightning_binsearch": "Lightning binsearch",
+    "toma": "toma",
+    "torch_max_mem": "torch-max-mem",
+    "batch_finder": "batch-finder",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One subject: what was measured, us, the others, what we want to reach."""
+
+    what: str
+    ours: str
+    others: str
+    goal: str
+    page: str = ""  # the file with all figures, in `results/`
+
+
+def find_row(found: Results) -> Row | None:
+    import find_gpu
+
+    case = found["cases"].get(f"gpt2/{find_gpu.CAP}")
+    if case is None:
+        return None
+    answered = {name: one for name, one in case["find"].items() if one.get("answer")}
+    mine = next((name for name in find_gpu.OURS if name in answered), None)
+    if mine is None:
+        return None
+    best = find_gpu.sustained(case)
+
+    def said(one: Results) -> str:
+        lived, _ = find_gpu.lasts(case, one["answer"])
+        died = ", and dies later" if lived is False else ""
+        return f"{one['answer']}{died} ({one['ooms']} OOMs, {one['seconds']:.1f} s)"
+
+    peers = [f"{PEERS[name]} {said(answered[name])}" for name in PEERS if name in answered]
+    # One that could not be run here has said nothing.
+    ran = [name for name in PEERS if "error" not in case["find"].get(name, {"error": ""})]
+    peers += [f"{PEERS[name]} finds none" for name in ran if name not in answered]
+    of = f" of {best} that last" if best else ""
+    tried = len(set(answered[mine]["sizes"]))
+    ours = f"**{answered[mine]['answer']}**{of}, {answered[mine]['ooms']} OOMs, {tried} sizes tried"
+    return Row(
+        f"largest batch of GPT-2 small, 512 tokens, {find_gpu.CAP} GiB of {_card(found)}",
+        f"{ours}, {answered[mine]['seconds']:.1f} s with its soak of 25 steps",
+        "; ".join(peers),
+        "98 % of what lasts, 0 OOMs, 4 sizes, as fast as the fastest peer within 5 %",
+    )
+
+
+def prediction_row(found: Results) -> Row | None:
+    """Errors of the size in all cases that have a truth; a sample apart does not count in the worst."""
+    told, cases = [], 0
+    for mode, name in (("none", "no GPU"), ("gpu", "GPU there, not run"), ("calibrated", "calibrated")):
+        errors, beyond = [], [0.0]
+        for key, truth in found["truth"].items():
+            one = found.get(mode, {}).get(key, {})
+            if "@" in key or "sustained" not in truth or "raw" not in one:
+                continue
+            errors.append(abs(one["raw"] / truth["sustained"] - 1))
+            if abs(one["raw"] - truth["sustained"]) > 1:
+                beyond.append(errors[-1])
+        if errors:
+            cases = max(cases, len(errors))
+            told.append(f"{name} {statistics.median(errors):.1%}, {max(beyond):.1%}")
+    if not told:
+        return None
+    return Row(
+        f"error of the predicted size: median, worst beyond one sample; {cases} cases on an H200",
+        "; ".join(told),
+        "xMem publishes 3.6 % of the memory (median); nobody an error of the size",
+        "no GPU 4 %, 10 %; GPU there, not run 2 %, 6 %; calibrated 2 %, 5 %",
+    )
+
+
+def microbatch_row(found: Results) -> Row | None:
+    told = []
+    for name in ("eager", "compiled"):
+        pairs = found.get(f"overhead/{name}", {}).get("pairs_s")
+        if pairs:
+            told.append(f"{name} {statistics.median(ours / hand for hand, ours in pairs) - 1:+.1%}")
+    if not told:
+        return None
+    return Row(
+        f"a training step in microbatches, GPT-2 small on {_card(found)}",
+        "; ".join(told),
+        "a loop by hand: 0 %, and it dies when a batch does not fit",
+        "at most 1 % slower than the loop by hand",
+    )
+
+
+def ragged_row(found: Results) -> Row | None:
+    names = {"fixed_8": "fixed microbatch of 8", "halving": "halving", "by_hand": "packed by hand"}
+
+    def said(way: str) -> str | None:
+        one = found.get(f"{way}/default", {})
+        if "cold" not in one:
+            return None
+        lost = one["cold"]["lost_steps"] + one["warm"]["lost_steps"]
+        speed = [f"{one[phase]['tokens_per_s'] / 1e3:.0f}k" for phase in ("cold", "warm")]
+        return f"{speed[0]} cold, {speed[1]} warm" + (f", {lost} steps lost" if lost else "")
+
+    if said("ours") is None:
+        return None
+    peers = [f"{name} {said(way)}" for way, name in names.items() if said(way)]
+    return Row(
+        f"tokens/s on ragged lengths (32 to 1024), GPT-2 small on {_card(found)}",
+        f"**{said('ours')}**",
+        "; ".join(peers) or "not measured",
+        "95k with nothing to tune",
+    )
+
+
+def search_row(found: Results) -> Row | None:
+    groups = found["groups"]
+
+    def said(*some: Results) -> str:
+        """Means over these runs."""
+        keys = ("trials_mean", "ooms_mean", "share_of_max_mean", "unsafe")
+        trials, ooms, share, unsafe = (statistics.mean(one[key] for one in some) for key in keys)
+        too_large = f", {unsafe:.0%} of the answers too large" if unsafe else ""
+        return f"{trials:.1f} trials, {ooms:.1f} OOMs, {share:.1%} of the maximum{too_large}"
+
+    wanted = {
+        r"Accelerate .*start 128": "Accelerate",
+        r"Lightning .*binsearch": "Lightning binsearch (port)",
+        r"batch-finder": "batch-finder",
+        r"NeMo": "NeMo (port)",
+    }
+    peers = [
+        f"{label} {said(one)}"
+        for pattern, label in wanted.items()
+        for one in groups["beside"]
+        if re.match(pattern, one["name"])
+    ]
+    exact = statistics.mean(one["trials_mean"] for one in groups["exact"])
+    return Row(
+        f"search over {len(found['maxima'])} simulated maxima x {len(groups['default'])} memory curves",
+        f"**{said(*groups['default'])}**; exact in {exact:.1f} trials",
+        "; ".join(peers),
+        "5 trials, 0.3 OOMs, 98 %; exact in 7 trials",
+    )
+
+
+ROWS: tuple[tuple[str, Callable[[Results], Row | None]], ...] = (
+    ("find_h200_*.json", find_row),
+    ("prediction_h200_*.json", prediction_row),
+    ("microbatch_h200_*.json", microbatch_row),
+    ("ragged_h200_*.json", ragged_row),
+    ("search_simulated.json", search_row),
+)
+
+
+def _card(found: Results) -> str:
+    about = found.get("about", {})
+    card = str(about.get("device") or about.get("gpu") or "a GPU")
+    return "an H200" if "H200" in card else card
+
+
+def rows(results: Path) -> Iterator[Row]:
+    for pattern, make in ROWS:
+        files = sorted(results.glob(pattern), key=lambda file: file.stem[-6:])
+        row = make(json.loads(files[-1].read_text())) if files else None
+        if row is not None:
+            pages = sorted(results.glob(f"{files[-1].stem}*.md"), key=lambda file: file.stem[-6:])
+            page = pages[-1].name if pages else files[-1].name
+            yield Row(row.what, row.ours, row.others, row.goal, page)
+
+
+def table(results: Path, *, links: str, goals: bool) -> str:
+    """The table, in markdown; `links` leads from the page to the results."""
+    head = ["", "batchfit", "others", *(["goal"] if goals else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows(results):
+        cells = [f"[{row.what}]({links}{row.page})", row.ours, row.others, *([row.goal] if goals else [])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def inserted(page: str, text: str) -> str:
+    """The page with the table between its two comments."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"a page must hold {BEGIN} and {END} once, in this order")
+    return page[: page.index(BEGIN)] + f"{BEGIN}\n{text}\n" + page[page.index(END) :]
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """The pages as they should be."""
+    results = root / "benchmarks" / "results"
+    made = {
+        root / "README.md": table(results, links="benchmarks/results/", goals=False),
+        root / "docs" / "benchmarks.md": table(results, links="../benchmarks/results/", goals=True),
+    }
+    return {page: inserted(page.read_text(encoding="utf-8"), text) for page, text in made.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("write", "check", "show"))
+    parser.add_argument("--root", type=Path, default=ROOT)
+    given = parser.parse_args()
+    if given.command == "show":
+        print(table(given.root / "benchmarks" / "results", links="benchmarks/results/", goals=True))
+        return
+    wrong = []
+    for page, text in pages(given.root).items():
+        if given.command == "write":
+            page.write_text(text, encoding="utf-8")
+        elif page.read_text(encoding="utf-8") != text:
+            wrong.append(page.name)
+    if wrong:
+        print(f"{' and '.join(wrong)}: not what the JSON says. Run: python benchmarks/summary.py write")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The summary of the benchmarks: README and docs say what the committed JSON says, and no more."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    if not (FOLDER / "summary.py").exists():
+        pytest.skip("benchmarks are not in the distribution")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import summary
+
+    yield summary
+    for name in ("summary", "find_gpu"):
+        sys.modules.pop(name, None)
+
+
+def test_readme_and_docs_say_what_the_results_say(summary: ModuleType) -> None:
+    for page, text in summary.pages(ROOT).items():
+        told = "run python benchmarks/summary.py write"
+        assert page.read_text(encoding="utf-8") == text, f"{page.name} disagrees with the JSON: {told}"
+    assert 1 <= len(list(summary.rows(FOLDER / "results"))) <= 5
+
+
+def found(answer: int | None, seconds: float, ooms: int, sizes: list[int]) -> dict[str, Any]:
+    return {"answer": answer, "seconds": seconds, "ooms": ooms, "sizes": sizes}
+
+
+def planted(folder: Path) -> Path:
+    """Results of all five subjects, with an older month of one that must not count."""
+    run = {"survived": 200, "of": 200, "settled_retries": 0}
+    case = {
+        "find": {
+            "batchfit_predict": found(31, 4.2, 0, [9, 31, 31]),
+            "accelerate": found(28, 4.98, 13, [128, 28]),
+            "bisection": found(33, 5.6, 2, [33]),
+            "toma": found(None, 1.0, 9, [512]),
+            "torch_max_mem": {"error": "exit 1"},
+        },
+        "survive": {"31": run, "33": {**run, "survived": 7}},
+        "truth": {"sustained": 31, "fails": 32},
+    }
+    about = {"device": "NVIDIA H200"}
+
+    def curve(trials: float, name: str = "x", unsafe: float = 0.0) -> dict[str, Any]:
+        return {"name": name, "trials_mean": trials, "ooms_mean": 0.25, "share_of_max_mean": 0.985,
+                "unsafe": unsafe}  # fmt: skip
+
+    def phase(speed: float, lost: int) -> dict[str, Any]:
+        return {"tokens_per_s": speed, "lost_steps": lost}
+
+    kept: dict[str, Any] = {
+        "find_h200_202611": {"about": about, "cases": {"gpt2/24": case}},
+        "find_h200_202509": {"about": about, "cases": {}},
+        "prediction_h200_202611": {
+            "truth": {
+                "a/bf16/24": {"sustained": 100},
+                "b/bf16/24": {"sustained": 4},
+                "c/bf16/24": {"sustained": 50},
+                "c@short/bf16/24": {"sustained": 50},
+                "d/bf16/24": {"error": "no"},
+            },
+            "none": {
+                "a/bf16/24": {"raw": 97},
+                "b/bf16/24": {"raw": 5},  # 25 %, and one sample
+                "c/bf16/24": {"raw": 50},
+                "c@short/bf16/24": {"raw": 10},
+                "d/bf16/24": {"raw": 1},
+            },
+            "calibrated": {"a/bf16/24": {"error": "no"}},
+        },
+        "microbatch_h200_202611": {
+            "about": about,
+            "overhead/eager": {"pairs_s": [[0.2, 0.201], [0.2, 0.202], [0.2, 0.2]]},
+            "overhead/compiled": {"error": "no compiler"},
+        },
+        "ragged_h200_202611": {
+            "about": {"gpu": "NVIDIA H200"},
+            "ours/default": {"cold": phase(96_400, 0), "warm": phase(121_000, 0)},
+            "fixed_8/default": {"cold": phase(14_000, 0), "warm": phase(48_000, 1)},
+            "by_hand/default": {"error": "no"},
+        },
+        "search_simulated": {
+            "maxima": [1, 2, 3],
+            "groups": {
+                "default": [curve(4.0), curve(5.0)],
+                "exact": [curve(6.0), curve(7.0)],
+                "beside": [curve(11.0, "NeMo OOMptimizer [port]", 0.07), curve(2.0, "Accelerate 1, start 8")],
+            },
+        },
+    }
+    for name, content in kept.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "find_h200_202611.md").write_text("")
+    return folder
+
+
+def test_each_row_says_what_was_measured(summary: ModuleType, tmp_path: Path) -> None:
+    rows = list(summary.rows(planted(tmp_path)))
+    assert [(row.ours, row.others) for row in rows] == [
+        (
+            "**31** of 31 that last, 0 OOMs, 2 sizes tried, 4.2 s with its soak of 25 steps",
+            "bisection 33, and dies later (2 OOMs, 5.6 s); Accelerate 28 (13 OOMs, 5.0 s); toma finds none",
+        ),
+        ("no GPU 3.0%, 3.0%", "xMem publishes 3.6 % of the memory (median); nobody an error of the size"),
+        ("eager +0.5%", "a loop by hand: 0 %, and it dies when a batch does not fit"),
+        ("**96k cold, 121k warm**", "fixed microbatch of 8 14k cold, 48k warm, 1 steps lost"),
+        (
+            "**4.5 trials, 0.2 OOMs, 98.5% of the maximum**; exact in 6.5 trials",
+            "NeMo (port) 11.0 trials, 0.2 OOMs, 98.5% of the maximum, 7% of the answers too large",
+        ),
+    ]
+    assert "3 cases" in rows[1].what
+    assert [row.page for row in rows[:2]] == ["find_h200_202611.md", "prediction_h200_202611.json"]
+
+
+def test_what_was_not_measured_has_no_row(summary: ModuleType, tmp_path: Path) -> None:
+    planted(tmp_path)
+    for name, content in (
+        ("find_h200_202611", {"cases": {"gpt2/24": {"find": {"accelerate": found(28, 1, 1, [28])}}}}),
+        ("prediction_h200_202611", {"truth": {"a/bf16/24": {"error": "no"}}, "none": {}}),
+        ("microbatch_h200_202611", {"curve/free": {}}),
+        ("ragged_h200_202611", {"fixed_8/default": {}}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert [row.what.split()[0] for row in summary.rows(tmp_path)] == ["search"]
+    (tmp_path / "search_simulated.json").unlink()
+    assert list(summary.rows(tmp_path)) == []
+
+
+def test_a_page_that_says_something_else_is_told_and_put_right(
+    summary: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    planted(tmp_path / "benchmarks" / "results")
+    empty = f"before\n{summary.BEGIN}\n{summary.END}\nafter\n"
+    readme, docs = tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"
+    for page in (readme, docs):
+        page.write_text(empty)
+
+    def call(command: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["summary.py", command, "--root", str(tmp_path)])
+        try:
+            summary.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    assert call("check") == 1
+    assert "README.md and benchmarks.md: not what the JSON says" in capsys.readouterr().out
+    assert call("write") == 0
+    assert call("check") == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "| goal |" in docs.read_text()
+    readme.write_text(text.replace("4.2 s", "3.2 s"))
+    assert call("check") == 1
+    readme.write_text("no comments")
+    with pytest.raises(ValueError, match="once, in this order"):
+        call("check")
