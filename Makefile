@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-pure test-torch check bench gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-wheel check bench gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,10 @@ test: check test-pure test-torch  ## everything that must pass before a change l
 test-all: check test-pure $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
 
+docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
+	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' 2>&1 | { grep -v '^WARNING: Location' || true; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP)  ## benchmarks that a CPU can run
 	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
 	$(BIN)/python benchmarks/search_simulated.py
@@ -57,4 +61,4 @@ gpu:  ## the GPU tests, on a machine with one and with its own torch
 	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
