@@ -1,4 +1,4 @@
-"""The docs site as `make docs` builds it: strict, whole, and of use from a disk: no network, search, phones."""
+"""The docs site of `make docs`: strict, whole, and of use from a disk, on a phone, without a network."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> Non
     wanted += [f"examples/{path.stem}_py.html" for path in (ROOT / "examples").glob("*.py")]
     assert {*wanted, "index.html", "architecture.html", "changelog.html"} <= set(pages)
     for name, text in pages.items():
-        for found in LOADED.findall(text):
-            address = "".join(found)
+        for either in LOADED.findall(text):
+            address = "".join(either)
             assert "://" not in address, f"{name} loads {address}"
             if name != "404.html":  # its addresses begin at the root of a server
                 assert (site / name).parent.joinpath(address).resolve().exists(), f"{name} needs {address}"
