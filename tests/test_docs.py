@@ -172,6 +172,26 @@ def test_blocks_of_python_that_no_test_runs_are_few() -> None:
     assert len(unrun) <= 5, unrun
 
 
+@pytest.mark.slow
+def test_the_recipe_for_ray_trains_on_two_workers(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(block, encoding="utf-8")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = done.stdout + done.stderr
+    assert len(re.findall(r"Reporting training result 3: .*'microbatch': 512", told)) == 2
+
+
 def test_complaints_name_tests_that_exist_on_the_versions_that_are_pinned() -> None:
     page = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
