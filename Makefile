@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Two files of tests at a time, a core each; the tests of a file stay in one process, in order.
 JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
-export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,gloo,matplotlib
+export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,gloo,matplotlib,hatchling
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -45,7 +45,10 @@ test-torch: $(STAMP)
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 
-test-all: check test-pure $(STAMP)  ## the long checks too
+test-wheel: $(STAMP)  ## the wheel in two new environments, with no extra and with all of them (10 minutes)
+	$(BIN)/python tests/environments.py
+
+test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
 
 docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
