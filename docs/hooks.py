@@ -27,7 +27,7 @@ def _title(text: str) -> str:
 
 
 def _example(path: Path) -> str:
-    """An example as a page: the first sentence of its docstring, then the file."""
+    """An example as a page: the file as it is."""
     text = path.read_text(encoding="utf-8")
     kind = "yaml" if path.suffix == ".yaml" else "python"
     return f"# {path.name}\n\n`examples/{path.name}`\n\n```{kind}\n{text}```\n"
@@ -47,7 +47,7 @@ def places(root: Path = ROOT) -> dict[str, str]:
 def site_links(text: str, source: str, page: str, moved: dict[str, str]) -> str:
     """The links of `source` (a file of the repository) as links of `page` (its place in the site).
 
-    A link to a file that is no page of the site becomes its name: there is nothing to follow it to.
+    One to a file that is no page of the site is left as a broken link: the strict build fails, and says where.
     """
 
     def turned(match: re.Match[str]) -> str:
