@@ -47,7 +47,7 @@ def places(root: Path = ROOT) -> dict[str, str]:
 def site_links(text: str, source: str, page: str, moved: dict[str, str]) -> str:
     """The links of `source` (a file of the repository) as links of `page` (its place in the site).
 
-    One to a file that is no page of the site is left as a broken link: the strict build fails, and says where.
+    One to a file that is no page of the site stays broken: the strict build fails, and says where.
     """
 
     def turned(match: re.Match[str]) -> str:
