@@ -29,7 +29,7 @@ QUICK = (
     "tests/unit/test_report.py",
     "tests/torch_cpu/test_workload.py",
     "tests/torch_cpu/test_testing.py",
-    "tests/torch_cpu/test_isolate.py",
+    "tests/torch_cpu/test_oom.py",
     "tests/test_extras.py",
 )
 
