@@ -33,8 +33,8 @@ demo: $(STAMP)  ## find the largest batch of a small GPT, time it, predict it fo
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/mypy
 
 test-pure: $(STAMP)
