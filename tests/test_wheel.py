@@ -95,8 +95,7 @@ def _tools() -> list[importlib.machinery.ModuleSpec]:
 
 
 def test_quick_tests_pass_against_the_wheel(installed: tuple[Path, Path]) -> None:
-    tests = ("tests/unit/test_report.py", "tests/unit/test_cli_light.py")
-    assert environments.run_tests(*installed, tests) == 0
+    assert environments.run_tests(*installed, ("tests/unit/test_report.py",)) == 0
 
 
 @pytest.mark.slow
