@@ -10,12 +10,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Two files of tests at a time, a core each; the tests of a file stay in one process, in order.
 JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
-export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,gloo,matplotlib
+export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,gloo,matplotlib,hatchling
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-pure test-torch check bench soak gpu clean
+.PHONY: help demo docs test test-all test-pure test-torch test-wheel check bench soak gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +33,8 @@ demo: $(STAMP)  ## find the largest batch of a small GPT, time it, predict it fo
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
 	$(BIN)/mypy
 
 test-pure: $(STAMP)
@@ -45,8 +45,15 @@ test-torch: $(STAMP)
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 
-test-all: check test-pure $(STAMP)  ## the long checks too
+test-wheel: $(STAMP)  ## the wheel in two new environments, with no extra and with all of them (10 minutes)
+	$(BIN)/python tests/environments.py
+
+test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
+
+docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
+	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' 2>&1 | { grep -v '^WARNING: Location' || true; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)  ## benchmarks that a CPU can run, beside stored figures (under 10 minutes)
 	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
@@ -62,4 +69,4 @@ gpu:  ## the GPU tests, on a machine with one and with its own torch
 	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

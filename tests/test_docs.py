@@ -154,3 +154,65 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_blocks_of_python_that_no_test_runs_are_few() -> None:
+    """The tests above run every fence that says exactly `python`; others of the kind are counted."""
+    fences = [
+        (page.name, fence)
+        for page in PAGES
+        for fence in re.findall(
+            r"^[ \t]*(?:```|~~~)[ \t]*(\S.*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+    unrun = [one for one in fences if re.match(r"\{?\.?py", one[1], re.IGNORECASE) and one[1] != "python"]
+    assert len(unrun) <= 5, unrun
+
+
+@pytest.mark.slow
+def test_the_recipe_for_ray_trains_on_two_workers(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(block, encoding="utf-8")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PYTHONPATH": paths, "RAY_DEDUP_LOGS": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = done.stdout + done.stderr
+    assert len(re.findall(r"Reporting training result 3: .*'microbatch': 512", told)) == 2
+
+
+def test_complaints_name_tests_that_exist_on_the_versions_that_are_pinned() -> None:
+    page = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    reported = 0
+    for number, row in rows:
+        _, where, version, tests = row.split(" | ")
+        reported += "#" in where
+        assert version.replace(" ", "==") in pinned, f"row {number}: {version}"
+        assert NAMED_TEST.search(tests), f"row {number} names no test"
+    assert reported >= 10
+    for file, name in NAMED_TEST.findall(page):
+        test = re.search(
+            rf"((?:^@.*\n)*)^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert test is not None, f"{file} has no {name}"
+        assert "slow" not in test.group(1), f"{name} must belong to make test"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site, page.name

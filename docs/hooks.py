@@ -1,0 +1,126 @@
+"""What the site has beside the pages of docs/: made from the files themselves, copied nowhere by hand.
+
+Rules: a page is in one place. README.md is the first page, ARCHITECTURE.md and CHANGELOG.md are pages,
+each example and each page of benchmark results is one; links between them, written so that they work in the
+repository, are turned into links of the site. The API page ends with the docstrings of all public names,
+read from the source: building the site imports neither batchfit nor torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from posixpath import dirname, normpath, relpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(\]\(|<img src=\")([^)#\"\s]+)(?=[)#\"])")
+FRAMEWORKS = ("accelerate", "lightning", "torchtune", "transformers")
+TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
+
+
+def _title(text: str) -> str:
+    return text.split("\n", 1)[0].removeprefix("#").strip()
+
+
+def _example(path: Path) -> str:
+    """An example as a page: the file as it is."""
+    text = path.read_text(encoding="utf-8")
+    kind = "yaml" if path.suffix == ".yaml" else "python"
+    return f"# {path.name}\n\n`examples/{path.name}`\n\n```{kind}\n{text}```\n"
+
+
+def places(root: Path = ROOT) -> dict[str, str]:
+    """File of the repository -> page of the site, for all that does not lie in docs/."""
+    found = dict(TOP)
+    for path in sorted((root / "examples").iterdir()):
+        if path.suffix in (".py", ".yaml"):
+            found[f"examples/{path.name}"] = f"examples/{path.name.replace('.', '_')}.md"
+    for path in sorted((root / "benchmarks" / "results").glob("*.md")):
+        found[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
+    return found
+
+
+def site_links(text: str, source: str, page: str, moved: dict[str, str]) -> str:
+    """The links of `source` (a file of the repository) as links of `page` (its place in the site).
+
+    One to a file that is no page of the site stays broken: the strict build fails, and says where.
+    """
+
+    def turned(match: re.Match[str]) -> str:
+        opening, target = match.groups()
+        if "://" in target or target.startswith("mailto:"):
+            return match.group(0)
+        place = normpath(f"{dirname(source)}/{target}".lstrip("/"))
+        there = moved.get(place, place.removeprefix("docs/"))
+        return f"{opening}{relpath(there, dirname(page) or '.')}"
+
+    return LINK.sub(turned, text)
+
+
+def public_names(root: Path = ROOT) -> list[str]:
+    """`batchfit.__all__`, without an import."""
+    tree = ast.parse((root / "src" / "batchfit" / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    raise ValueError("src/batchfit/__init__.py has no __all__")
+
+
+def reference(root: Path = ROOT) -> str:
+    """What mkdocstrings shall write at the end of the API page: functions first, then classes."""
+    names = sorted(public_names(root), key=lambda name: (name[0].isupper(), name))
+    names.remove("errors")
+    names.remove("testing")
+    blocks = [f"::: batchfit.{name}" for name in names]
+    modules = ["errors", "testing", *(f"integrations.{name}" for name in FRAMEWORKS)]
+    blocks += [f"::: batchfit.{name}\n    options:\n      show_root_full_path: true" for name in modules]
+    return "\n\n## From the docstrings\n\n" + "\n\n".join(blocks) + "\n"
+
+
+def on_config(config: Any) -> Any:
+    """Examples and benchmarks into the navigation."""
+    found = list(places().items())
+    for entry in config.nav:
+        if "Examples" in entry:
+            entry["Examples"] = [
+                {Path(source).name: page} for source, page in found if source.startswith("examples/")
+            ]
+        elif "Benchmarks" in entry:
+            entry["Benchmarks"] = ["benchmarks/index.md"] + [
+                {_title((ROOT / source).read_text(encoding="utf-8")): page}
+                for source, page in found
+                if source.startswith("benchmarks/")
+            ]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    moved = places()
+    rows = []
+    for source, page in moved.items():
+        path = ROOT / source
+        if source.startswith("examples/"):
+            text = _example(path)
+        else:
+            text = site_links(path.read_text(encoding="utf-8"), source, page, moved)
+        if source.startswith("benchmarks/"):
+            rows.append(f"- [{_title(text)}]({path.name})")
+        files.append(File.generated(config, page, content=text))
+    index = (
+        "# Benchmarks\n\nEach page names its hardware, versions and command; the raw numbers lie beside it "
+        "in `benchmarks/results/`. `make bench` runs those that a CPU can.\n\n" + "\n".join(rows) + "\n"
+    )
+    files.append(File.generated(config, "benchmarks/index.md", content=index))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    if page.file.generated_by is not None:
+        return markdown
+    text = site_links(markdown, f"docs/{page.file.src_uri}", page.file.src_uri, places())
+    return text + reference() if page.file.src_uri == "api.md" else text

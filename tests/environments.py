@@ -1,0 +1,127 @@
+"""The wheel in environments of its own: `python tests/environments.py` makes two, with and without extras.
+
+Rules: the wheel and the source archive are built, the archive is unpacked and `src/` removed from it; tests
+run there, so that only the installed wheel can be what they test. Environments come from the package
+registries (set-up), with the versions of constraints.txt; the tests in them use no network.
+`tests/test_wheel.py` uses the same functions without a registry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+EXTRAS = ("accelerate", "lightning", "plot", "ray", "torchtune", "transformers")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "pyyaml")
+# What runs against the wheel: quick ones of every layer, files that the package must carry (CSS, scripts)
+# included. The whole of the tests against the wheel is `--tests tests`.
+QUICK = (
+    "tests/unit/test_results.py",
+    "tests/unit/test_cli_light.py",
+    "tests/unit/test_report.py",
+    "tests/torch_cpu/test_workload.py",
+    "tests/torch_cpu/test_testing.py",
+    "tests/torch_cpu/test_oom.py",
+    "tests/test_extras.py",
+)
+
+
+def build(folder: Path, source: Path = ROOT) -> tuple[Path, Path]:
+    """The wheel and the source archive of `source`, made by hatchling alone: no registry, no pip."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--directory", str(folder)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, archive
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """The files of the source archive."""
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    (found,) = folder.iterdir()
+    return found
+
+
+def without_source(archive: Path, folder: Path) -> Path:
+    """Where the tests run: all of the source archive but `src/`."""
+    found = unpack(archive, folder)
+    shutil.rmtree(found / "src")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Variables without those through which another batchfit, or a user's settings, could come in."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "BATCHFIT_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def python_of(venv: Path) -> Path:
+    return venv / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def run_tests(venv: Path, folder: Path, tests: tuple[str, ...], *, required: str = "") -> int:
+    """Run them in `folder` with that environment; the exit status."""
+    python = python_of(venv)
+    where = subprocess.run(
+        [python, "-c", "import batchfit; print(batchfit.__file__)"],
+        cwd=folder, env=environment(), check=True, capture_output=True, text=True, timeout=120,
+    ).stdout.strip()  # fmt: skip
+    if not Path(where).is_relative_to(venv):
+        raise SystemExit(f"batchfit is {where}, not the wheel in {venv}")
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-n", "2"]
+    command += ["--dist", "loadfile", "--hypothesis-profile=same", *tests]
+    return subprocess.run(command, cwd=folder, env={**environment(), "BATCHFIT_REQUIRE": required}).returncode
+
+
+def make(name: str, wheel: Path, folder: Path) -> Path:
+    """A new environment from the registries: the wheel with no extra ("none") or with every one ("all")."""
+    venv = folder / f"venv-{name}"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    wanted = f"{wheel}[{','.join(EXTRAS)}]" if name == "all" else str(wheel)
+    pip = [python_of(venv), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    # torch on its own first, as in the Makefile: the resolver then has nothing to choose there.
+    for packages in (["torch"], [wanted, *TOOLS]):
+        subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *packages], check=True)
+    return venv
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--tests", nargs="*", help="run these instead of a quick choice")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="batchfit-wheel-") as place:
+        folder = Path(place)
+        wheel, archive = build(folder / "dist")
+        sources = without_source(archive, folder / "unpacked")
+        for name in ("none", "all"):
+            began = time.monotonic()
+            venv = make(name, wheel, folder)
+            made = time.monotonic()
+            print(f"environment with {name} of the extras: {made - began:.0f} s", flush=True)
+            tests = tuple(given.tests or QUICK)
+            if name == "all" and not given.tests:
+                tests += ("tests/integrations",)
+            required = "accelerate,lightning,torchtune,transformers,ray,matplotlib" if name == "all" else ""
+            if code := run_tests(venv, sources, tests, required=required):
+                return code
+            print(f"tests of the wheel there: {time.monotonic() - made:.0f} s", flush=True)
+            shutil.rmtree(venv)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
