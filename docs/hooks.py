@@ -39,8 +39,9 @@ def places(root: Path = ROOT) -> dict[str, str]:
     for path in sorted((root / "examples").iterdir()):
         if path.suffix in (".py", ".yaml"):
             found[f"examples/{path.name}"] = f"examples/{path.name.replace('.', '_')}.md"
-    for path in sorted((root / "benchmarks" / "results").glob("*.md")):
-        found[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
+    for path in sorted((root / "benchmarks" / "results").iterdir()):
+        if path.suffix in (".md", ".svg"):
+            found[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
     return found
 
 
@@ -94,7 +95,7 @@ def on_config(config: Any) -> Any:
             entry["Benchmarks"] = ["benchmarks/index.md"] + [
                 {_title((ROOT / source).read_text(encoding="utf-8")): page}
                 for source, page in found
-                if source.startswith("benchmarks/")
+                if source.startswith("benchmarks/") and source.endswith(".md")
             ]
     return config
 
@@ -104,6 +105,9 @@ def on_files(files: Files, config: Any) -> Files:
     rows = []
     for source, page in moved.items():
         path = ROOT / source
+        if path.suffix == ".svg":
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+            continue
         if source.startswith("examples/"):
             text = _example(path)
         else:
