@@ -122,6 +122,10 @@ Examples:
   batchfit sweep sweep.yaml --resume
   batchfit sweep sweep.yaml --set start_from.max_crops=12
   batchfit sweep sweep.yaml --set batch_size=32 --set auto=false
+  batchfit sweep sweep.yaml --devices cuda:0,cuda:1
+  batchfit sweep sweep.yaml --engine ray --set num_gpus=1
+  torchrun --nproc-per-node 2 -m batchfit sweep sweep.yaml
+  batchfit report sweep-results.json
 
 where sweep.yaml has:
   factory: model.py:make      # make(max_crops=...) returns a workload
@@ -219,6 +223,7 @@ SEARCH = "Search"
 TRIAL = "Trials"
 STORE = "Store"
 OUTPUT = "Output"
+PLACE = "Where"
 
 # Arguments that commands share.
 TARGET_HELP = (
@@ -678,6 +683,33 @@ def sweep(
             help="Change a key of FILE, such as knobs.max_crops=[12,13]. May be given several times.",
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            rich_help_panel=PLACE,
+            show_default=False,
+            help="Run on these, a process each: cuda:0,cuda:1.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=PLACE,
+            show_default=False,
+            help="ray: as tasks of a Ray cluster.",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            rich_help_panel=PLACE,
+            show_default="the cluster there is, or one here",
+            help="Of the Ray cluster.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -717,6 +749,9 @@ def sweep(
 
     flags = SweepFlags(
         sets=tuple(set_ or ()),
+        devices=devices,
+        engine=engine,
+        ray_address=ray_address,
         output=output,
         resume=resume,
         retry_failed=retry_failed,
