@@ -142,12 +142,13 @@ where sweep.yaml has:
 REPORT_HELP = """\
 Make one HTML page of result files: charts, tables, verdict.
 
-Results are what --json and --output of find, predict, explain, profile and
-schedule show write, one or several side by side. The page needs no network.
+Results are what --json and --output of find, predict, explain, profile, sweep
+and schedule show write, one or several side by side. The page needs no network.
 
 Examples:
   batchfit report fit.json
   batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
+  batchfit report sweep-results.json -o sweep.html
   batchfit report fit.json --plot memory.png
 """
 

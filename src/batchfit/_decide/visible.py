@@ -1,8 +1,8 @@
 """Devices by name, and what a process has to be told to see one of them alone.
 
 Rules: a process that is given a GPU sees that one and no other, so that `cuda` and `cuda:0` in the user's
-code mean it; one that is given a CPU sees no GPU. A GPU is given to one process only: two would take each other's
-memory, and neither would find out what fits. A CPU may be given to several.
+code mean it; one that is given a CPU sees no GPU. A GPU is given to one process only: two would take each
+other's memory, and neither would find out what fits. A CPU may be given to several.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
 Rules
 - One task for each configuration, and one record for each task: whoever asks keeps records, no task writes.
-- A task whose worker or node dies is run again by Ray, `max_retries` times. After that its record says so, and
-  the sweep goes on. What the user's code raises is in the record that the task returns, and not tried again.
-- A cluster that was there is left as it was; one that was started here ends with the sweep. However the sweep
-  ends, no task of it goes on running.
+- A task whose worker or node dies is run again by Ray, `max_retries` times. After that its record says so,
+  and the sweep goes on. What the user's code raises is in the record that the task returns, and is not
+  tried again.
+- A cluster that was there is left as it was; one that was started here ends with the sweep. However the
+  sweep ends, no task of it goes on running.
 - Functions of the program travel by value, as Ray does it; a target ("file.py:function") is loaded where the
   task runs, under the same path.
 """
@@ -41,8 +42,8 @@ class RayEngine:
     """Runs configurations as Ray tasks.
 
     `address`: the cluster ("auto", "ray://head:10001"); None: the one that this program is connected to or
-    RAY_ADDRESS names, else one on this machine. `num_gpus`, `num_cpus`: what a task takes; None: one GPU where
-    the cluster has any. A part of a GPU needs a `budget`: Ray does not divide its memory.
+    RAY_ADDRESS names, else one on this machine. `num_gpus`, `num_cpus`: what a task takes; None: one GPU
+    where the cluster has any. A part of a GPU needs a `budget`: Ray does not divide its memory.
     """
 
     address: str | None = None
@@ -87,7 +88,7 @@ class RayEngine:
     def _run(
         self, job: Any, waiting: list[Any], on_event: Callable[[SweepEvent], object]
     ) -> Generator[SweepRecord, None, None]:
-        there: Mapping[str, float] = ray.cluster_resources()
+        there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call, unused-ignore]
         gpus = (1 if there.get("GPU") else 0) if self.num_gpus is None else self.num_gpus
         self._check_fits(there, gpus)
         task: Any = ray.remote(
@@ -113,9 +114,8 @@ class RayEngine:
         """Refuse a task that the cluster could never run: Ray would wait for it without a word."""
         for name, value, kind in (("num_gpus", gpus, "GPU"), ("num_cpus", self.num_cpus, "CPU")):
             if value > there.get(kind, 0):
-                raise ValueError(
-                    f"{name} must be at most what the cluster has ({there.get(kind, 0):g} {kind}), not {value:g}"
-                )
+                most = f"{there.get(kind, 0):g} {kind}"
+                raise ValueError(f"{name} must be at most what the cluster has ({most}), not {value:g}")
         places = [there[kind] / value for kind, value in (("GPU", gpus), ("CPU", self.num_cpus)) if value]
         self.at_once = max(1, int(min(places, default=1)))
 
