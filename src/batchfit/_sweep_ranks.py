@@ -22,14 +22,13 @@ from batchfit._sweep_log import OnEvent, SweepEvent
 from batchfit._sweep_result import SweepRecord
 from batchfit._sweep_run import Job
 from batchfit._sweep_worker import Death, Worker, check_may_have_children, portable
+from batchfit._torch.collectives import reads_as_lost
 from batchfit._torch.company import Company
 from batchfit._torch.process import wait_for_any
 from batchfit._torch.ranks import Ranks
 
 # For the children of the other ranks, once one has failed: they fail too, or wait for it for ever.
-PATIENCE_S = 10.0
-# Raised by a rank because of another one: never the cause.
-_BECAUSE_OF_OTHERS = ("RankMissingError", "DistBackendError", "DistNetworkError")
+PATIENCE_S = 5.0
 
 
 @final
@@ -62,13 +61,18 @@ def settle(answers: Sequence[Answer]) -> SweepRecord | None:
     failed = [(rank, record) for rank, record in own if record.error is not None]
     if not failed:
         return own[0][1] if len(own) == len(answers) else None
-    causes = [one for one in failed if not (one[1].error or "").startswith(_BECAUSE_OF_OTHERS)]
+    causes = [one for one in failed if not _because_of_others(one[1].error or "")]
     if not causes and any(one.death for one in answers):
         return None  # they lost the one that died
     rank, record = (causes or failed)[0]
     if len(failed) == len(answers) and len({one.error for _, one in failed}) == 1:
         return record
     return record.model_copy(update={"error": f"{record.error} (on rank {rank})"})
+
+
+def _because_of_others(error: str) -> bool:
+    """Whether a rank raised this because another one went away: never the cause."""
+    return error.startswith("RankMissingError") or reads_as_lost(error)
 
 
 def may_go_on(answers: Sequence[Answer]) -> bool:

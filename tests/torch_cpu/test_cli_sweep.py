@@ -117,7 +117,8 @@ def test_every_flag_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     ran = CliRunner().invoke(app, ["sweep", "s.yaml", *arguments])
     assert ran.exit_code == 7, ran.output
     everything = SweepFlags(
-        sets=("a=1", "b=2"), devices="cpu,cpu", engine="ray", ray_address="auto", output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
+        sets=("a=1", "b=2"), devices="cpu,cpu", engine="ray", ray_address="auto",
+        output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
         csv=Path("o.csv"), as_json=True, dry_run=True, full_traceback=True,
     )  # fmt: skip
     assert seen == [(Path("s.yaml"), everything)]

@@ -110,8 +110,8 @@ def test_what_children_print_and_say_comes_out_here(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"factory": lambda number: None}, "factory must be a function at the top of a module, or its name as "
-         "'file.py:function', where other processes run it, not test_sweep_devices.<lambda>"),
+        ({"factory": lambda number: None}, "factory must be a function at the top of a module, or its name "
+         "as 'file.py:function', where other processes run it, not <lambda>"),
         ({"measure": lambda workload, size: {}}, "measure must be a function at the top of a module"),
         ({"estimate": lambda configuration, size: 3}, "estimate must be a function at the top of a module"),
         ({"factory": functools.partial(targets.dying, open(os.devnull))},  # noqa: SIM115
@@ -189,7 +189,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_in_the_middle_and_resumed(tmp_path: Path, how: signal.Signals) -> None:
-    """Factories are functions of the main file. Ctrl-C or kill -9: no child lives on, and the file is whole."""
+    """The factory is in the main file. Ctrl-C or kill -9: no child lives on, and the file is whole."""
     folder, output, script = tmp_path / "notes", tmp_path / "out.json", tmp_path / "main.py"
     folder.mkdir()
     script.write_text(SCRIPT.format(folder=str(folder), output=str(output)))

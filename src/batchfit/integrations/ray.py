@@ -10,8 +10,8 @@ Rules
   tried again.
 - A cluster that was there is left as it was; one that was started here ends with the sweep. However the
   sweep ends, no task of it goes on running.
-- Functions of the program travel by value, as Ray does it; a target ("file.py:function") is loaded where the
-  task runs, under the same path.
+- Functions of the main file travel by value, as Ray does it; those of modules, and targets
+  ("file.py:function"), are loaded where the task runs, under the same paths.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ except ImportError as error:
 
 log = logging.getLogger("batchfit")
 
+_COLOURS: Final = re.compile("\x1b\\[[0-9;]*m")
 _MOST_AT_ONCE: Final = 1000  # tasks that the cluster holds for us: a sweep may have many more
 
 
@@ -94,7 +97,8 @@ class RayEngine:
         task: Any = ray.remote(
             num_cpus=self.num_cpus, num_gpus=gpus, max_retries=self.max_retries, retry_exceptions=False
         )(_task)
-        shared = ray.put(job)
+        # As bytes: a worker has to know where modules are before it can load what they hold.
+        shared = ray.put((list(sys.path), ray.cloudpickle.dumps(job)))
         running: dict[Any, Any] = {}
         waiting.reverse()
         try:
@@ -120,10 +124,14 @@ class RayEngine:
         self.at_once = max(1, int(min(places, default=1)))
 
 
-def _task(job: Any, configuration: Mapping[str, Any]) -> tuple[SweepRecord, list[SweepEvent]]:
+def _task(
+    shared: tuple[list[str], bytes], configuration: Mapping[str, Any]
+) -> tuple[SweepRecord, list[SweepEvent]]:
     """What runs in a worker."""
+    path, job = shared
+    sys.path.extend(folder for folder in path if folder not in sys.path)
     events: list[SweepEvent] = []
-    record: SweepRecord = job.run(configuration, events.append)
+    record: SweepRecord = ray.cloudpickle.loads(job).run(configuration, events.append)
     return record, events
 
 
@@ -133,9 +141,12 @@ def _record(reference: Any, entry: Any, on_event: Callable[[SweepEvent], object]
     try:
         record, events = ray.get(reference)
     except ray.exceptions.RayError as error:
-        lost = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        text = _COLOURS.sub("", str(error)).strip()
+        if isinstance(error, ray.exceptions.RayTaskError):  # a whole traceback, which ends with the reason
+            text = text.rpartition("\n")[2]
+        lost = f"{type(error).__name__}: {' '.join(text.split())}"
     if lost:
-        return SweepRecord(knobs=dict(entry.configuration), error=lost[:500], failed_in="search")
+        return SweepRecord(knobs=dict(entry.configuration), error=lost[:500], failed_in="factory")
     for event in events:  # all of it now: a task tells nobody what it is doing
         if event.kind != "record":
             on_event(event)
