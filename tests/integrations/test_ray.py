@@ -21,6 +21,10 @@ import batchfit
 from batchfit import SweepResult
 from conftest import need
 
+TARGETS = Path(__file__).parents[1] / "torch_cpu"
+sys.path.insert(0, str(TARGETS))  # Ray's workers look for modules where we do
+import sweep_targets as targets  # noqa: E402
+
 need("ray", present=importlib.util.find_spec("ray") is not None)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,7 +32,6 @@ with warnings.catch_warnings():
 
     from batchfit.integrations.ray import RayEngine
 
-TARGETS = Path(__file__).parents[1] / "torch_cpu"
 SOURCE = str(Path(batchfit.__file__).parents[1])
 QUICK: dict[str, Any] = {"soak_steps": 0, "steps": 2, "batch_size": 4, "budget": "64MiB"}
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
@@ -52,15 +55,6 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def dying(number: int, folder: str) -> Any:
-    """Notes who makes what."""
-    with (Path(folder) / f"made-{number}").open("a") as file:
-        file.write(f"{os.getpid()}\n")
-    if number in (5, 6):
-        time.sleep(1.0)  # long enough to be killed in
-    return batchfit.Workload(lambda size: None, state=[])
-
-
 def test_200_configurations_with_a_worker_killed(cluster: None, tmp_path: Path) -> None:
     """All are recorded and none twice; the one that the worker had is run again."""
     killed: list[int] = []
@@ -79,7 +73,7 @@ def test_200_configurations_with_a_worker_killed(cluster: None, tmp_path: Path) 
     killer.start()
     records: list[int] = []
     result = batchfit.sweep(
-        dying,
+        targets.noted,
         {"number": list(range(200)), "folder": [str(tmp_path)]},
         engine="ray",
         output=tmp_path / "out.json",
@@ -95,14 +89,8 @@ def test_200_configurations_with_a_worker_killed(cluster: None, tmp_path: Path) 
     assert SweepResult.from_json((tmp_path / "out.json").read_text()) == result
 
 
-def deadly(number: int) -> Any:
-    if number == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return batchfit.Workload(lambda size: None, state=[])
-
-
 def test_a_configuration_that_kills_every_worker_is_recorded(cluster: None) -> None:
-    result = batchfit.sweep(deadly, {"number": [1, 2, 3]}, engine="ray", max_retries=1, **QUICK)
+    result = batchfit.sweep(targets.deadly, {"number": [1, 2, 3]}, engine="ray", max_retries=1, **QUICK)
     one, two, three = result.records
     assert two.error is not None
     assert two.error.startswith("WorkerCrashedError")
@@ -110,16 +98,11 @@ def test_a_configuration_that_kills_every_worker_is_recorded(cluster: None) -> N
 
 
 def test_the_file_is_the_same_whatever_the_engine(cluster: None, tmp_path: Path) -> None:
-    sys.path.insert(0, str(TARGETS))
-    try:
-        from sweep_targets import KNOBS, SETTINGS
-    finally:
-        sys.path.remove(str(TARGETS))
     asked = {
         "factory": f"{TARGETS / 'sweep_targets.py'}:make",
         "measure": f"{TARGETS / 'sweep_targets.py'}:measure",
-        "knobs": KNOBS,
-        **SETTINGS,
+        "knobs": targets.KNOBS,
+        **targets.SETTINGS,
     }
     (tmp_path / "sweep.json").write_text(json.dumps(asked))
     results = {
@@ -150,19 +133,19 @@ def test_the_file_is_the_same_whatever_the_engine(cluster: None, tmp_path: Path)
 )
 def test_wrong_settings_are_refused_before_ray_starts(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
-        batchfit.sweep(deadly, {"number": [1]}, engine="ray", **wrong, **QUICK)
+        batchfit.sweep(targets.deadly, {"number": [1]}, engine="ray", **wrong, **QUICK)
     assert str(caught.value) == text
 
 
 def test_a_task_that_no_node_could_run_is_refused(cluster: None) -> None:
     with pytest.raises(ValueError, match=r"num_gpus must be at most what the cluster has \(0 GPU\), not 1"):
-        batchfit.sweep(deadly, {"number": [1]}, engine="ray", num_gpus=1, **QUICK)
+        batchfit.sweep(targets.deadly, {"number": [1]}, engine="ray", num_gpus=1, **QUICK)
     with pytest.raises(ValueError, match=r"num_cpus must be at most what the cluster has \(2 CPU\), not 64"):
-        batchfit.sweep(deadly, {"number": [1]}, engine=RayEngine(num_cpus=64), **QUICK)
+        batchfit.sweep(targets.deadly, {"number": [1]}, engine=RayEngine(num_cpus=64), **QUICK)
 
 
 def test_without_ray_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "batchfit.integrations.ray")
     with pytest.raises(ImportError, match=r'pip install "batchfit\[ray\]" to use batchfit.integrations.ray'):
-        batchfit.sweep(deadly, {"number": [1]}, engine="ray", **QUICK)
+        batchfit.sweep(targets.deadly, {"number": [1]}, engine="ray", **QUICK)

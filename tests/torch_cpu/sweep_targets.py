@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,15 @@ KNOBS = {"width": [8, 16], "kind": ["plain", "short", "broken", "never"]}
 SETTINGS: dict[str, Any] = {"batch_size": 24, "budget": "16MiB", "steps": 2, "soak_steps": 2}
 
 
+def quick() -> None:
+    """In a process that runs nothing but this: let garbage collection pass over all of torch."""
+    if "pytest" not in sys.modules and gc.get_freeze_count() == 0:
+        gc.freeze()
+
+
 def make(width: int, kind: str) -> batchfit.Workload:
     """A small model; "broken" raises, and "never" fits not even once."""
+    quick()
     if kind == "broken":
         raise ValueError(f"no {kind} model of width {width}")
     torch.manual_seed(width)
@@ -58,12 +67,31 @@ def _step(most: int) -> Callable[[int], None]:
 
 def dying(folder: str, number: int, deaths: int) -> batchfit.Workload:
     """Kills its process the first `deaths` times that configuration 2 is made; notes who made what."""
+    quick()
     place = Path(folder) / f"made-{number}"
     with place.open("a") as file:
         file.write(f"{os.getpid()}\n")
     if number == 2 and len(place.read_text().splitlines()) <= deaths:
         os.kill(os.getpid(), signal.SIGKILL)
     return batchfit.Workload(_step(number), state=[])
+
+
+def noted(folder: str, number: int) -> batchfit.Workload:
+    """Notes who makes what; 5 and 6 take long enough to be killed in."""
+    quick()
+    with (Path(folder) / f"made-{number}").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if number in (5, 6):
+        time.sleep(1.0)
+    return batchfit.Workload(_step(number + 4), state=[])
+
+
+def deadly(number: int) -> batchfit.Workload:
+    """Configuration 2 kills every process that makes it."""
+    quick()
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batchfit.Workload(_step(number + 4), state=[])
 
 
 def poisoned(number: int) -> batchfit.Workload:
@@ -88,6 +116,7 @@ def process(workload: batchfit.Workload, size: int) -> dict[str, Any]:
 
 def slow(folder: str, number: int) -> batchfit.Workload:
     """Says that it has begun, and takes its time from the third on."""
+    quick()
     (Path(folder) / f"begun-{number}-{os.getpid()}").touch()
     if number > 2 and not (Path(folder) / "hurry").exists():
         time.sleep(120)
@@ -98,6 +127,7 @@ def on_one_rank_only(number: int, where: str) -> batchfit.Workload:
     """Under a launcher: rank 1 alone raises in a factory, a step or a measurement, or dies; others talk."""
     import torch.distributed as dist
 
+    quick()
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()

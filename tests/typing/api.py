@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
 from batchfit.integrations import transformers as hf
+from batchfit.integrations.ray import RayEngine
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -331,3 +332,7 @@ batchfit.sweep(
 )
 batchfit.sweep(make_swept, {"max_crops": [2]}, estimate=lambda configuration, size: size // 2, auto=True)
 batchfit.sweep(make_swept, {"max_crops": [2]}, batches=3)  # type: ignore[call-arg]
+batchfit.sweep(make_swept, {"max_crops": [2]}, devices=["cuda:0", 1])
+batchfit.sweep(make_swept, {"max_crops": [2]}, engine="ray", num_gpus=0.5, num_cpus=2, max_retries=1)
+batchfit.sweep(make_swept, {"max_crops": [2]}, engine=RayEngine(address="auto", num_gpus=1))
+batchfit.report(swept, "sweep.html")

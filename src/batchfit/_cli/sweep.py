@@ -196,7 +196,7 @@ def _run(asked: Asked, keeper: Keeper, engine: Engine) -> tuple[Code, str]:
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # what only an engine can tell, such as a cluster without GPUs
         if not _is_refusal(error):
             raise
         raise CommandFailed(Code.USAGE, str(error)) from None

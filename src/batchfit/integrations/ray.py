@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from batchfit import SweepEvent, SweepRecord
+from batchfit.errors import BatchfitError
 
 try:
     import ray
@@ -85,7 +86,12 @@ class RayEngine:
         quiet: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
         if self.address is None and not os.environ.get("RAY_ADDRESS"):
             quiet |= {"include_dashboard": False}
-        ray.init(address=self.address, **quiet)
+        try:
+            ray.init(address=self.address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = "on this machine" if self.address is None else f"at {self.address}"
+            text = " ".join(str(error).split())
+            raise BatchfitError(f"there is no Ray cluster to be had {where}: {text[:300]}") from None
         return True
 
     def _run(
@@ -98,7 +104,8 @@ class RayEngine:
             num_cpus=self.num_cpus, num_gpus=gpus, max_retries=self.max_retries, retry_exceptions=False
         )(_task)
         # As bytes: a worker has to know where modules are before it can load what they hold.
-        shared = ray.put((list(sys.path), ray.cloudpickle.dumps(job)))
+        whole = ray.cloudpickle.dumps(job)  # type: ignore[no-untyped-call, unused-ignore]
+        shared = ray.put((list(sys.path), whole))
         running: dict[Any, Any] = {}
         waiting.reverse()
         try:
