@@ -17,7 +17,12 @@ from torch import nn
 import batchfit
 from batchfit.testing import simulated_oom
 
-KNOBS = {"width": [8, 16], "kind": ["plain", "short", "broken", "never"]}
+KNOBS = [
+    {"width": 8, "kind": "plain"},
+    {"width": 16, "kind": "short"},
+    {"width": 8, "kind": "broken"},
+    {"width": 8, "kind": "never"},
+]
 SETTINGS: dict[str, Any] = {"batch_size": 24, "budget": "16MiB", "steps": 2, "soak_steps": 2}
 
 

@@ -302,7 +302,8 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     failed = refused("knobs.most=[3, 99, 5]")
     assert (failed.code, failed.text) == (
         Code.INTERRUPTED,
-        "interrupted; 2 of 3 configurations are left: batchfit sweep sweep.yaml --resume",
+        "interrupted; 2 of 3 configurations are left: "
+        "batchfit sweep sweep.yaml --set 'knobs.most=[3, 99, 5]' --resume",
     )
     assert len(SweepResult.from_json((project / "sweep-results.json").read_text()).records) == 1
     assert "1 of 3 configurations" in capsys.readouterr().out

@@ -8,16 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sweep_targets as targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import batchfit
 from batchfit import SweepRecord, SweepResult
+from batchfit import _sweep_devices as sweep_devices
+from batchfit._decide.grid import plan
+from batchfit._decide.visible import Place
+from batchfit._sweep_devices import Devices
 from batchfit._sweep_engines import Where
 from batchfit._sweep_ranks import Answer, may_go_on, settle
+from batchfit._sweep_run import Job, Settings
+from batchfit._sweep_worker import Death
 from batchfit._torch import child as child_side
 from batchfit.errors import BatchfitError, SearchStoppedError
 
@@ -214,6 +223,70 @@ def test_stopped_in_the_middle_and_resumed(tmp_path: Path, how: signal.Signals) 
     whole = SweepResult.from_json(output.read_text())
     assert [one.batch_size_used for one in whole.records] == [1, 2, 3, 4]
     assert len(list(folder.glob("begun-[12]-*"))) == 2  # none was run again
+
+
+class Scripted:
+    """A worker that lives and dies as a script says: "record", "death", "bad start", "dead device"."""
+
+    script: list[str]
+    begun: list[str]
+
+    def __init__(self, job: str, *, environment: Any = None) -> None:
+        self.child = self.entry = None
+        self.trials: list[Any] = []
+
+    def begin(self, entry: Any) -> None:
+        assert self.entry is None  # one at a time
+        self.entry = entry
+
+    def said(self) -> Iterator[Any]:
+        entry, self.entry = self.entry, None
+        if entry is None:
+            return
+        how = self.script.pop(0) if self.script else "record"
+        if how == "bad start":
+            yield Death("exited", started=False)
+            return
+        self.begun.append(entry.key)
+        if how == "death":
+            yield Death("was killed", started=True)
+        else:
+            dead = "device_died" if how == "dead device" else ""
+            yield SweepRecord(knobs=dict(entry.configuration), batch_size_used=1, stopped_because=dead)
+
+    def failed(self, entry: Any, error: str) -> SweepRecord:
+        return SweepRecord(knobs=dict(entry.configuration), error=error)
+
+    def end(self, *, gently: bool = False) -> None:
+        self.child = self.entry = None
+
+
+@given(
+    script=st.lists(st.sampled_from(["record", "death", "bad start", "dead device"]), max_size=30),
+    count=st.integers(1, 12),
+    devices=st.integers(1, 4),
+)
+@settings(deadline=None, max_examples=150)
+def test_whatever_dies_each_configuration_has_one_record(script: list[str], count: int, devices: int) -> None:
+    Scripted.script, Scripted.begun = list(script), []
+    entries = plan({"n": list(range(count))})
+    engine = Devices(tuple(Place("cpu") for _ in range(devices)))
+    records: list[SweepRecord] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep_devices, "Worker", Scripted)
+        patch.setattr(sweep_devices, "portable", lambda job: "")
+        patch.setattr(sweep_devices, "wait_for_any", lambda children: None)
+        try:
+            for record in engine(Job("x.py:make", Settings(batch_size=1)), entries, lambda event: None):
+                records.append(record)
+        except SearchStoppedError:
+            assert "bad start" in script
+        else:
+            assert sorted(one.key for one in records) == sorted(entry.key for entry in entries)
+    assert len({one.key for one in records}) == len(records)
+    for record in records:
+        assert Scripted.begun.count(record.key) <= 2
+        assert record.error is None or Scripted.begun.count(record.key) == 2
 
 
 # What all ranks answer is one record

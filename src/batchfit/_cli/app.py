@@ -113,8 +113,8 @@ SWEEP_HELP = f"""\
 Find the largest batch size for every configuration, and measure there.
 
 FILE names a factory, the knobs and their values, and how to search. Each
-configuration stands for itself; one that fails is recorded, and the sweep goes
-on. The result is saved after each, and a stopped sweep goes on with --resume.
+configuration stands for itself; one that fails is recorded, and the sweep
+goes on. The result is saved after each; a stopped sweep goes on with --resume.
 
 Examples:
   batchfit sweep sweep.yaml --dry-run

@@ -8,6 +8,7 @@ ends with another code than one in which nothing did.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
             result = keeper.result()
             if speaks():
                 _deliver(result, flags, stdout, output)
-    return _ended(result, code, why, path)
+    return _ended(result, code, why, _command(path, flags))
 
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
@@ -217,11 +218,22 @@ def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, output: Pat
     stdout.flush()
 
 
-def _ended(result: SweepResult, code: Code, why: str, path: Path) -> Code:
+def _command(path: Path, flags: SweepFlags) -> str:
+    """The command that goes on with the same sweep."""
+    words = ["batchfit", "sweep", str(path)]
+    for one in flags.sets:
+        words += ["--set", one]
+    for name in ("devices", "engine", "ray_address", "output"):
+        value = getattr(flags, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--resume"])
+
+
+def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:
     failed, done = len(result.failed), len(result.records)
     if why:
         left = result.planned - done
-        again = f"{left} of {result.planned} configurations are left: batchfit sweep {path} --resume"
+        again = f"{left} of {result.planned} configurations are left: {command}"
         raise CommandFailed(code, f"{why}; {again}")
     if not failed:
         return code
