@@ -97,6 +97,7 @@ def test_a_configuration_that_kills_every_worker_is_recorded(cluster: None) -> N
     assert (one.batch_size_used, three.batch_size_used) == (4, 4)
 
 
+@pytest.mark.slow
 def test_the_file_is_the_same_whatever_the_engine(cluster: None, tmp_path: Path) -> None:
     asked = {
         "factory": f"{TARGETS / 'sweep_targets.py'}:make",
