@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Two files of tests at a time, a core each; the tests of a file stay in one process, in order.
 JOBS   ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
-export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,gloo,matplotlib,hatchling
+export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,ray,gloo,matplotlib,hatchling
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\(|<img src=\")([^)#\"\s]+)(?=[)#\"])")
-FRAMEWORKS = ("accelerate", "lightning", "torchtune", "transformers")
+FRAMEWORKS = ("accelerate", "lightning", "ray", "torchtune", "transformers")
 TOP = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 
 

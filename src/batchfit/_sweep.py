@@ -25,7 +25,8 @@ from batchfit._decide.estimates import EstimateFunction
 from batchfit._decide.grid import Entry, key_of, without_done
 from batchfit._files import write_whole
 from batchfit._sweep_asked import Asked
-from batchfit._sweep_log import OnEvent, SweepEvent
+from batchfit._sweep_engines import Where, all_ranks, over_ranks
+from batchfit._sweep_log import OnEvent, SweepEvent, tell
 from batchfit._sweep_result import (
     SkippedConfiguration,
     SweepRecord,
@@ -34,6 +35,8 @@ from batchfit._sweep_result import (
 )
 from batchfit._sweep_run import Engine, Measure, Settings, here
 from batchfit._torch.lock import used_alone
+from batchfit._torch.lost import telling_others
+from batchfit._torch.ranks import Ranks
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.workload import Workload
 
@@ -57,6 +60,12 @@ def sweep(
     budget: int | str | None = None,
     device: str | int | None = None,
     start_from: object = None,
+    devices: Sequence[str | int] | str | None = None,
+    engine: Engine | str | None = None,
+    ray_address: str | None = None,
+    num_gpus: float | None = None,
+    num_cpus: float | None = None,
+    max_retries: int | None = None,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     retry_failed: bool = False,
@@ -90,6 +99,14 @@ def sweep(
         attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
         start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`, or 12 where there
             is one knob.
+        devices: run on these, a child process each: `["cuda:0", "cuda:1"]`. Factory, measure and estimate
+            must then be functions at the top of a module. None: in this process, or under torchrun each
+            configuration over all ranks.
+        engine: "ray" runs configurations as tasks of a Ray cluster; or a callable
+            `engine(job, waiting, on_event)` that yields records.
+        ray_address: the cluster; None: the one that there is, or one on this machine.
+        num_gpus, num_cpus: what a task of Ray's takes; by default one GPU where there are any, and one CPU.
+        max_retries: how often Ray tries a configuration again whose worker or node has died.
         output: a file that holds the result after each configuration.
         resume: go on with the sweep in `output`; without such a file, begin.
         retry_failed: with `resume`, run configurations again that failed.
@@ -118,11 +135,32 @@ def sweep(
     for name, function in (("on_record", on_record), ("on_event", on_event)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a callable or None, not {function!r}")
-    with contextlib.ExitStack() as stack:
+    where = Where(
+        devices=devices,
+        engine=engine,
+        ray_address=ray_address,
+        num_gpus=num_gpus,
+        num_cpus=num_cpus,
+        max_retries=max_retries,
+    )
+    alone = where.engine_of(device=device)
+    with all_ranks() as ranks, telling_others(ranks), contextlib.ExitStack() as stack:
         keeper = Keeper.of(
-            asked, output, resume=resume, retry_failed=retry_failed, overwrite=overwrite, stack=stack
+            asked,
+            output if ranks.is_main else None,
+            resume=resume and ranks.is_main,
+            retry_failed=retry_failed and ranks.is_main,
+            overwrite=overwrite and ranks.is_main,
+            stack=stack,
         )
-        return run_sweep(asked, keeper, on_record=on_record, on_event=on_event)
+        keeper.share(ranks)
+        return run_sweep(
+            asked,
+            keeper,
+            engine=over_ranks(ranks, alone),
+            on_record=on_record if ranks.is_main else None,
+            on_event=on_event if ranks.is_main else None,
+        )
 
 
 @final
@@ -171,6 +209,17 @@ class Keeper:
                 "(overwrite), or name another file"
             )
         return cls(asked, path, _kept(path, asked, retry_failed=retry_failed))
+
+    def share(self, ranks: Ranks) -> None:
+        """All ranks hold what rank 0 has found in the file; in one process there is nothing to do."""
+        if ranks.world_size == 1:
+            return
+        ranks.same(self.asked.said, doing="the settings of the sweep")
+        mine = [record.model_dump(mode="json") for record in self.records]
+        told = ranks.gather(mine, doing="what has been run before")[0]
+        if not ranks.is_main:
+            self.records = [SweepRecord.model_validate(one) for one in told]
+            self.resumed = len(self.records)
 
     def waiting(self) -> tuple[Entry, ...]:
         """The configurations that have no record yet."""
@@ -266,15 +315,16 @@ def run_sweep(
 
     def pass_on(event: SweepEvent) -> None:
         # A record is told once it is kept, which the engine does not see.
-        if on_event is not None and event.kind != "record":
-            on_event(event)
+        if event.kind != "record":
+            tell(event, on_event)
 
-    for record in engine(asked.job, keeper.waiting(), pass_on):
-        keeper.keep(record)
-        if on_event is not None:
-            on_event(SweepEvent(kind="record", knobs=record.knobs, record=record))
-        if on_record is not None:
-            on_record(record)
+    # Closed at once, whatever ends the loop: an engine may have processes to end.
+    with contextlib.closing(engine(asked.job, keeper.waiting(), pass_on)) as records:
+        for record in records:
+            keeper.keep(record)
+            tell(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)
+            if on_record is not None:
+                on_record(record)
     if keeper.path is not None and not keeper.path.exists():
         keeper.save()  # nothing had to be run, and a file was asked for
     return keeper.result()

@@ -87,7 +87,7 @@ def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> Esti
     if isinstance(spec, Mapping):
         return estimate_of(spec, names)
     if isinstance(spec, str):
-        return _NamedEstimate(spec)
+        return NamedEstimate(spec)
     if not callable(spec):
         raise TypeError(
             "estimate must be a callable estimate(configuration, batch_size), a mapping of knobs, 'predict' "
@@ -99,7 +99,7 @@ def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> Esti
 
 @final
 @dataclass(frozen=True, slots=True)
-class _NamedEstimate:
+class NamedEstimate:
     """A user's function by its target."""
 
     text: str

@@ -6,6 +6,7 @@ alone, so that a log, a terminal and another process say the same. Imports nothi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -15,6 +16,8 @@ from batchfit._decide.grid import label
 if TYPE_CHECKING:
     from batchfit._sweep_result import SweepRecord
     from batchfit.results import Trial
+
+log = logging.getLogger("batchfit")
 
 Kind = Literal["begin", "search", "trying", "trial", "using", "measure", "measure_oom", "record"]
 
@@ -49,6 +52,15 @@ class SweepEvent:
 
 
 OnEvent = Callable[[SweepEvent], object]
+
+
+def tell(event: SweepEvent, on_event: OnEvent | None) -> None:
+    """Log an event, and hand it over."""
+    line = event_line(event)
+    if line:
+        log.info("%s", line)
+    if on_event is not None:
+        on_event(event)
 
 
 def event_line(event: SweepEvent) -> str:

@@ -86,6 +86,16 @@ class SweepRecord(Result):
         return self.batch_size_used / last if last and self.batch_size_used else None
 
     @property
+    def note(self) -> str:
+        """What a table has no room for: what went wrong and where, or that the measurement went down."""
+        if self.error is not None:
+            return self.error + (f" (at {self.error_at})" if self.error_at else "")
+        if self.measure_retries:
+            sizes = ", ".join(map(str, self.measure_sizes[:-1]))
+            return f"the measurement ran out of memory at {sizes}, and ran at {self.measure_sizes[-1]}"
+        return ""
+
+    @property
     def row(self) -> dict[str, Any]:
         """The record flat: knobs, `batch_size_used`, measures, `error`."""
         return {
@@ -209,7 +219,7 @@ class SweepResult(Result):
 
     def __str__(self) -> str:
         columns, rows = self._table()
-        notes = "".join(f"\n{record.label}: {_noted(record)}" for record in self.records if _noted(record))
+        notes = "".join(f"\n{record.label}: {record.note}" for record in self.records if record.note)
         return f"{text_table(columns, rows)}\n{self.headline}{notes}"
 
     def _repr_html_(self) -> str:
@@ -221,16 +231,6 @@ class SweepResult(Result):
         return columns, [
             tuple(_cell(name, record.row.get(name)) for name in columns) for record in self.records
         ]
-
-
-def _noted(record: SweepRecord) -> str:
-    """What a table has no room for."""
-    if record.error is not None:
-        return record.error + (f" (at {record.error_at})" if record.error_at else "")
-    if record.measure_retries:
-        sizes = ", ".join(map(str, record.measure_sizes[:-1]))
-        return f"the measurement ran out of memory at {sizes}, and ran at {record.measure_sizes[-1]}"
-    return ""
 
 
 def _cell(name: str, value: object) -> str:

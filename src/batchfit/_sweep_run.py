@@ -6,6 +6,8 @@ Rules:
 - Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
   device that is dead, on which nothing more can run.
 - A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
+- Where several ranks run a configuration together, they begin with the same size and go down together; the
+  search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
 - When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
   emptied, outside any `except`.
 
@@ -21,7 +23,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,12 +35,13 @@ from batchfit._decide.grid import Configuration, Entry, label
 from batchfit._failure import last_users_line
 from batchfit._find import find_batch_size
 from batchfit._predict import predict_batch_size
-from batchfit._sweep_log import OnEvent, SweepEvent, event_line
+from batchfit._sweep_log import OnEvent, SweepEvent
 from batchfit._sweep_result import OWN_COLUMNS, Stage, SweepRecord
 from batchfit._target import load_function, make_workload, parse_target
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
 from batchfit._torch.device import Device, resolve_device
+from batchfit._torch.ranks import Ranks, join_launched
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -50,6 +53,7 @@ Measure = Callable[..., Mapping[str, Any]]
 # Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
 _LOWER = 0.8
 _LONGEST_ERROR = 500
+_A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
 
 
 @final
@@ -86,10 +90,12 @@ class Job:
 class Engine(Protocol):
     """Runs the configurations that wait, and yields each record as soon as it is there, in any order."""
 
-    def __call__(self, job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Iterator[SweepRecord]: ...
+    def __call__(
+        self, job: Job, waiting: Sequence[Entry], on_event: OnEvent
+    ) -> Generator[SweepRecord, None, None]: ...
 
 
-def here(job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Iterator[SweepRecord]:
+def here(job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Generator[SweepRecord, None, None]:
     """The engine of this process: one after the other."""
     for entry in waiting:
         record = job.run(entry.configuration, on_event)
@@ -119,12 +125,8 @@ class _Course:
     begun_trial: bool = False
 
     def tell(self, kind: Any, **more: Any) -> None:
-        event = SweepEvent(kind=kind, knobs=self.configuration, **more)
-        line = event_line(event)
-        if line:
-            log.info("%s", line)
         if self.on_event is not None:
-            self.on_event(event)
+            self.on_event(SweepEvent(kind=kind, knobs=self.configuration, **more))
 
     def stepping(self, size: int) -> None:
         """A step begins: the first one of a trial is told."""
@@ -188,11 +190,15 @@ def _told(error: BaseException, course: _Course, ambient: BaseException | None) 
 
 def _run(factory: Callable[..., object] | str, settings: Settings, course: _Course) -> None:
     work = _made(factory, course.configuration)
+    join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
+    ranks = Ranks.current(timeout_s=_A_DAY_S)
     # Loaded before the search: a measure that cannot be found must not cost one.
     measure = _loaded_measure(settings.measure)
     course.stage = "search"
     course.device = resolve_device(settings.device, near=(*work.state, work.model))
     estimate, start = _start(work, settings, course)
+    if start is not None:
+        start = ranks.minimum(start, doing=f"where to begin with {label(course.configuration)}")
     course.known.update(estimate=estimate, start=start, device=course.device.name)
     course.tell("search", estimate=estimate, start=start)
     begun = time.perf_counter()
@@ -211,7 +217,7 @@ def _run(factory: Callable[..., object] | str, settings: Settings, course: _Cour
     course.stage = "measure"
     begun = time.perf_counter()
     try:
-        _measure(measure, work, fit, settings, course)
+        _measure(measure, work, fit, settings, course, ranks)
     finally:
         course.known["measure_s"] = time.perf_counter() - begun
 
@@ -283,7 +289,9 @@ def _found(work: Workload, settings: Settings, course: _Course, start: int | Non
     )
 
 
-def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Settings, course: _Course) -> None:
+def _measure(
+    measure: Measure, work: Workload, fit: FitResult, settings: Settings, course: _Course, ranks: Ranks
+) -> None:
     """Measure at the size found; where that runs out of memory, lower."""
     size, sizes = fit.batch_size, list[int]()
     ran = [trial.size for trial in fit.trials if trial.fits]
@@ -301,7 +309,8 @@ def _measure(measure: Measure, work: Workload, fit: FitResult, settings: Setting
             measured = _attempt(asking, work, size)
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
-        if measured is not None:
+        if not ranks.any(measured is None, doing=f"the measurement at {size}"):
+            assert measured is not None
             course.known["measures"] = _checked(measured, course.configuration)
             return
         lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size - max(1, size // 10))])

@@ -16,8 +16,9 @@ from conftest import need
 need("chromium", present=COMMAND is not None)
 
 DATA = Path(__file__).parent.parent / "data" / "report"
-FILES = [DATA / f"{name}.json" for name in ("fit", "cards", "why", "profile", "schedule")]
-FIGURES = ["throughput", "memory-0", "memory-1", "search-0", "timeline-0", "schedule-0", "rate-0"]
+FILES = [DATA / f"{name}.json" for name in ("fit", "cards", "why", "profile", "schedule", "sweep")]
+FIGURES = [f"sweep-0-{n}" for n in range(4)]
+FIGURES += ["throughput", "memory-0", "memory-1", "search-0", "timeline-0", "schedule-0", "rate-0"]
 LOOKS = {"desktop": (1000, False), "phone": (390, False), "phone, dark": (390, True), "dark": (1000, True)}
 
 # For every figure: what of it is seen, and whether all that is drawn lies inside it.
@@ -120,6 +121,7 @@ def test_every_plot_is_drawn_and_nothing_is_asked_for(browser: Chromium, written
         "td",
         ".legend button",
         "#memory-0 .told",
+        ".heat .shade-4",
         "footer",
     ):
         assert page.value(f"{CONTRAST}({text!r})") >= 4.5, text

@@ -111,12 +111,14 @@ def test_every_flag_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None
         return Code.SOME_FAILED
 
     monkeypatch.setattr(command, "sweep_file", catch)
-    arguments = ["--set", "a=1", "--set", "b=2", "--output", "o.json", "--resume", "--retry-failed"]
+    arguments = ["--devices", "cpu,cpu", "--engine", "ray", "--ray-address", "auto"]
+    arguments += ["--set", "a=1", "--set", "b=2", "--output", "o.json", "--resume", "--retry-failed"]
     arguments += ["--overwrite", "--csv", "o.csv", "--json", "--dry-run", "--traceback"]
     ran = CliRunner().invoke(app, ["sweep", "s.yaml", *arguments])
     assert ran.exit_code == 7, ran.output
     everything = SweepFlags(
-        sets=("a=1", "b=2"), output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
+        sets=("a=1", "b=2"), devices="cpu,cpu", engine="ray", ray_address="auto",
+        output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
         csv=Path("o.csv"), as_json=True, dry_run=True, full_traceback=True,
     )  # fmt: skip
     assert seen == [(Path("s.yaml"), everything)]
@@ -300,7 +302,8 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     failed = refused("knobs.most=[3, 99, 5]")
     assert (failed.code, failed.text) == (
         Code.INTERRUPTED,
-        "interrupted; 2 of 3 configurations are left: batchfit sweep sweep.yaml --resume",
+        "interrupted; 2 of 3 configurations are left: "
+        "batchfit sweep sweep.yaml --set 'knobs.most=[3, 99, 5]' --resume",
     )
     assert len(SweepResult.from_json((project / "sweep-results.json").read_text()).records) == 1
     assert "1 of 3 configurations" in capsys.readouterr().out

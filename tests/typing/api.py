@@ -13,6 +13,7 @@ import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
 from batchfit.integrations import transformers as hf
 from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
+from batchfit.integrations.ray import RayEngine
 
 model = nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -332,6 +333,10 @@ batchfit.sweep(
 )
 batchfit.sweep(make_swept, {"max_crops": [2]}, estimate=lambda configuration, size: size // 2, auto=True)
 batchfit.sweep(make_swept, {"max_crops": [2]}, batches=3)  # type: ignore[call-arg]
+batchfit.sweep(make_swept, {"max_crops": [2]}, devices=["cuda:0", 1])
+batchfit.sweep(make_swept, {"max_crops": [2]}, engine="ray", num_gpus=0.5, num_cpus=2, max_retries=1)
+batchfit.sweep(make_swept, {"max_crops": [2]}, engine=RayEngine(address="auto", num_gpus=1))
+batchfit.report(swept, "sweep.html")
 # Lightning's callbacks.
 finder = BatchSizeFinder("power", budget="24GiB", margin=0.05, make_batch=make_batch)
 assert_type(finder.result, FitResult | None)

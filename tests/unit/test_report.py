@@ -30,12 +30,20 @@ from batchfit._pictures import (
 )
 from batchfit._report.page import page
 from batchfit._report.read import KINDS, Source, read_file, results_in, sources_of
+from batchfit._report.sweep import sweep_charts
 from batchfit._report.verdict import facts_of, verdict
 from batchfit.errors import ResultFileError
-from batchfit.results import FitResult, MemoryExplanation, Prediction, ThroughputProfile, Trial
+from batchfit.results import (
+    FitResult,
+    MemoryExplanation,
+    Prediction,
+    SweepRecord,
+    ThroughputProfile,
+    Trial,
+)
 
 DATA = Path(__file__).parent.parent / "data" / "report"
-FILES = {name: DATA / f"{name}.json" for name in ("fit", "cards", "why", "profile", "schedule")}
+FILES = {name: DATA / f"{name}.json" for name in ("fit", "cards", "why", "profile", "schedule", "sweep")}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 VOID = {"meta", "br"}
 NUMBERS = [0, -1, 1, 2**63, 10**30, -(10**20), 0.0, 1e308, 5e-324, -2.5]
@@ -85,6 +93,11 @@ class TestPage:
             (("cards",), ["memory-0"], "Predicted to fit are 4,088 on rtx4090 (23.1 GiB) and 12,816 on h100"),
             (("why",), ["memory-0", "timeline-0"], "Batch size 32 needs 256.3 MiB of 128.0 MiB"),
             (("profile",), ["throughput", "memory-0"], "Batch size 128 is the smallest within 5%"),
+            (
+                ("sweep",),
+                [f"sweep-0-{n}" for n in range(4)],
+                "Batch sizes go from 628 (width=512, layers=8) to 3,276 (width=64, layers=4) in 12 of 12",
+            ),
             (
                 ("schedule",),
                 ["schedule-0", "rate-0"],
@@ -146,12 +159,16 @@ class TestPage:
                 return {k: spoiled(v, k) for k, v in value.items()}
             if isinstance(value, list):
                 return [spoiled(one) for one in value]
-            fixed = key in ("kind", "based_on", "outcome")
+            fixed = key in ("kind", "based_on", "outcome", "failed_in")
             return bad if isinstance(value, str) and not fixed else value
 
         data = spoiled(json.loads(TEXTS[name]))
         if name == "why":
             data["timeline"] = [{**m, "kinds": {bad: 5, "weights": 7}} for m in data["timeline"]]
+        if name == "sweep":  # a knob and a measure may be called anything
+            for record in data["records"]:
+                record["knobs"] = {bad: record["knobs"]["width"], "layers": record["knobs"]["layers"]}
+                record["measures"] = {bad + "!": 1.5}
         text = page([Source(one, bad) for one in results_in(json.dumps(data))], title=bad)
         elements = Elements(text)
         assert [tag for tag, _ in elements.found].count("script") == 1
@@ -238,6 +255,49 @@ class TestCharts:
         assert "<svg" not in bare._repr_html_()
 
 
+class TestSweep:
+    def test_sizes_over_each_knob_and_the_rest_over_the_one_with_the_most_values(self) -> None:
+        charts = sweep_charts(result("sweep"))
+        assert [chart.title for chart in charts] == [
+            "Batch size over width", "Batch size over layers", "Samples/s over width", "Loss over width",
+        ]  # fmt: skip
+        by_layers = {one.name: [(m.x, m.y) for m in one.marks] for one in charts[0].series}
+        assert by_layers["layers=8"] == [(64, 3276), (128, 2871), (256, 1720), (512, 628)]
+        assert len(by_layers["layers=12"]) == 3  # the one that failed is in no chart
+        looks = [{one.name: (one.role, one.line) for one in charts[n].series} for n in (0, 2)]
+        assert all(looks[0][name] == look for name, look in looks[1].items())
+        assert len(set(looks[0].values())) == 3
+
+    def test_every_configuration_is_in_the_table_with_what_went_wrong(self) -> None:
+        said = Elements(made("sweep")).said
+        assert "ValueError: 12 layers of 512 are not built yet (at gen.py:4)" in said
+        assert "the measurement ran out of memory at 3589, and ran at 2871" in said
+        assert "width=64, layers=2: it stands before layers=4" in said
+        assert "failed" in said  # in the table of both knobs
+
+    def test_many_series_are_single_marks_and_words_make_no_chart(self) -> None:
+        sweep = result("sweep")
+
+        def of(knobs: list[dict[str, Any]]) -> Any:
+            records = [SweepRecord(knobs=one, batch_size_used=n + 1) for n, one in enumerate(knobs)]
+            return sweep.model_copy(update={"records": tuple(records), "planned": len(records)})
+
+        (many, _) = sweep_charts(of([{"a": a, "b": b} for a in (1, 2) for b in range(9)]))[::-1]
+        assert [(one.line, len(one.marks)) for one in many.series] == [("", 18)]
+        assert sweep_charts(of([{"a": "x"}, {"a": "y"}])) == []
+        assert sweep_charts(of([{"a": True}, {"a": False}])) == []
+        wide = sweep_charts(of([{"a": 1}, {"a": 1024}]))[0]
+        assert (wide.x.log, wide.x.whole) == (True, True)
+        assert verdict([of([{"a": "x"}])]) == "1 of 1 configurations were run: batch size 1 in all of them."
+
+    def test_a_sweep_that_goes_on_says_what_is_left(self) -> None:
+        sweep = result("sweep").model_copy(update={"planned": 20})
+        assert "8 of 20 configurations are still to be run." in Elements(page([Source(sweep)])).said
+        nothing = sweep.model_copy(update={"records": ()})
+        assert verdict([nothing]) == "0 of 20 configurations were run, and none has a batch size."
+        assert "<figure" not in page([Source(nothing)])
+
+
 class TestVerdict:
     def test_a_search_on_a_gpu_is_set_against_its_prediction(self) -> None:
         fit = result("fit").model_copy(update={"device": "cuda:0"})
@@ -276,7 +336,7 @@ class TestReading:
             with pytest.raises(ResultFileError, match=r"cut\.json: not JSON, or cut short"):
                 read_file(path)
 
-    @pytest.mark.parametrize("name", ["fit", "why", "profile", "schedule"])
+    @pytest.mark.parametrize("name", ["fit", "why", "profile", "schedule", "sweep"])
     def test_a_file_of_a_newer_version_says_so(self, name: str) -> None:
         data = {**json.loads(TEXTS[name]), "schema_version": 99}
         with pytest.raises(ResultFileError, match=r"schema_version is 99, .* Upgrade batchfit"):

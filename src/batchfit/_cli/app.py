@@ -113,8 +113,8 @@ SWEEP_HELP = f"""\
 Find the largest batch size for every configuration, and measure there.
 
 FILE names a factory, the knobs and their values, and how to search. Each
-configuration stands for itself; one that fails is recorded, and the sweep goes
-on. The result is saved after each, and a stopped sweep goes on with --resume.
+configuration stands for itself; one that fails is recorded, and the sweep
+goes on. The result is saved after each; a stopped sweep goes on with --resume.
 
 Examples:
   batchfit sweep sweep.yaml --dry-run
@@ -122,6 +122,10 @@ Examples:
   batchfit sweep sweep.yaml --resume
   batchfit sweep sweep.yaml --set start_from.max_crops=12
   batchfit sweep sweep.yaml --set batch_size=32 --set auto=false
+  batchfit sweep sweep.yaml --devices cuda:0,cuda:1
+  batchfit sweep sweep.yaml --engine ray --set num_gpus=1
+  torchrun --nproc-per-node 2 -m batchfit sweep sweep.yaml
+  batchfit report sweep-results.json
 
 where sweep.yaml has:
   factory: model.py:make      # make(max_crops=...) returns a workload
@@ -138,12 +142,13 @@ where sweep.yaml has:
 REPORT_HELP = """\
 Make one HTML page of result files: charts, tables, verdict.
 
-Results are what --json and --output of find, predict, explain, profile and
-schedule show write, one or several side by side. The page needs no network.
+Results are what --json and --output of find, predict, explain, profile, sweep
+and schedule show write, one or several side by side. The page needs no network.
 
 Examples:
   batchfit report fit.json
   batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
+  batchfit report sweep-results.json -o sweep.html
   batchfit report fit.json --plot memory.png
 """
 
@@ -219,6 +224,7 @@ SEARCH = "Search"
 TRIAL = "Trials"
 STORE = "Store"
 OUTPUT = "Output"
+PLACE = "Where"
 
 # Arguments that commands share.
 TARGET_HELP = (
@@ -678,6 +684,33 @@ def sweep(
             help="Change a key of FILE, such as knobs.max_crops=[12,13]. May be given several times.",
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            rich_help_panel=PLACE,
+            show_default=False,
+            help="Run on these, a process each: cuda:0,cuda:1.",
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=PLACE,
+            show_default=False,
+            help="ray: as tasks of a Ray cluster.",
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            rich_help_panel=PLACE,
+            show_default="the cluster there is, or one here",
+            help="Of the Ray cluster.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -717,6 +750,9 @@ def sweep(
 
     flags = SweepFlags(
         sets=tuple(set_ or ()),
+        devices=devices,
+        engine=engine,
+        ray_address=ray_address,
         output=output,
         resume=resume,
         retry_failed=retry_failed,

@@ -8,6 +8,7 @@ ends with another code than one in which nothing did.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from batchfit import errors
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import own_warnings_as_notes, speaks
-from batchfit._cli.sweep_file import SweepFile
+from batchfit._cli.sweep_file import PLACES, SweepFile
 from batchfit._cli.sweep_table import screen_here
 from batchfit._decide.grid import Entry
 from batchfit._target import home_of, parse_target
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from batchfit._sweep import Keeper
     from batchfit._sweep_asked import Asked
     from batchfit._sweep_result import SweepResult
+    from batchfit._sweep_run import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,9 @@ class SweepFlags:
     """The flags of `batchfit sweep`."""
 
     sets: Sequence[str] = ()
+    devices: str | None = None
+    engine: str | None = None
+    ray_address: str | None = None
     output: Path | None = None
     resume: bool = False
     retry_failed: bool = False
@@ -48,31 +53,35 @@ class SweepFlags:
 
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
     """Read the file, run what waits, and show the result."""
-    file = SweepFile.read(path, flags.sets)
+    named = ("devices", "engine", "ray_address")
+    given = {name: value for name in named if (value := getattr(flags, name)) is not None}
+    file = SweepFile.read(path, flags.sets, given)
     entries = file.entries()
     output = file.output if flags.output is None else flags.output
     for name, one in (("output", output), ("csv", flags.csv)):
         if one is not None and not flags.dry_run:
             check_writable(one, name=name)
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
-        asked = _asked(file, flags)
-        keeper = _keeper(asked, output, flags, stack)
+        asked, alone = _asked(file, flags)
         if flags.dry_run:
-            _show_plan(asked, keeper, stdout)
+            if speaks():
+                _show_plan(asked, _keeper(asked, output, flags, stack), stdout)
             return Code.FOUND
+        keeper, engine = _together(asked, alone, output, flags, stack)
         if speaks():
             count = sum(not entry.why_not for entry in entries)
             sys.stderr.write(f"{path}: {count} configurations, results go to {output}\n")
-        code, why = _run(asked, keeper)
+        code, why = _run(asked, keeper, engine)
         with uninterrupted():
             result = keeper.result()
             if speaks():
                 _deliver(result, flags, stdout, output)
-    return _ended(result, code, why, path)
+    return _ended(result, code, why, _command(path, flags))
 
 
-def _asked(file: SweepFile, flags: SweepFlags) -> Asked:
+def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep_asked import Asked
+    from batchfit._sweep_engines import Where
     from batchfit._sweep_run import Settings
 
     options: dict[str, Any] = file.options
@@ -84,13 +93,19 @@ def _asked(file: SweepFile, flags: SweepFlags) -> Asked:
     if options.get("measure") is not None:
         options["measure"] = file.target("measure")
     factory = file.target("factory")
+    where = {name: options.pop(name) for name in PLACES if name in options}
     around = {name: options.pop(name) for name in ("mode", "start_from") if name in options}
     try:
         _check_named(file)
         settings = Settings(**{"batch_size": 64, **options})
-        return Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
+        asked = Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
+        return asked, Where(**where).engine_of(device=settings.device)
     except (errors.TargetError, SyntaxError) as error:
         raise file.wrong(str(error), ("factory",)) from None
+    except ImportError as error:
+        if not str(error).startswith("pip install"):
+            raise _raised(error, factory, full=flags.full_traceback) from None
+        raise file.wrong(str(error), ("engine",)) from None
     except (ValueError, TypeError) as error:
         if not _is_refusal(error):
             raise _raised(error, factory, full=flags.full_traceback) from None
@@ -126,6 +141,24 @@ def _raised(error: BaseException, factory: str, *, full: bool) -> CommandFailed:
     return CommandFailed(Code.RAISED, text, details=failure.details(error, home=home, full=full))
 
 
+def _together(
+    asked: Asked, alone: Engine, output: Path, flags: SweepFlags, stack: contextlib.ExitStack
+) -> tuple[Keeper, Engine]:
+    """The file and the engine; under torchrun rank 0 has the file, and all ranks what is in it."""
+    from batchfit._sweep import Keeper
+    from batchfit._sweep_engines import all_ranks, over_ranks
+    from batchfit._torch.lost import telling_others
+
+    ranks = stack.enter_context(all_ranks())
+    stack.enter_context(telling_others(ranks))
+    keeper = _keeper(asked, output, flags, stack) if ranks.is_main else Keeper(asked, None)
+    try:
+        keeper.share(ranks)
+    except errors.BatchfitError as error:
+        raise CommandFailed(Code.RAISED, str(error)) from None
+    return keeper, over_ranks(ranks, alone)
+
+
 def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.ExitStack) -> Keeper:
     from batchfit._sweep import Keeper
 
@@ -150,20 +183,24 @@ def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.Exi
         raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
 
 
-def _run(asked: Asked, keeper: Keeper) -> tuple[Code, str]:
+def _run(asked: Asked, keeper: Keeper, engine: Engine) -> tuple[Code, str]:
     """Run what waits; how it ended, and why where it ended early."""
     from batchfit._sweep import run_sweep
 
-    screen = screen_here(asked.wanted, keeper.records)
+    screen = screen_here(asked.wanted, keeper.records, at_once=lambda: getattr(engine, "at_once", 1))
     if keeper.resumed:
         screen.note(f"going on with {keeper.path}: {keeper.resumed} configurations are in it")
     try:
         with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
-            run_sweep(asked, keeper, on_event=screen.on_event)
+            run_sweep(asked, keeper, engine=engine, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
-    except errors.SearchStoppedError as error:
+    except errors.BatchfitError as error:
         return Code.RAISED, str(error)
+    except (TypeError, ValueError) as error:  # what only an engine can tell, such as a cluster without GPUs
+        if not _is_refusal(error):
+            raise
+        raise CommandFailed(Code.USAGE, str(error)) from None
     return Code.FOUND, ""
 
 
@@ -181,11 +218,22 @@ def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, output: Pat
     stdout.flush()
 
 
-def _ended(result: SweepResult, code: Code, why: str, path: Path) -> Code:
+def _command(path: Path, flags: SweepFlags) -> str:
+    """The command that goes on with the same sweep."""
+    words = ["batchfit", "sweep", str(path)]
+    for one in flags.sets:
+        words += ["--set", one]
+    for name in ("devices", "engine", "ray_address", "output"):
+        value = getattr(flags, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join([*words, "--resume"])
+
+
+def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:
     failed, done = len(result.failed), len(result.records)
     if why:
         left = result.planned - done
-        again = f"{left} of {result.planned} configurations are left: batchfit sweep {path} --resume"
+        again = f"{left} of {result.planned} configurations are left: {command}"
         raise CommandFailed(code, f"{why}; {again}")
     if not failed:
         return code

@@ -34,7 +34,15 @@ OPTIONAL = (
     "device",
     "start_from",
     "output",
+    "devices",
+    "engine",
+    "ray_address",
+    "num_gpus",
+    "num_cpus",
+    "max_retries",
 )
+# Those of them that say where it runs.
+PLACES = ("devices", "engine", "ray_address", "num_gpus", "num_cpus", "max_retries")
 
 
 @final
@@ -47,14 +55,17 @@ class SweepFile:
     typed: Mapping[str, str] = field(default_factory=dict)  # key -> how it was typed on the command line
 
     @classmethod
-    def read(cls, path: Path, sets: Sequence[str] = ()) -> SweepFile:
-        """The file, with what `--set key=value` changes in it."""
+    def read(cls, path: Path, sets: Sequence[str] = (), flags: Mapping[str, str] | None = None) -> SweepFile:
+        """The file, with what `--set key=value` and flags for keys change in it."""
         try:
             document = read_lined(path)
         except ValueError as error:
             raise CommandFailed(Code.USAGE, str(error)) from None
         data: dict[str, Any] = dict(document.data)
         typed = {}
+        for flag, value in (flags or {}).items():
+            data[flag] = value
+            typed[flag] = f"--{flag.replace('_', '-')} {value}"
         for one in sets:
             keys, value = _setting(one)
             _put(data, keys, value, one)
@@ -77,6 +88,8 @@ class SweepFile:
             value = self.data.get(key)
             if value is not None and not isinstance(value, str):
                 raise self.wrong(f"{key} must be file.py:function, not {value!r:.80}", (key,))
+        if self.data.get("engine") is not None and not isinstance(self.data["engine"], str):
+            raise self.wrong(f"engine must be ray, not {self.data['engine']!r:.80}", ("engine",))
         output = self.data.get("output")
         if output is not None and not isinstance(output, str):
             raise self.wrong(f"output must be the name of a file, not {output!r:.80}", ("output",))

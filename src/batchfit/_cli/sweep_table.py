@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
@@ -38,18 +38,22 @@ class Screen(Protocol):
     def note(self, line: str) -> None: ...
 
 
-def screen_here(entries: Sequence[Entry], records: Sequence[SweepRecord]) -> Screen:
-    """The screen that suits this process's stderr."""
+def screen_here(
+    entries: Sequence[Entry], records: Sequence[SweepRecord], *, at_once: Callable[[], int] = lambda: 1
+) -> Screen:
+    """The screen that suits this process's stderr; `at_once()` is how many configurations run at a time."""
     if speaks() and is_terminal(sys.stderr):
-        return Table(entries, records)
-    return Lines(sys.stderr if speaks() else None, total=len(entries), done=len(records))
+        return Table(entries, records, at_once=at_once)
+    stream = sys.stderr if speaks() else None
+    return Lines(stream, total=len(entries), done=len(records), at_once=at_once)
 
 
 class Pace:
     """How long the rest will take, by what has been run now."""
 
-    def __init__(self, waiting: int) -> None:
+    def __init__(self, waiting: int, at_once: Callable[[], int] = lambda: 1) -> None:
         self.waiting = waiting
+        self._at_once = at_once
         self._times_s: list[float] = []
 
     def ended(self, elapsed_s: float) -> None:
@@ -62,7 +66,9 @@ class Pace:
         """`about 3 min left`; empty before the first has ended and after the last."""
         if not self._times_s or self.waiting <= 0:
             return ""
-        return f"about {_seconds(self.waiting * sum(self._times_s) / len(self._times_s))} left"
+        each_s = sum(self._times_s) / len(self._times_s)
+        rounds = max(1.0, self.waiting / max(1, self._at_once()))
+        return f"about {_seconds(rounds * each_s)} left"
 
 
 def _seconds(seconds: float) -> str:
@@ -74,10 +80,18 @@ def _seconds(seconds: float) -> str:
 class Lines:
     """The log's lines, and after each configuration how far the sweep is."""
 
-    def __init__(self, stream: TextIO | None, *, total: int, done: int = 0) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None,
+        *,
+        total: int,
+        done: int = 0,
+        at_once: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._stream = stream
         self._done, self._total = done, total
-        self._pace = Pace(total - done)
+        self._pace = Pace(total - done, at_once)
+        self._running: set[str] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -93,9 +107,14 @@ class Lines:
             self._stream.flush()
 
     def on_event(self, event: SweepEvent) -> None:
-        line = event_line(event)
+        line, key = event_line(event), key_of(event.knobs)
+        if event.record is None:
+            self._running.add(key)
+        if line and event.kind == "trying" and len(self._running) > 1:
+            line = f"{line.removesuffix('...')} for {event.label}..."  # or nobody knows whose line it is
         if line:
             self.note(line)
+        self._running -= {key} if event.record is not None else set()
         if event.record is not None:
             self._done += 1
             self._pace.ended(event.record.elapsed_s)
@@ -107,7 +126,12 @@ class Table:
     """One row a configuration, drawn again and again on a terminal."""
 
     def __init__(
-        self, entries: Sequence[Entry], records: Sequence[SweepRecord], *, console: Console | None = None
+        self,
+        entries: Sequence[Entry],
+        records: Sequence[SweepRecord],
+        *,
+        console: Console | None = None,
+        at_once: Callable[[], int] = lambda: 1,
     ) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -116,7 +140,7 @@ class Table:
         self._entries = entries
         self._records = {record.key: record for record in records}
         self._doing: dict[str, tuple[str, float]] = {}  # what runs now, and since when
-        self._pace = Pace(len(entries) - len(self._records))
+        self._pace = Pace(len(entries) - len(self._records), at_once)
         self._live = Live(
             console=self._console,
             get_renderable=self.picture,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from batchfit._sweep_result import SweepResult
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
 
@@ -61,7 +62,7 @@ class NothingFits(Result):
     message: str = ""
 
 
-# What `kind` says -> what reads it. A sweep's results will be one more line here, and a section of theirs.
+# What `kind` says -> what reads it.
 KINDS: dict[str, type[Result]] = {
     "fit": FitResult,
     "prediction": Prediction,
@@ -69,6 +70,7 @@ KINDS: dict[str, type[Result]] = {
     "throughput": ThroughputProfile,
     "schedule": SchedulePlan,
     "nothing_fits": NothingFits,
+    "sweep": SweepResult,
 }
 REPORTED = tuple(KINDS.values())
 

@@ -23,8 +23,10 @@ from batchfit._pictures import (
 from batchfit._report.markup import Table, bars, card, figure, table_of
 from batchfit._report.plan import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.read import NothingFits, SchedulePlan, Source
+from batchfit._report.sweep import sweep_charts, sweep_sections
 from batchfit._screen import operation_name
 from batchfit._svg import Chart, escaped
+from batchfit._sweep_result import SweepResult
 from batchfit._throughput_screen import format_rate, format_seconds
 from batchfit.results import (
     TRIAL_COLUMNS,
@@ -48,10 +50,16 @@ def sections(sources: Sequence[Source]) -> str:
     told = _named(sources, MemoryExplanation)
     predictions = _named(sources, Prediction)
     plans = _named(sources, SchedulePlan)
+    sweeps = _named(sources, SweepResult)
     nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
     return "".join(
         [
+            *(
+                part
+                for number, (name, one) in enumerate(sweeps)
+                for part in sweep_sections(name, one, number)
+            ),
             *_throughput(profiles),
             *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
@@ -76,6 +84,7 @@ def charts(sources: Sequence[Source]) -> list[Chart]:
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
     found = [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
     found += [memory_chart(group) for group in of_one_order(memory)]
+    found += [chart for _, one in _named(sources, SweepResult) for chart in sweep_charts(one)]
     found += [path_chart(fit) for _, fit in fits]
     found += [timeline_chart(one) for _, one in told if one.timeline]
     found += [size_chart(plan) for plan in plans]
@@ -308,6 +317,10 @@ def _environment(sources: Sequence[Source]) -> str:
             getattr(one, "kind", ""), getattr(one, "kind", "")
         )
         where = [getattr(one, name, "") for name in ("device", "device_model", "card")]
+        versions = {name: getattr(one, name, "") for name in ("torch_version", "batchfit_version")}
+        if isinstance(one, SweepResult):
+            where = [*dict.fromkeys(record.device for record in one.records)]
+            versions = {name: one.environment.get(name, "") for name in versions}
         budget = getattr(one, "budget_bytes", None)
         took = getattr(one, "elapsed_s", None)
         rows.append(
@@ -315,8 +328,8 @@ def _environment(sources: Sequence[Source]) -> str:
                 kind.replace("_", " "),
                 ", ".join(str(part) for part in where if part) or "-",
                 format_bytes(budget) if budget is not None else "-",
-                getattr(one, "torch_version", "") or "-",
-                getattr(one, "batchfit_version", "") or "-",
+                versions["torch_version"] or "-",
+                versions["batchfit_version"] or "-",
                 "-" if took is None else f"{took:.1f} s",
                 source.name or "-",
             )

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from batchfit._decide.units import format_bytes
 from batchfit._report.markup import Fact
 from batchfit._report.read import NothingFits, SchedulePlan
+from batchfit._report.sweep import sweep_clause, sweep_facts
+from batchfit._sweep_result import SweepResult
 from batchfit._throughput_screen import format_rate, format_seconds
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
 
@@ -23,6 +25,7 @@ def verdict(results: Sequence[Result]) -> str:
     """One sentence about all of them."""
     fits = [one for one in results if isinstance(one, FitResult)]
     clauses = [_recommended(one) for one in results if isinstance(one, ThroughputProfile)]
+    clauses += [sweep_clause(one) for one in results if isinstance(one, SweepResult)]
     compared: set[int] = set()
     for fit in fits:
         match = next((p for p in results if isinstance(p, Prediction) and _same_memory(p, fit)), None)
@@ -80,6 +83,8 @@ def _facts(one: Result) -> list[Fact]:
             Fact(f"peak at size {one.batch_size:,}", format_bytes(one.peak_bytes), f"in {one.peak_phase}"),
             *([Fact("largest batch as it is", f"{one.largest:,}")] if one.largest is not None else []),
         ]
+    if isinstance(one, SweepResult):
+        return sweep_facts(one)
     if isinstance(one, SchedulePlan):
         against = f"a constant {one.initial_batch_size:,} makes {one.updates_at_constant_size:,}"
         sizes = [phase.batch_size for phase in one.phases] or [one.initial_batch_size]

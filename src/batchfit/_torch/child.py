@@ -55,31 +55,17 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
 
     A `spare` child has time until its turn comes: it imports what most workloads will need.
     """
-    global active
-    active = True
-    _die_with(parent_pid)
-    for fd in (requests.fileno(), answers_fd):
-        os.set_inheritable(fd, False)  # a program that the user's code starts has no business with them
-    asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(requests, asked), name="batchfit-parent", daemon=True).start()
-
-    def say(kind: str, **rest: Any) -> None:
-        whole = json.dumps({"kind": kind, **rest}).encode() + b"\n"
-        while whole:
-            whole = whole[os.write(answers_fd, whole) :]
-
-    with contextlib.suppress(Exception):  # a process that is killed shall have said all that it had printed
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    asked, say = stand_by(requests, answers_fd, parent_pid)
     if spare:
         with contextlib.suppress(Exception):
             importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
     say("started")
     request = asked.get()
-    _be_taken_first()
+    be_taken_first()
     target = _target_of(request)
     stage, made_at = "place", ""
     try:
-        _join(request)
+        join(request)
         if request["device"] is not None:  # a wrong one is told before the user's code runs
             resolve_device(request["device"])
         stage = "load"
@@ -104,17 +90,39 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(place))
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
         say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
-    _leave()
+    leave()
 
 
-def _join(request: Message) -> None:
+def stand_by(
+    requests: BinaryIO, answers_fd: int, parent_pid: int
+) -> tuple[queue.SimpleQueue[Message], Callable[..., None]]:
+    """Be a child of that parent: its requests as they come, and what tells it something."""
+    global active
+    active = True
+    _die_with(parent_pid)
+    for fd in (requests.fileno(), answers_fd):
+        os.set_inheritable(fd, False)  # a program that the user's code starts has no business with them
+    asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, asked), name="batchfit-parent", daemon=True).start()
+
+    def say(kind: str, **rest: Any) -> None:
+        whole = json.dumps({"kind": kind, **rest}).encode() + b"\n"
+        while whole:
+            whole = whole[os.write(answers_fd, whole) :]
+
+    with contextlib.suppress(Exception):  # a process that is killed shall have said all that it had printed
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return asked, say
+
+
+def join(request: Message) -> None:
     """Be one of the children of all ranks, as if a launcher had started them."""
     os.environ.update(request["environment"])
     if request["backend"] is not None:
         torch.distributed.init_process_group(request["backend"])
 
 
-def _leave() -> NoReturn:
+def leave() -> NoReturn:
     """End now: with the user's exit handlers, without the half second in which torch is taken apart.
 
     Threads of the user's are not waited for, and an exit handler that raises is the interpreter's to report.
@@ -242,6 +250,6 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _be_taken_first() -> None:
+def be_taken_first() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")

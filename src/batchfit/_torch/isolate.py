@@ -410,6 +410,11 @@ def _ending(exit_code: int) -> _Ending:
     return _Ending("killed", f"was ended by {name} ({signal.strsignal(-exit_code)})", True)
 
 
+def ending_text(exit_code: int) -> str:
+    """`was killed (SIGKILL, ...)`: how a child ended that gave no answer."""
+    return _ending(exit_code).text
+
+
 def _rebuilt(message: Message) -> BaseException:
     """The error that a child told of, to be raised here."""
     error = _unpickled(message["pickle"])

@@ -7,6 +7,7 @@ Rules:
 - What the child prints goes where this process' output goes; with `on_output` it is handed over instead, all
   of it until the end, so that whoever draws on the terminal can make way for it.
 - After `end` there is no process, no zombie and no open file.
+- What a child serves (a trial, the configurations of a sweep) is a module's business, which the boot names.
 
 multiprocessing is not used: its spawn runs the user's main module in every child, and leaves a tracker
 process behind.
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, final
 
@@ -35,7 +36,7 @@ OnOutput = Callable[[str, bool], object]  # what a child has printed, and whethe
 _BOOT = (
     "import json, sys; requests = open({requests}, 'rb', buffering=0); "
     "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
-    "from batchfit._torch.child import serve; serve(requests, {answers}, **first['more'])"
+    "from {module} import serve; serve(requests, {answers}, **first['more'])"
 )
 _REAP_S = 60.0  # a driver may take long to tear a context down
 _PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
@@ -72,7 +73,15 @@ class _Output:
 class Child:
     """One process, its group and its two pipes."""
 
-    def __init__(self, *, spare: bool = False, on_output: OnOutput | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        spare: bool = False,
+        on_output: OnOutput | None = None,
+        module: str = "batchfit._torch.child",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`module` has the `serve` that runs there; `environment` is set besides this process' own."""
         self._on_output = on_output
         self._outputs: dict[int, _Output] = {}
         self._buffer = b""
@@ -82,7 +91,8 @@ class Child:
         try:
             # A session of its own: Ctrl-C goes to us, and one signal reaches all that the child starts.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers)],
+                [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers, module=module)],
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=None if on_output is None else subprocess.PIPE,
                 stderr=None if on_output is None else subprocess.PIPE,
@@ -117,22 +127,30 @@ class Child:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             ended = self.has_ended()  # looked at first: what it wrote before its end is in the pipe by then
-            if self._read(0.0 if ended else _PAUSE_S):
+            pause_s = _PAUSE_S
+            if deadline is not None:
+                pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
+            if self._read(0.0 if ended else pause_s):
                 continue
             if ended:
                 return None
             if look is not None:
                 look()
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise Silent
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: Message = json.loads(line)
         return message
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What there is to read from it, for who waits for several."""
+        return (*self._outputs, *(() if self._closed or self._answers < 0 else (self._answers,)))
+
     def _read(self, pause_s: float) -> bool:
         """Whether an answer was read. A pipe that the user's code has closed says nothing, for ever."""
         poll = select.poll()
-        for fd in (*self._outputs, *(() if self._closed else (self._answers,))):
+        for fd in self.descriptors:
             poll.register(fd, select.POLLIN)
         answered = False
         for fd, _ in poll.poll(pause_s * 1000):
@@ -204,3 +222,12 @@ class Child:
             for output in self._outputs.values():
                 output.file.close()
             self._outputs = {}
+
+
+def wait_for_any(children: Iterable[Child]) -> None:
+    """Until one of them says something or a moment has passed: `receive(0)` tells which."""
+    poll = select.poll()
+    for child in children:
+        for fd in child.descriptors:
+            poll.register(fd, select.POLLIN)
+    poll.poll(_PAUSE_S * 1000)
