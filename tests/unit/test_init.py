@@ -198,7 +198,6 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
     [
         ("out = model(x)\nloss = out.mean()\nloss.backward()\nprint(out)", "out is used after backward"),
         ("if bad(x):\n    continue\nloss = model(x).mean()\nloss.backward()", "may leave the loop"),
-        ("seen += 1\nloss = model(x).mean()\nloss.backward()", "changes a variable of the loop"),
         ("hidden = cell(x, hidden)\nloss = model(hidden).mean()\nloss.backward()", "hidden is carried"),
         ("loss = model(x).mean()\nloss.backward()\nother.backward()", "backward more than once"),
         ("z = next(others)\nloss = model(x, z).mean()\nloss.backward()", "takes more than this batch"),
@@ -211,7 +210,7 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
         ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
         ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),
         (
-            "net = make()\nSGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
+            "net = make()\nopt = SGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
             "its model is made in",
         ),
     ],
@@ -221,6 +220,133 @@ def test_a_loop_that_would_mean_something_else_is_left_alone(body: str, why: str
     advice = advise(text, file="train.py")
     assert (advice.kind, advice.text) == ("loop", text)
     assert why in advice.notes[0]
+
+
+BESIDES = "does something besides computing the loss"
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        # after the loss, but before backward: neither in the function nor before it
+        ("loss = model(x).mean()\nif step % 2 == 0:\n    optimizer.zero_grad()\nloss.backward()", 9),
+        ("loss = model(x).mean()\nfor p in model.parameters():\n    p.grad = None\nloss.backward()", 9),
+        ("loss = model(x).mean()\nseen[0] = seen[0] + 1\nloss.backward()", 8),
+        ("loss = model(x).mean()\nlosses.append(loss)\nloss.backward()", 8),
+        ("loss = model(x).mean()\nlosses.append(loss.sum().item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nmeter.update(x)\nloss.backward()", 8),
+        ("loss = model(x).mean()\nema.update()\nloss.backward()", 8),
+        ("loss = model(x).mean()\nprint(model.weight.grad, loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nloss += 1\nloss.backward()", 8),
+        ("loss = model(x * scale).mean()\nscale += loss.item()\nloss.backward()", 8),
+        ("loss = model(x).mean()\nhook.run(loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nself.losses.append(loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\ndel x\nloss.backward()", 8),
+        # among what computes it
+        ("out = model(x)\nmeter.update(out)\nloss = out.mean()\nloss.backward()", 8),
+        ("out = model(x)\nseen += 1\nloss = out.mean()\nloss.backward()", 8),
+        (
+            "with amp():\n    out = model(x)\n    meter.update(1)\n    loss = out.mean()\nloss.backward()",
+            9,
+        ),
+        (
+            "try:\n    loss = model(x).mean()\nexcept OSError:\n    loss = model(x).sum()\nloss.backward()",
+            7,
+        ),
+        # where their result is used
+        ("loss = model(batch.pop('x'), x).mean()\nloss.backward()", 7),
+        ("loss = model(x.mul_(2)).mean()\nloss.backward()", 7),
+        ("loss = relu(model(x), inplace=True).mean()\nloss.backward()", 7),
+        ("loss = add(model(x), y, out=buffer).mean()\nloss.backward()", 7),
+        ("out.value = model(x)\nloss = out.value.mean()\nloss.backward()", 7),
+        ("kept['mask'] = x > 0\nloss = (model(x) * kept['mask']).mean()\nloss.backward()", 7),
+        # before it, and the batch may be none after it
+        ("x = x.transpose(0, 1)\nmeter.update(1)\nloss = model(x).mean()\nloss.backward()", 8),
+        ("x.transpose_(0, 1)\nloss = model(x).mean()\nloss.backward()", 7),
+        ("x['n'] = 1\nloss = model(x).mean()\nloss.backward()", 7),
+        ("prepare(x)\nloss = model(x).mean()\nloss.backward()", 7),
+    ],
+)
+def test_what_does_more_than_compute_the_loss_is_not_moved(body: str, line: int) -> None:
+    text = loop(body)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert f"line {line} {BESIDES}" in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "if step % 2 == 0:\n    optimizer.zero_grad()",
+        "for p in model.parameters():\n    p.grad = None",
+        "with torch.no_grad():\n    for a, b in zip(old, new):\n        a.mul_(0.9).add_(b, alpha=0.1)",
+        "x, y = x.cuda(), y.to(device)\nmeter.update(len(x))",
+        "optimizer.zero_grad()\nseen += len(x)",
+        "seen[0] = seen[0] + len(x)",
+        "writer.add_scalar('step', step)",
+    ],
+)
+def test_what_does_something_else_stays_before_the_function(head: str) -> None:
+    tail = "loss = criterion(model(x), y)\nloss.backward()\noptimizer.step()"
+    text = loop(f"{head}\n{tail}", "step, (x, y)", "enumerate(loader)")
+    changed = advise(text, file="train.py").text
+    stays = "\n".join(f"        {line}" for line in head.splitlines())
+    assert (
+        f"enumerate(loader):\n{stays}\n\n        def loss_of(batch):\n            x, y = batch\n" in changed
+    )
+    assert "            loss = criterion(model(x), y)\n            return loss\n" in changed
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "losses.append(loss.item())",
+        "total += loss.item() * len(x)\n# to see it\nwriter.add_scalar('loss', loss.item(), step)",
+        "meter.update(loss.item(), n=len(x))",
+        "print(f'{step}: {float(loss):.3f}')",
+    ],
+)
+def test_what_notes_the_loss_comes_after_it(tail: str) -> None:
+    body = f"loss = model(x).mean() * step\n{tail}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()"
+    text = loop(body, "step, (x, y)", "enumerate(loader)")
+    changed = advise(text, file="train.py").text
+    after = "\n".join(f"        {line}" for line in tail.splitlines())
+    assert f"        loss = mb.backward(loss_of, (x, y)).loss\n{after}\n        optimizer.step()\n" in changed
+    assert "            loss = model(x).mean() * step\n            return loss\n" in changed
+    assert changed.index("optimizer.zero_grad()") < changed.index("def loss_of")
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("seen.append(1)", True),
+        ("x[0] = 0", True),
+        ("x += 1", True),
+        ("global count", True),
+        ("print(x)", True),
+        ("_ = next(others)", True),
+        ("y = z", True),  # the z of the loop
+        ("found = []\n    found.append(x)", False),
+        ("kept = {}\n    kept['a'] = x", False),
+        ("model.eval()", False),
+    ],
+)
+def test_functions_that_compute_the_loss_are_read(line: str, refused: bool) -> None:
+    function = (
+        f"def inner(x):\n    {line}\n    return model(x)\n\ndef outer(x):\n    return inner(x).mean()\n\n"
+    )
+    text = loop("loss = outer(x) + z.mean()\nloss.backward()", target="x, z")
+    text = text.replace("for epoch", function + "for epoch", 1).replace("loss = ", "loss = model(x).sum() + ")
+    advice = advise(text, file="train.py")
+    assert (advice.text == text) is refused
+    assert (f"inner, line 6, {BESIDES}" in advice.notes[0]) is refused
+
+
+def test_what_is_used_after_the_loop_or_in_the_next_turn_stays() -> None:
+    text = loop("print(out)\nout = model(x)\nloss = out.mean()\nloss.backward()")
+    assert "out is carried from one batch to the next" in advise(text, file="train.py").notes[0]
+    text = loop("out = model(x)\nloss = out.mean()\nloss.backward()") + "    else:\n        print(out)\n"
+    assert "out is used after backward" in advise(text, file="train.py").notes[0]
 
 
 def test_a_model_made_in_the_outer_loop_has_its_microbatcher_there() -> None:
