@@ -164,6 +164,8 @@ def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: a
     _check_effects(tree, head, moved, loss, parts)
     _check(scope, loop, head, moved, rest, loss, parts)
     used = {name for node in moved for name in _names(node, ast.Load)}
+    if not used & set(parts):
+        raise _UnchangedError(f"what computes the loss does not read {' or '.join(parts)}")
     models = [name for name in _models(tree) if name in used]
     if not models:
         raise _UnchangedError("no optimizer is given the parameters of a model by name")
@@ -427,8 +429,13 @@ def _check(
 
 
 def _batch_names(loop: ast.For) -> list[str]:
-    """The names of a batch: `batch`, or `x` and `y`; what `enumerate` counts is none."""
+    """The names of a batch: `batch`, or `x` and `y`; what `enumerate` and `range` count is none."""
     target: ast.expr = loop.target
+    if any(
+        isinstance(node, ast.Call) and _name_of(node) in ("range", "trange", "arange", "count")
+        for node in ast.walk(loop.iter)
+    ):
+        raise _UnchangedError("it counts, and its batch is made in it: give that to Microbatcher.backward")
     counts = any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "enumerate"
         for node in ast.walk(loop.iter)

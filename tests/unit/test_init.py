@@ -62,7 +62,7 @@ def test_a_trainer_of_hugging_faces() -> None:
         from transformers import Trainer as T, TrainingArguments
 
         def main():
-            arguments = TrainingArguments("out", auto_find_batch_size=True)
+            arguments = TrainingArguments("out", auto_find_batch_size=False)
             trainer = T(
                 model, arguments,
             )
@@ -76,7 +76,60 @@ def test_a_trainer_of_hugging_faces() -> None:
         "trainer = adapt(trainer)",
     ]
     assert advice.text.index("trainer = adapt") < advice.text.index("trainer.train()")
-    assert "take auto_find_batch_size out" in advice.notes[0]
+    assert advice.notes == ()
+
+
+def test_a_trainer_with_an_annotation() -> None:
+    text = "from transformers import Trainer\ntrainer: Trainer = Trainer(m)\ntrainer.train()\n"
+    lines = advise(text, file="train.py").text.splitlines()
+    assert lines[2:] == ["trainer: Trainer = Trainer(m)", "trainer = adapt(trainer)", "trainer.train()"]
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        ("TrainingArguments(auto_find_batch_size=True)", "TrainingArguments()"),
+        ("TrainingArguments('ü', auto_find_batch_size=True)", "TrainingArguments('ü')"),
+        ("TrainingArguments(auto_find_batch_size=True, seed=1)", "TrainingArguments(seed=1)"),
+        (
+            "TrainingArguments(\n    'out',\n    auto_find_batch_size=True,\n)",
+            "TrainingArguments(\n    'out',\n)",
+        ),
+        (
+            "TrainingArguments(\n    'out',\n    auto_find_batch_size=True\n)",
+            "TrainingArguments(\n    'out',\n)",
+        ),
+        (
+            "SFTConfig('out', auto_find_batch_size=True,\n    seed=1)",
+            "SFTConfig('out',\n    seed=1)",
+        ),
+        ("SFTConfig('out',\n    auto_find_batch_size=True)", "SFTConfig('out',\n    )"),
+    ],
+)
+def test_their_own_search_is_taken_out(call: str, changed: str) -> None:
+    start = "from transformers import Trainer, TrainingArguments\n"
+    text = f"{start}trainer = Trainer(model, args={call})\n"
+    new = "from batchfit.integrations.transformers import adapt\n"
+    advice = advise(text, file="train.py")
+    assert advice.text == f"{start}{new}trainer = Trainer(model, args={changed})\ntrainer = adapt(trainer)\n"
+    assert advice.notes == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "arguments.auto_find_batch_size = True",
+        "arguments = TrainingArguments('out', auto_find_batch_size=options.auto)",
+        "arguments = TrainingArguments(**{'auto_find_batch_size': True})",
+        "parser.parse_args(['--auto_find_batch_size'])",
+        "arguments = made(auto_find_batch_size=True)",
+    ],
+)
+def test_where_their_own_search_cannot_be_taken_out_nothing_is_added(line: str) -> None:
+    text = f"from transformers import Trainer\n{line}\ntrainer = Trainer(model, arguments)\n"
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("transformers", text)
+    assert "line 2: take auto_find_batch_size out" in advice.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +160,42 @@ def test_callbacks_that_cannot_be_read_are_a_note(call: str) -> None:
     advice = advise(text, file="train.py")
     assert advice.text == text
     assert "BatchSizeFinder()" in advice.notes[0]
+
+
+def test_lightnings_own_finder_gives_way_to_ours() -> None:
+    text = dedent(
+        """\
+        import lightning as L
+        from lightning.pytorch.callbacks import BatchSizeFinder as Finder, Timer
+
+        trainer = L.Trainer(callbacks=[Finder(mode="binsearch", init_val=4), Timer()])
+        """
+    )
+    advice = advise(text, file="train.py")
+    new = "from batchfit.integrations.lightning import BatchSizeFinder as Finder"
+    old = "from lightning.pytorch.callbacks import BatchSizeFinder as Finder, Timer"
+    assert advice.text == text.replace(old, f"from lightning.pytorch.callbacks import Timer\n{new}")
+    assert advise(advice.text, file="train.py").text == advice.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("class Mine(pl.callbacks.BatchSizeFinder):\n    pass", "derives from Lightning's BatchSizeFinder"),
+        (
+            "from pytorch_lightning.callbacks import BatchSizeFinder\nclass Mine(BatchSizeFinder):\n    pass",
+            "derives from Lightning's BatchSizeFinder",
+        ),
+        ("finder = pl.callbacks.BatchSizeFinder()", "import BatchSizeFinder from batchfit"),
+        ("from mine import BatchSizeFinder\nfinder = BatchSizeFinder()", "of another kind"),
+        ("Tuner(trainer).scale_batch_size(model)", "take scale_batch_size out"),
+    ],
+)
+def test_a_second_finder_is_not_added(lines: str, why: str) -> None:
+    text = f"import pytorch_lightning as pl\n{lines}\ntrainer = pl.Trainer()\n"
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("lightning", text)
+    assert why in advice.notes[0]
 
 
 LOOP = """\
@@ -217,6 +306,24 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
 )
 def test_a_loop_that_would_mean_something_else_is_left_alone(body: str, why: str) -> None:
     text = loop(body)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert why in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "loader", "why"),
+    [
+        ("step", "range(5)", "it counts, and its batch is made in it"),
+        ("step", "tqdm(range(5))", "it counts, and its batch is made in it"),
+        ("step", "itertools.count()", "it counts, and its batch is made in it"),
+        ("step, batch", "zip(range(5), loader)", "it counts, and its batch is made in it"),
+        ("step", "steps", "what computes the loss does not read step"),
+        ("a, b", "steps", "what computes the loss does not read a or b"),
+    ],
+)
+def test_a_loop_over_something_else_than_batches_is_left_alone(target: str, loader: str, why: str) -> None:
+    text = loop("x, y = get_batch()\nloss = criterion(model(x), y)\nloss.backward()", target, loader)
     advice = advise(text, file="train.py")
     assert (advice.kind, advice.text) == ("loop", text)
     assert why in advice.notes[0]
@@ -365,6 +472,12 @@ tokenizer:
   _component_: torchtune.models.llama3.llama3_tokenizer
 checkpointer:
   _component_: torchtune.training.FullModelHFCheckpointer
+dataset:
+  _component_: torchtune.datasets.alpaca_dataset
+optimizer:
+  _component_: torch.optim.AdamW
+loss:
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
 batch_size: 2  # of one step
 epochs: 1
 """
@@ -379,6 +492,49 @@ def test_a_config_of_torchtunes() -> None:
     assert advice.notes == ("run it with: tune run batchfit.integrations.torchtune --config lora.yaml",)
     assert "recipe: full\n" in advise(CONFIG.replace("lora_", ""), file="full.yml").text
     assert advise("a: 1\n", file="other.yaml").kind == "none"
+
+
+RUN = "# Config for tests\n#   tune run {} --config llama3/8B\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (CONFIG.replace("dataset:\n", "datasets:\n"), "it has no dataset"),
+        (CONFIG.replace("optimizer:\n", "tasks:\n"), "it has no optimizer"),
+        (CONFIG.replace("loss:\n", "log:\n"), "it has no loss"),
+        (CONFIG.replace("epochs:", "steps:"), "it has no epochs"),
+        (CONFIG + "teacher_checkpointer:\n  a: 1\n", "it has a teacher_checkpointer"),
+        (CONFIG + "quantizer:\n  a: 1\n", "it has a quantizer"),
+        (
+            CONFIG.replace("modules.loss.CEWithChunkedOutputLoss", "rlhf.loss.DPOLoss"),
+            "it uses torchtune.rlhf",
+        ),
+        (
+            RUN.format("--nnodes 1 --nproc_per_node 2 lora_finetune_distributed") + CONFIG,
+            "lora_finetune_distri",
+        ),
+        (RUN.format("lora_dpo_single_device") + CONFIG, "its comments name lora_dpo_single_device"),
+        ("# for full_finetune_distributed.py\n" + CONFIG, "its comments name full_finetune_distributed"),
+    ],
+)
+def test_a_config_of_another_recipe_of_torchtunes_is_left_alone(text: str, why: str) -> None:
+    advice = advise(text, file="other.yaml")
+    assert (advice.kind, advice.text) == ("none", text)
+    assert why in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        RUN.format("lora_finetune_single_device"),
+        RUN.format("batchfit.integrations.torchtune"),
+        "# from lora_finetune_single_device.py, once lora_finetune_distributed.py\n",
+        "# from 8B_lora_single_device.yaml\n",
+    ],
+)
+def test_a_config_whose_comments_name_our_recipes_is_changed(comment: str) -> None:
+    assert "recipe: lora\n" in advise(comment + CONFIG, file="ours.yaml").text
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
