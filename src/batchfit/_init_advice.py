@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal, final
 
-from batchfit._init_loop import Edit, loop_edits
+from batchfit._init_loop import Edit, is_tidy, loop_edits
 
 Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "none"]
 # `tune run --nproc_per_node 2 lora_finetune_distributed`, and a recipe named without the command.
@@ -279,7 +279,7 @@ def _imports_from_here(
             continue
         ours = [alias for alias in node.names if alias.name == name]
         others = [alias for alias in node.names if alias.name != name]
-        if ours:
+        if ours and is_tidy(text, [node]):
             lines = [f"from batchfit.integrations.{module} import {_spelled(ours[0])}"]
             if others:
                 lines.insert(0, f"from {node.module} import {', '.join(map(_spelled, others))}")

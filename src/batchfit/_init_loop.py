@@ -173,7 +173,7 @@ def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: a
         top = loop
     if set(models) & _names(loop, ast.Store):
         raise _UnchangedError("its model is made in it")
-    if not _is_tidy(text, [*before, call]):
+    if not is_tidy(text, [*before, call]):
         raise _UnchangedError("its statements share lines, or are indented by tabs")
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     micro = _free("mb", names)
@@ -482,7 +482,7 @@ def _lines_of(statements: Sequence[ast.stmt], lines: Sequence[str], first: int) 
     return numbers
 
 
-def _is_tidy(text: str, statements: Sequence[ast.stmt]) -> bool:
+def is_tidy(text: str, statements: Sequence[ast.stmt]) -> bool:
     """Every statement has lines of its own, indented by spaces, and no text that runs over lines."""
     lines = text.split("\n")
     ends = 0

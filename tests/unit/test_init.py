@@ -188,6 +188,8 @@ def test_lightnings_own_finder_gives_way_to_ours() -> None:
         ),
         ("finder = pl.callbacks.BatchSizeFinder()", "import BatchSizeFinder from batchfit"),
         ("from mine import BatchSizeFinder\nfinder = BatchSizeFinder()", "of another kind"),
+        # the rest of that line would be lost
+        ("import os; from pytorch_lightning.callbacks import BatchSizeFinder\nBatchSizeFinder()", "keep one"),
         ("Tuner(trainer).scale_batch_size(model)", "take scale_batch_size out"),
     ],
 )
@@ -344,6 +346,7 @@ BESIDES = "does something besides computing the loss"
         ("loss = model(x).mean()\nmeter.update(x)\nloss.backward()", 8),
         ("loss = model(x).mean()\nema.update()\nloss.backward()", 8),
         ("loss = model(x).mean()\nprint(model.weight.grad, loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nprint(weight.grad, loss.item())\nloss.backward()", 8),
         ("loss = model(x).mean()\nloss += 1\nloss.backward()", 8),
         ("loss = model(x * scale).mean()\nscale += loss.item()\nloss.backward()", 8),
         ("loss = model(x).mean()\nhook.run(loss.item())\nloss.backward()", 8),
