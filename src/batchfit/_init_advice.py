@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal, final
 
-from batchfit._init_loop import Edit, loop_edits
+from batchfit._init_loop import Edit, is_tidy, loop_edits
 
 Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "none"]
+# `tune run --nproc_per_node 2 lora_finetune_distributed`, and a recipe named without the command.
+_TUNE_RUN: Final = re.compile(r"\btune run[ \t]+(?:--?[\w-]+[ \t=][^\s-]\S*[ \t]+)*([\w./-]+)")
+_TUNE_NAME: Final = re.compile(r"\b(\w*(?:finetune|dpo|qat|distillation)_(?:distributed|single_device))\b")
+_TUNE_OURS: Final = {"full_finetune_single_device", "lora_finetune_single_device"}
 _TRAINERS: Final = {"Trainer": "BatchfitTrainer", "Seq2SeqTrainer": "BatchfitSeq2SeqTrainer"}
 
 
@@ -63,18 +67,7 @@ def advise(text: str, *, file: str) -> Advice:
 
 def _accelerate(tree: ast.Module, text: str) -> Advice | None:
     name = "find_executable_batch_size"
-    edits = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("accelerate"):
-            continue
-        ours = [alias for alias in node.names if alias.name == name]
-        if not ours:
-            continue
-        others = [alias for alias in node.names if alias.name != name]
-        lines = [f"from batchfit.integrations.accelerate import {_spelled(ours[0])}"]
-        if others:
-            lines.insert(0, f"from {node.module} import {', '.join(map(_spelled, others))}")
-        edits.append(Edit.replacing(node, lines))
+    edits = _imports_from_here(tree, text, ("accelerate",), name, "accelerate")
     if edits:
         return Advice("accelerate", _edited(text, edits))
     uses = any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
@@ -95,30 +88,55 @@ def _transformers(tree: ast.Module, text: str) -> Advice | None:
     made = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
         and isinstance(node.value, ast.Call)
         and _called(node.value) in {*names, *(f"transformers.{name}" for name in _TRAINERS)}
     ]
     if not made:
         return None
-    notes = []
-    edits = []
+    notes: list[str] = []
+    edits: list[Edit] = []
     for node in made:
-        (target,) = node.targets[:1]
-        if len(node.targets) != 1 or not isinstance(target, ast.Name):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        target = targets[0]
+        if len(targets) != 1 or not isinstance(target, ast.Name):
             notes.append(f"line {node.lineno}: give the trainer to adapt() before it trains")
         else:
             edits.append(Edit.after(node, [f"{target.id} = adapt({target.id})"]))
-    for call in _calls(tree, "TrainingArguments", "Seq2SeqTrainingArguments"):
-        for keyword in call.keywords:
-            if keyword.arg == "auto_find_batch_size" and not _is_false(keyword.value):
-                notes.append(
-                    f"line {keyword.value.lineno}: take auto_find_batch_size out; batchfit refuses it beside "
-                    "its own search"
-                )
+    taken, lines = _without_their_search(tree, text)
+    if lines:  # adapt() refuses such a trainer
+        where = ", ".join(str(line) for line in lines)
+        note = f"line {where}: take auto_find_batch_size out, then run this again; batchfit refuses it"
+        return Advice("transformers", text, (note,))
     if edits:
-        edits += _import_edits(tree, text, "from batchfit.integrations.transformers import adapt")
+        edits += [*taken, *_import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
+    elif taken:
+        notes.append("take auto_find_batch_size out; batchfit refuses it beside its own search")
     return Advice("transformers", _edited(text, edits), tuple(notes))
+
+
+def _without_their_search(tree: ast.Module, text: str) -> tuple[list[Edit], list[int]]:
+    """The edits that take `auto_find_batch_size=True` out; the lines where it is set in another way."""
+    name = "auto_find_batch_size"
+    edits: list[Edit] = []
+    lines: list[int] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            of_theirs = _called(node).endswith(("TrainingArguments", "Config"))
+            for keyword in node.keywords:
+                if keyword.arg != name or _is_false(keyword.value):
+                    continue
+                on = isinstance(keyword.value, ast.Constant) and of_theirs
+                edit = _without(keyword, text) if on else None
+                if edit is None or any(one.first < edit.last and edit.first < one.last for one in edits):
+                    lines.append(keyword.value.lineno)
+                else:
+                    edits.append(edit)
+        elif isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            lines.append(node.lineno)
+        elif isinstance(node, ast.Constant) and node.value in (name, f"--{name}"):
+            lines.append(node.lineno)  # of a dictionary, or of a command line
+    return edits, sorted(lines)
 
 
 def _lightning(tree: ast.Module, text: str) -> Advice | None:
@@ -133,6 +151,9 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in names]
     if not calls:
         return None
+    theirs = _their_finder(tree, text, roots)
+    if theirs is not None:
+        return theirs
     edits, notes = [], []
     for call in calls:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -149,6 +170,25 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
     if edits:
         edits += _import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
     return Advice("lightning", _edited(text, edits), tuple(notes))
+
+
+def _their_finder(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice | None:
+    """For a program that has Lightning's search already: ours in its place, since they refuse each other."""
+    name = "BatchSizeFinder"
+    edits = _imports_from_here(tree, text, roots, name, "lightning")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith(name) for base in node.bases):
+            why = f"it derives from Lightning's {name}; derive from batchfit's, and see that its hooks fit"
+        elif isinstance(node, ast.Attribute) and node.attr == name:
+            why = f"import {name} from batchfit.integrations.lightning in its place"
+        elif isinstance(node, ast.Name) and node.id == name and not edits:
+            why = f"it has a {name} of another kind; keep one, batchfit's"
+        elif isinstance(node, ast.Call) and _called(node).endswith(".scale_batch_size"):
+            why = f"take scale_batch_size out, and give the Trainer the callback {name} of batchfit's"
+        else:
+            continue
+        return Advice("lightning", text, (f"line {node.lineno}: {why}",))
+    return Advice("lightning", _edited(text, edits)) if edits else None
 
 
 def _loop(tree: ast.Module, text: str) -> Advice | None:
@@ -168,6 +208,10 @@ def _advise_config(text: str, file: str) -> Advice:
     keys = {match[1]: match for match in re.finditer(r"^(\w+)[ \t]*:(.*)$", text, re.MULTILINE)}
     if not ({"batch_size", "checkpointer", "tokenizer"} <= keys.keys() and "torchtune." in text):
         return Advice("none", text, ("only torchtune's configs are known, and this is none",))
+    other = _other_recipe(text, keys.keys())
+    if other:
+        ours = " or ".join(sorted(_TUNE_OURS))
+        return Advice("none", text, (f"it is no config for torchtune's {ours}: {other}",))
     command = f"tune run batchfit.integrations.torchtune --config {file}"
     add = []
     if "recipe" not in keys:
@@ -177,6 +221,23 @@ def _advise_config(text: str, file: str) -> Advice:
     end = keys["batch_size"].end()
     changed = text[:end] + "".join(f"\n{line}" for line in add) + text[end:]
     return Advice("torchtune", changed, (f"run it with: {command}",))
+
+
+def _other_recipe(text: str, keys: Set[str]) -> str:
+    """What shows that a config is for a recipe that we have not; empty where nothing does."""
+    missing = sorted({"dataset", "optimizer", "loss", "epochs", "model"} - keys)
+    if missing:
+        return f"it has no {missing[0]}"
+    foreign = sorted(key for key in keys if key == "quantizer" or key.endswith("_checkpointer"))
+    if foreign:
+        return f"it has a {foreign[0]}"
+    if "torchtune.rlhf" in text:
+        return "it uses torchtune.rlhf"
+    comments = "\n".join(re.findall(r"^#.*$", text, re.MULTILINE))
+    named = set(_TUNE_RUN.findall(comments)) or set(_TUNE_NAME.findall(comments))
+    if "recipe" in keys or not named or named & {*_TUNE_OURS, "batchfit.integrations.torchtune"}:
+        return ""
+    return f"its comments name {min(named)}"
 
 
 # --- edits
@@ -208,6 +269,40 @@ def _import_edits(tree: ast.Module, text: str, line: str) -> list[Edit]:
     return [Edit(place, place, (line,))]
 
 
+def _imports_from_here(
+    tree: ast.Module, text: str, roots: Sequence[str], name: str, module: str
+) -> list[Edit]:
+    """The imports of `name` from a framework, changed to those of our module of the framework's name."""
+    edits = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in roots:
+            continue
+        ours = [alias for alias in node.names if alias.name == name]
+        others = [alias for alias in node.names if alias.name != name]
+        if ours and is_tidy(text, [node]):
+            lines = [f"from batchfit.integrations.{module} import {_spelled(ours[0])}"]
+            if others:
+                lines.insert(0, f"from {node.module} import {', '.join(map(_spelled, others))}")
+            edits.append(Edit.replacing(node, lines))
+    return edits
+
+
+def _without(keyword: ast.keyword, text: str) -> Edit | None:
+    """A call without this argument; None where it runs over lines."""
+    if keyword.end_lineno != keyword.lineno:
+        return None
+    number = keyword.lineno - 1
+    line = text.split("\n")[number].encode()
+    head, tail = line[: keyword.col_offset].decode(), line[keyword.end_col_offset :].decode()
+    if not head.strip() and re.fullmatch(r"\s*,?\s*(#.*)?", tail):
+        return Edit(number, number + 1, ())  # it has the line for itself
+    comma = re.match(r"\s*,\s*", tail)
+    if comma is None:
+        return Edit(number, number + 1, (re.sub(r",\s*$", "", head) + tail,))
+    tail = tail[comma.end() :]
+    return Edit(number, number + 1, (head + tail if tail else head.rstrip(),))
+
+
 def _spelled(alias: ast.alias) -> str:
     return f"{alias.name} as {alias.asname}" if alias.asname else alias.name
 
@@ -215,12 +310,6 @@ def _spelled(alias: ast.alias) -> str:
 def _called(call: ast.Call) -> str:
     """`pl.Trainer` of `pl.Trainer(...)`."""
     return ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
-
-
-def _calls(tree: ast.Module, *names: str) -> Iterator[ast.Call]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node).rpartition(".")[2] in names:
-            yield node
 
 
 def _is_false(value: ast.expr) -> bool:

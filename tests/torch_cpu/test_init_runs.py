@@ -67,3 +67,47 @@ def test_the_changed_loop_trains_as_before_and_survives(tmp_path: Path, living_b
         survived = runpy.run_path(str(tmp_path / "after.py"))["answer"]
     assert survived == pytest.approx(before, abs=1e-5)
     torch.set_rng_state(state)
+
+
+NOTED = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+mean = nn.Linear(64, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss()
+loader = [(torch.randn(256, 64), torch.randint(0, 2, (256,))) for _ in range(4)]
+losses, seen, total, accumulate = [], [0], 0.0, 2
+for step, (x, y) in enumerate(loader):
+    seen[0] = seen[0] + len(x)
+    with torch.no_grad():
+        for a, b in zip(mean.parameters(), model[2:].parameters()):
+            a.mul_(0.9)
+    if step % accumulate == 0:
+        optimizer.zero_grad()
+    loss = criterion(model(x), y) / accumulate
+    losses.append(loss.item())
+    total += loss.item() * len(x)
+    loss.backward()
+    if (step + 1) % accumulate == 0:
+        optimizer.step()
+
+answer = [len(losses), seen[0], total, *losses, float(mean.weight.detach().sum())]
+answer += [float(value) for value in model[2].weight.detach().flatten()]
+"""
+
+
+def test_a_loop_that_accumulates_and_notes_does_so_once_a_batch(tmp_path: Path, living_bytes: int) -> None:
+    state = torch.get_rng_state()
+    (tmp_path / "before.py").write_text(NOTED)
+    (tmp_path / "after.py").write_text(advise(NOTED, file="before.py").text)
+    before = runpy.run_path(str(tmp_path / "before.py"))["answer"]
+    assert before[:2] == [4, 1024]
+    with virtual_memory(living_bytes + 460 * 1024):
+        assert runs_out(tmp_path / "before.py")
+        gc.collect()
+        survived = runpy.run_path(str(tmp_path / "after.py"))["answer"]
+    assert survived == pytest.approx(before, abs=1e-5, rel=1e-6)
+    torch.set_rng_state(state)

@@ -62,7 +62,7 @@ def test_a_trainer_of_hugging_faces() -> None:
         from transformers import Trainer as T, TrainingArguments
 
         def main():
-            arguments = TrainingArguments("out", auto_find_batch_size=True)
+            arguments = TrainingArguments("out", auto_find_batch_size=False)
             trainer = T(
                 model, arguments,
             )
@@ -76,7 +76,60 @@ def test_a_trainer_of_hugging_faces() -> None:
         "trainer = adapt(trainer)",
     ]
     assert advice.text.index("trainer = adapt") < advice.text.index("trainer.train()")
-    assert "take auto_find_batch_size out" in advice.notes[0]
+    assert advice.notes == ()
+
+
+def test_a_trainer_with_an_annotation() -> None:
+    text = "from transformers import Trainer\ntrainer: Trainer = Trainer(m)\ntrainer.train()\n"
+    lines = advise(text, file="train.py").text.splitlines()
+    assert lines[2:] == ["trainer: Trainer = Trainer(m)", "trainer = adapt(trainer)", "trainer.train()"]
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        ("TrainingArguments(auto_find_batch_size=True)", "TrainingArguments()"),
+        ("TrainingArguments('ü', auto_find_batch_size=True)", "TrainingArguments('ü')"),
+        ("TrainingArguments(auto_find_batch_size=True, seed=1)", "TrainingArguments(seed=1)"),
+        (
+            "TrainingArguments(\n    'out',\n    auto_find_batch_size=True,\n)",
+            "TrainingArguments(\n    'out',\n)",
+        ),
+        (
+            "TrainingArguments(\n    'out',\n    auto_find_batch_size=True\n)",
+            "TrainingArguments(\n    'out',\n)",
+        ),
+        (
+            "SFTConfig('out', auto_find_batch_size=True,\n    seed=1)",
+            "SFTConfig('out',\n    seed=1)",
+        ),
+        ("SFTConfig('out',\n    auto_find_batch_size=True)", "SFTConfig('out',\n    )"),
+    ],
+)
+def test_their_own_search_is_taken_out(call: str, changed: str) -> None:
+    start = "from transformers import Trainer, TrainingArguments\n"
+    text = f"{start}trainer = Trainer(model, args={call})\n"
+    new = "from batchfit.integrations.transformers import adapt\n"
+    advice = advise(text, file="train.py")
+    assert advice.text == f"{start}{new}trainer = Trainer(model, args={changed})\ntrainer = adapt(trainer)\n"
+    assert advice.notes == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "arguments.auto_find_batch_size = True",
+        "arguments = TrainingArguments('out', auto_find_batch_size=options.auto)",
+        "arguments = TrainingArguments(**{'auto_find_batch_size': True})",
+        "parser.parse_args(['--auto_find_batch_size'])",
+        "arguments = made(auto_find_batch_size=True)",
+    ],
+)
+def test_where_their_own_search_cannot_be_taken_out_nothing_is_added(line: str) -> None:
+    text = f"from transformers import Trainer\n{line}\ntrainer = Trainer(model, arguments)\n"
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("transformers", text)
+    assert "line 2: take auto_find_batch_size out" in advice.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +160,44 @@ def test_callbacks_that_cannot_be_read_are_a_note(call: str) -> None:
     advice = advise(text, file="train.py")
     assert advice.text == text
     assert "BatchSizeFinder()" in advice.notes[0]
+
+
+def test_lightnings_own_finder_gives_way_to_ours() -> None:
+    text = dedent(
+        """\
+        import lightning as L
+        from lightning.pytorch.callbacks import BatchSizeFinder as Finder, Timer
+
+        trainer = L.Trainer(callbacks=[Finder(mode="binsearch", init_val=4), Timer()])
+        """
+    )
+    advice = advise(text, file="train.py")
+    new = "from batchfit.integrations.lightning import BatchSizeFinder as Finder"
+    old = "from lightning.pytorch.callbacks import BatchSizeFinder as Finder, Timer"
+    assert advice.text == text.replace(old, f"from lightning.pytorch.callbacks import Timer\n{new}")
+    assert advise(advice.text, file="train.py").text == advice.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("class Mine(pl.callbacks.BatchSizeFinder):\n    pass", "derives from Lightning's BatchSizeFinder"),
+        (
+            "from pytorch_lightning.callbacks import BatchSizeFinder\nclass Mine(BatchSizeFinder):\n    pass",
+            "derives from Lightning's BatchSizeFinder",
+        ),
+        ("finder = pl.callbacks.BatchSizeFinder()", "import BatchSizeFinder from batchfit"),
+        ("from mine import BatchSizeFinder\nfinder = BatchSizeFinder()", "of another kind"),
+        # the rest of that line would be lost
+        ("import os; from pytorch_lightning.callbacks import BatchSizeFinder\nBatchSizeFinder()", "keep one"),
+        ("Tuner(trainer).scale_batch_size(model)", "take scale_batch_size out"),
+    ],
+)
+def test_a_second_finder_is_not_added(lines: str, why: str) -> None:
+    text = f"import pytorch_lightning as pl\n{lines}\ntrainer = pl.Trainer()\n"
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("lightning", text)
+    assert why in advice.notes[0]
 
 
 LOOP = """\
@@ -198,7 +289,6 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
     [
         ("out = model(x)\nloss = out.mean()\nloss.backward()\nprint(out)", "out is used after backward"),
         ("if bad(x):\n    continue\nloss = model(x).mean()\nloss.backward()", "may leave the loop"),
-        ("seen += 1\nloss = model(x).mean()\nloss.backward()", "changes a variable of the loop"),
         ("hidden = cell(x, hidden)\nloss = model(hidden).mean()\nloss.backward()", "hidden is carried"),
         ("loss = model(x).mean()\nloss.backward()\nother.backward()", "backward more than once"),
         ("z = next(others)\nloss = model(x, z).mean()\nloss.backward()", "takes more than this batch"),
@@ -211,7 +301,7 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
         ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
         ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),
         (
-            "net = make()\nSGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
+            "net = make()\nopt = SGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
             "its model is made in",
         ),
     ],
@@ -221,6 +311,152 @@ def test_a_loop_that_would_mean_something_else_is_left_alone(body: str, why: str
     advice = advise(text, file="train.py")
     assert (advice.kind, advice.text) == ("loop", text)
     assert why in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "loader", "why"),
+    [
+        ("step", "range(5)", "it counts, and its batch is made in it"),
+        ("step", "tqdm(range(5))", "it counts, and its batch is made in it"),
+        ("step", "itertools.count()", "it counts, and its batch is made in it"),
+        ("step, batch", "zip(range(5), loader)", "it counts, and its batch is made in it"),
+        ("step", "steps", "what computes the loss does not read step"),
+        ("a, b", "steps", "what computes the loss does not read a or b"),
+    ],
+)
+def test_a_loop_over_something_else_than_batches_is_left_alone(target: str, loader: str, why: str) -> None:
+    text = loop("x, y = get_batch()\nloss = criterion(model(x), y)\nloss.backward()", target, loader)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert why in advice.notes[0]
+
+
+BESIDES = "does something besides computing the loss"
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        # after the loss, but before backward: neither in the function nor before it
+        ("loss = model(x).mean()\nif step % 2 == 0:\n    optimizer.zero_grad()\nloss.backward()", 9),
+        ("loss = model(x).mean()\nfor p in model.parameters():\n    p.grad = None\nloss.backward()", 9),
+        ("loss = model(x).mean()\nseen[0] = seen[0] + 1\nloss.backward()", 8),
+        ("loss = model(x).mean()\nlosses.append(loss)\nloss.backward()", 8),
+        ("loss = model(x).mean()\nlosses.append(loss.sum().item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nmeter.update(x)\nloss.backward()", 8),
+        ("loss = model(x).mean()\nema.update()\nloss.backward()", 8),
+        ("loss = model(x).mean()\nprint(model.weight.grad, loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nprint(weight.grad, loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nloss += 1\nloss.backward()", 8),
+        ("loss = model(x * scale).mean()\nscale += loss.item()\nloss.backward()", 8),
+        ("loss = model(x).mean()\nhook.run(loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\nself.losses.append(loss.item())\nloss.backward()", 8),
+        ("loss = model(x).mean()\ndel x\nloss.backward()", 8),
+        # among what computes it
+        ("out = model(x)\nmeter.update(out)\nloss = out.mean()\nloss.backward()", 8),
+        ("out = model(x)\nseen += 1\nloss = out.mean()\nloss.backward()", 8),
+        (
+            "with amp():\n    out = model(x)\n    meter.update(1)\n    loss = out.mean()\nloss.backward()",
+            9,
+        ),
+        (
+            "try:\n    loss = model(x).mean()\nexcept OSError:\n    loss = model(x).sum()\nloss.backward()",
+            7,
+        ),
+        # where their result is used
+        ("loss = model(batch.pop('x'), x).mean()\nloss.backward()", 7),
+        ("loss = model(x.mul_(2)).mean()\nloss.backward()", 7),
+        ("loss = relu(model(x), inplace=True).mean()\nloss.backward()", 7),
+        ("loss = add(model(x), y, out=buffer).mean()\nloss.backward()", 7),
+        ("out.value = model(x)\nloss = out.value.mean()\nloss.backward()", 7),
+        ("kept['mask'] = x > 0\nloss = (model(x) * kept['mask']).mean()\nloss.backward()", 7),
+        # before it, and the batch may be none after it
+        ("x = x.transpose(0, 1)\nmeter.update(1)\nloss = model(x).mean()\nloss.backward()", 8),
+        ("x.transpose_(0, 1)\nloss = model(x).mean()\nloss.backward()", 7),
+        ("x['n'] = 1\nloss = model(x).mean()\nloss.backward()", 7),
+        ("prepare(x)\nloss = model(x).mean()\nloss.backward()", 7),
+    ],
+)
+def test_what_does_more_than_compute_the_loss_is_not_moved(body: str, line: int) -> None:
+    text = loop(body)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert f"line {line} {BESIDES}" in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "if step % 2 == 0:\n    optimizer.zero_grad()",
+        "for p in model.parameters():\n    p.grad = None",
+        "with torch.no_grad():\n    for a, b in zip(old, new):\n        a.mul_(0.9).add_(b, alpha=0.1)",
+        "x, y = x.cuda(), y.to(device)\nmeter.update(len(x))",
+        "optimizer.zero_grad()\nseen += len(x)",
+        "seen[0] = seen[0] + len(x)",
+        "writer.add_scalar('step', step)",
+    ],
+)
+def test_what_does_something_else_stays_before_the_function(head: str) -> None:
+    tail = "loss = criterion(model(x), y)\nloss.backward()\noptimizer.step()"
+    text = loop(f"{head}\n{tail}", "step, (x, y)", "enumerate(loader)")
+    changed = advise(text, file="train.py").text
+    stays = "\n".join(f"        {line}" for line in head.splitlines())
+    assert (
+        f"enumerate(loader):\n{stays}\n\n        def loss_of(batch):\n            x, y = batch\n" in changed
+    )
+    assert "            loss = criterion(model(x), y)\n            return loss\n" in changed
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        "losses.append(loss.item())",
+        "total += loss.item() * len(x)\n# to see it\nwriter.add_scalar('loss', loss.item(), step)",
+        "meter.update(loss.item(), n=len(x))",
+        "print(f'{step}: {float(loss):.3f}')",
+    ],
+)
+def test_what_notes_the_loss_comes_after_it(tail: str) -> None:
+    body = f"loss = model(x).mean() * step\n{tail}\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()"
+    text = loop(body, "step, (x, y)", "enumerate(loader)")
+    changed = advise(text, file="train.py").text
+    after = "\n".join(f"        {line}" for line in tail.splitlines())
+    assert f"        loss = mb.backward(loss_of, (x, y)).loss\n{after}\n        optimizer.step()\n" in changed
+    assert "            loss = model(x).mean() * step\n            return loss\n" in changed
+    assert changed.index("optimizer.zero_grad()") < changed.index("def loss_of")
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("seen.append(1)", True),
+        ("x[0] = 0", True),
+        ("x += 1", True),
+        ("global count", True),
+        ("print(x)", True),
+        ("_ = next(others)", True),
+        ("y = z", True),  # the z of the loop
+        ("found = []\n    found.append(x)", False),
+        ("kept = {}\n    kept['a'] = x", False),
+        ("model.eval()", False),
+    ],
+)
+def test_functions_that_compute_the_loss_are_read(line: str, refused: bool) -> None:
+    function = (
+        f"def inner(x):\n    {line}\n    return model(x)\n\ndef outer(x):\n    return inner(x).mean()\n\n"
+    )
+    text = loop("loss = outer(x) + z.mean()\nloss.backward()", target="x, z")
+    text = text.replace("for epoch", function + "for epoch", 1).replace("loss = ", "loss = model(x).sum() + ")
+    advice = advise(text, file="train.py")
+    assert (advice.text == text) is refused
+    assert (f"inner, line 6, {BESIDES}" in advice.notes[0]) is refused
+
+
+def test_what_is_used_after_the_loop_or_in_the_next_turn_stays() -> None:
+    text = loop("print(out)\nout = model(x)\nloss = out.mean()\nloss.backward()")
+    assert "out is carried from one batch to the next" in advise(text, file="train.py").notes[0]
+    text = loop("out = model(x)\nloss = out.mean()\nloss.backward()") + "    else:\n        print(out)\n"
+    assert "out is used after backward" in advise(text, file="train.py").notes[0]
 
 
 def test_a_model_made_in_the_outer_loop_has_its_microbatcher_there() -> None:
@@ -239,6 +475,12 @@ tokenizer:
   _component_: torchtune.models.llama3.llama3_tokenizer
 checkpointer:
   _component_: torchtune.training.FullModelHFCheckpointer
+dataset:
+  _component_: torchtune.datasets.alpaca_dataset
+optimizer:
+  _component_: torch.optim.AdamW
+loss:
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
 batch_size: 2  # of one step
 epochs: 1
 """
@@ -253,6 +495,49 @@ def test_a_config_of_torchtunes() -> None:
     assert advice.notes == ("run it with: tune run batchfit.integrations.torchtune --config lora.yaml",)
     assert "recipe: full\n" in advise(CONFIG.replace("lora_", ""), file="full.yml").text
     assert advise("a: 1\n", file="other.yaml").kind == "none"
+
+
+RUN = "# Config for tests\n#   tune run {} --config llama3/8B\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (CONFIG.replace("dataset:\n", "datasets:\n"), "it has no dataset"),
+        (CONFIG.replace("optimizer:\n", "tasks:\n"), "it has no optimizer"),
+        (CONFIG.replace("loss:\n", "log:\n"), "it has no loss"),
+        (CONFIG.replace("epochs:", "steps:"), "it has no epochs"),
+        (CONFIG + "teacher_checkpointer:\n  a: 1\n", "it has a teacher_checkpointer"),
+        (CONFIG + "quantizer:\n  a: 1\n", "it has a quantizer"),
+        (
+            CONFIG.replace("modules.loss.CEWithChunkedOutputLoss", "rlhf.loss.DPOLoss"),
+            "it uses torchtune.rlhf",
+        ),
+        (
+            RUN.format("--nnodes 1 --nproc_per_node 2 lora_finetune_distributed") + CONFIG,
+            "lora_finetune_distri",
+        ),
+        (RUN.format("lora_dpo_single_device") + CONFIG, "its comments name lora_dpo_single_device"),
+        ("# for full_finetune_distributed.py\n" + CONFIG, "its comments name full_finetune_distributed"),
+    ],
+)
+def test_a_config_of_another_recipe_of_torchtunes_is_left_alone(text: str, why: str) -> None:
+    advice = advise(text, file="other.yaml")
+    assert (advice.kind, advice.text) == ("none", text)
+    assert why in advice.notes[0]
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        RUN.format("lora_finetune_single_device"),
+        RUN.format("batchfit.integrations.torchtune"),
+        "# from lora_finetune_single_device.py, once lora_finetune_distributed.py\n",
+        "# from 8B_lora_single_device.yaml\n",
+    ],
+)
+def test_a_config_whose_comments_name_our_recipes_is_changed(comment: str) -> None:
+    assert "recipe: lora\n" in advise(comment + CONFIG, file="ours.yaml").text
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
