@@ -505,8 +505,9 @@ def test_an_evaluation_is_probed_by_its_forward_passes() -> None:
     assert max(forwards for _, forwards in runs[:-1]) == 8  # stopped in the ninth
 
 
-def test_a_program_that_catches_everything_is_not_run_twice() -> None:
-    whole: list[int] = []
+def test_a_program_that_catches_everything_is_trained_to_its_end() -> None:
+    """The probes that it catches are no trainings: what it returns after them is not the answer."""
+    whole: list[tuple[int, int]] = []
 
     def train(batch_size: int) -> int:
         program = Limited(10)
@@ -515,11 +516,12 @@ def test_a_program_that_catches_everything_is_not_run_twice() -> None:
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 raise
-        whole.append(batch_size)
+        whole.append((batch_size, program.runs[-1][1]))
         return batch_size
 
-    assert ours(train, 16)() == 8  # the probe of 8 was swallowed, so it is the run
-    assert whole == [8]
+    assert ours(train, 16)() == 10
+    assert whole[-1] == (10, 6)
+    assert [steps for _, steps in whole[:-1]] == [2, 2]
 
 
 def test_a_program_that_wraps_what_it_catches_is_still_probed() -> None:
