@@ -251,6 +251,40 @@ def test_without_splitting_it_is_an_error(folder: Path, living_bytes: int) -> No
         trained(ours.recipe_class("full"), config)
 
 
+def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torchtune packs with FlexAttention's masks: row 0 is one document, row 1 has two."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtune.data import padded_collate_packed
+    from torchtune.modules import attention_utils
+
+    def on_cpu(*args: Any, **keywords: Any) -> Any:
+        return create_block_mask(*args, **{**keywords, "device": "cpu"})
+
+    to = torch.Tensor.to
+
+    def stay(tensor: torch.Tensor, *where: Any, **keywords: Any) -> torch.Tensor:
+        return tensor if where == ("cuda",) else to(tensor, *where, **keywords)
+
+    row = {name: torch.arange(128) for name in ("tokens", "labels", "input_pos")}
+    rows = [{**row, "seq_lens": torch.tensor(lengths)} for lengths in ([128], [64, 64])]
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_utils, "_SUPPORTS_FLEX_ATTENTION", True)
+        patch.setattr(attention_utils, "create_block_causal_mask_flex", on_cpu, raising=False)
+        patch.setattr(torch.Tensor, "to", stay)
+        batch = padded_collate_packed(rows)
+    model = torch.nn.Embedding(128, 1)
+    seen: list[tuple[int, bool]] = []
+
+    def loss(micro: Any) -> torch.Tensor:
+        mask, zero = micro["mask"], torch.tensor(0)
+        seen.append((mask.shape[0], bool(mask.mask_mod(zero, zero, torch.tensor(100), zero))))
+        return model(micro["tokens"]).mean()
+
+    mb = batchfit.Microbatcher(model, microbatch_size=1, weight=lambda micro: micro["labels"].numel())
+    assert mb.backward(loss, batch).microbatch_sizes == (1, 1)
+    assert seen[-2:] == [(1, True), (1, False)]
+
+
 # --- bad input
 
 
