@@ -245,6 +245,49 @@ def test_running_out_early_in_the_middle_or_late_loses_no_step(share: float, fol
     assert faults == 2
 
 
+@pytest.fixture
+def offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`enable_activation_offloading`, which needs a GPU: nothing is moved here, and all else is the same."""
+    from torchtune import training
+
+    def made(_: Any, enable_activation_offloading: bool) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "default_stream", lambda *_: None)
+            return training.OffloadActivations(
+                use_pin_memory=False, use_streams=False, min_offload_size=2**60
+            )
+
+    monkeypatch.setattr(training, "get_act_offloading_ctx_manager", made)
+
+
+@pytest.mark.usefixtures("offloading")
+def test_running_out_with_offloaded_activations_loses_no_step(folder: Path, living_bytes: int) -> None:
+    config = tiny_config(folder, "full", batch_size=16, epochs=2)
+    clean = weights(trained(stock_class("full"), config))
+    with virtual_memory(living_bytes + 2 * 2**20):
+        recipe = trained(ours.recipe_class("full"), config)
+        split = weights(recipe)
+        assert recipe.global_step == 6
+        assert not recipe.activations_handling_ctx.tracker
+        del recipe
+    assert np.allclose(split, clean, rtol=0, atol=2e-4)
+
+
+@pytest.mark.usefixtures("offloading")
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_a_search_goes_on_after_running_out_with_offloaded_activations(share: float, folder: Path) -> None:
+    recipe = trained(ours.recipe_class("full"), tiny_config(folder, "full"), train=False)
+    step = recipe._workload(recipe._dataloader).step
+    with count_operations() as seen:
+        step(4)
+    with fail_at(int(seen.operations * share)) as fault, pytest.raises(torch.OutOfMemoryError):
+        step(4)
+    assert fault.fired
+    assert not recipe.activations_handling_ctx.tracker  # it would be alive in the next trial
+    step(4)
+    del step
+
+
 def test_without_splitting_it_is_an_error(folder: Path, living_bytes: int) -> None:
     config = tiny_config(folder, "full", batch_size=16, split_on_out_of_memory=False)
     with virtual_memory(living_bytes + 2 * 2**20), pytest.raises(torch.OutOfMemoryError):

@@ -179,7 +179,7 @@ class AdaptiveBatchSize:
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
         """The batch's loss. With a Microbatcher its gradients are there already, and backward adds none."""
-        theirs = super()._loss_step  # type: ignore[misc]
+        theirs = self._stock_loss
         if self._mb is None:
             loss: torch.Tensor = theirs(batch)
             return loss
@@ -188,6 +188,24 @@ class AdaptiveBatchSize:
         report = self._mb.backward(lambda micro: theirs(dict(micro)) * tokens, batch)
         mean: torch.Tensor = report.loss / tokens.clamp(min=1)
         return mean.requires_grad_()
+
+    def _stock_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The recipe's loss, whatever an attempt before has left in its offloading of activations."""
+        self._forget_offloaded()
+        loss: torch.Tensor = super()._loss_step(batch)  # type: ignore[misc]
+        return loss
+
+    def _forget_offloaded(self) -> None:
+        """torchtune's offloading counts on a backward after each forward, and running out breaks that off."""
+        offloading: Any = getattr(self, "activations_handling_ctx", None)
+        if not hasattr(offloading, "tracker"):
+            return
+        stashes = [getattr(offloading, name, {}) for name in ("fwd_stash", "bwd_tensor_stash")]
+        if any(stashes) and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a stream of its own may still copy them
+        for held in (offloading.tracker, *stashes, getattr(offloading, "bwd_ev_stash", {})):
+            held.clear()
+        offloading.is_first_forward_call = offloading.is_first_backward_call = True
 
     # --- the largest batch
 
@@ -209,9 +227,15 @@ class AdaptiveBatchSize:
         """A step of the recipe's loop, with the longest samples of its dataset."""
         make = batches(loader.dataset, collate_fn=loader.collate_fn)
         clip_norm = getattr(self, "_clip_grad_norm", None)
-        stock = super()._loss_step  # type: ignore[misc]
 
         def step(size: int) -> None:
+            try:
+                train(size)
+            except BaseException:
+                self._forget_offloaded()  # what it holds would count as someone else's in the next trial
+                raise
+
+        def train(size: int) -> None:
             self._ignore_labels(size)
             running, tokens = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
             # From the second batch of an accumulation on, the gradients of the first are there.
@@ -220,7 +244,7 @@ class AdaptiveBatchSize:
                 utils.batch_to_device(batch, self._device)
                 count = (batch["labels"] != self._loss_fn.ignore_index).sum()
                 tokens = tokens + count
-                loss = stock(batch) * count
+                loss = self._stock_loss(batch) * count
                 running = running + loss
                 loss.backward()
             if not self._in_backward:
