@@ -359,6 +359,18 @@ def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pyte
             ValueError,
             "batchfit.max_size must be left out, not 3",
         ),
+        *(
+            ({"batchfit": given, "use_maximum_batch_size": True}, error, text)
+            for given, error, text in [
+                ({"bugdet": "20GiB"}, ValueError, "batchfit.bugdet must be a keyword .* mean budget"),
+                ({"budget": "twenty"}, ValueError, "must be bytes or text such as '24GiB' .* not 'twenty'"),
+                ({"soak_steps": "many"}, ValueError, "soak_steps must be .* not 'many'"),
+                ({"strategy": "fast"}, ValueError, "strategy must be .* not 'fast'"),
+                ({"tolerance": 2}, ValueError, "tolerance must be .* not 2"),
+                ({"key": 3}, TypeError, "batchfit.key must be a name, not 3"),
+                ({"store": "yes"}, TypeError, "batchfit.store must be True or False, not 'yes'"),
+            ]
+        ),
         ({"batchfit": {"budget": "1GiB"}}, ValueError, "use_maximum_batch_size nor batch_increase_function"),
     ],
 )
@@ -368,6 +380,21 @@ def test_wrong_settings_are_told_before_anything_is_loaded(
     cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
     with pytest.raises(error, match=text):
         ours.recipe_class("full")(cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"budget": "4000GiB", "soak_steps": 0},
+        {"key": "mine", "fresh": True, "store": True},
+        {"strategy": "grow", "start": 4, "attempts": 2, "power_of_two": True},
+        {"steps": 2, "max_trials": 3, "time_limit_s": 9.5, "predict": False, "multiple_of": 3},
+    ],
+)
+def test_right_settings_of_the_search_are_kept_and_nothing_is_run(given: Any, tmp_path: Path) -> None:
+    changes = {"batchfit": given, "use_maximum_batch_size": True}
+    cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
+    assert ours.recipe_class("full")(cfg=cfg)._settings.search == given
 
 
 def test_settings_that_contradict_what_fits(folder: Path, living_bytes: int) -> None:

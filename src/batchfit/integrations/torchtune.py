@@ -20,7 +20,10 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -33,6 +36,7 @@ from typing import Any, Final, final
 import torch
 
 import batchfit
+from batchfit.testing import FakeDevice
 from batchfit.workload import batches
 
 try:
@@ -52,6 +56,8 @@ _RECIPES: Final = {
 _STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
 # Keywords of the search that the recipe sets itself, or that need what a recipe has not.
 _OURS: Final = ("max_size", "min_size", "device", "isolate", "timeout_s", "resume", "on_trial")
+
+_KINDS: Final = {"store": "True or False", "fresh": "True or False", "key": "a name"}
 
 
 def _warn_of_version(version: str = torchtune.__version__) -> None:
@@ -346,7 +352,38 @@ def _search(given: Any) -> dict[str, Any]:
     for name in _OURS:
         if name in settings:
             raise ValueError(f"batchfit.{name} must be left out, not {settings[name]!r}: the recipe sets it")
-    return {str(name): value for name, value in settings.items()}
+    named = {str(name): value for name, value in settings.items()}
+    _check_search(named)
+    return named
+
+
+class _AskedError(Exception):
+    """Raised by the step of a search that is only asked whether its settings are right."""
+
+
+def _check_search(named: Mapping[str, Any]) -> None:
+    """What the search refuses, told before a model is loaded for it."""
+    known = [name for name in inspect.signature(batchfit.find_batch_size).parameters if name != "workload"]
+    for name, value in named.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"batchfit.{name} must be a keyword of batchfit.find_batch_size, not {value!r}{hint}"
+            )
+
+    def step(_: int) -> None:
+        raise _AskedError
+
+    # The store is asked for nothing: whether it is right is told by names and kinds alone.
+    stored = {"store": bool, "fresh": bool, "key": str | None}
+    for name, kind in stored.items():
+        if name in named and not isinstance(named[name], kind):
+            raise TypeError(f"batchfit.{name} must be {_KINDS[name]}, not {named[name]!r}")
+    asked = {name: value for name, value in named.items() if name not in stored}
+    device = FakeDevice(2**60)  # the one that the recipe will have is not looked at yet
+    with contextlib.suppress(_AskedError):
+        batchfit.find_batch_size(batchfit.Workload(step, state=[]), device=device, max_size=2**20, **asked)
 
 
 @final
