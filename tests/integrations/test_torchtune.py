@@ -367,7 +367,8 @@ def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pyte
                 ({"soak_steps": "many"}, ValueError, "soak_steps must be .* not 'many'"),
                 ({"strategy": "fast"}, ValueError, "strategy must be .* not 'fast'"),
                 ({"tolerance": 2}, ValueError, "tolerance must be .* not 2"),
-                ({"key": 3}, TypeError, "batchfit.key must be a name, not 3"),
+                ({"key": 3}, ValueError, "key must be a name or None, not 3"),
+                ({"store": True}, ValueError, "key must be given to store the answer"),
                 ({"store": "yes"}, TypeError, "batchfit.store must be True or False, not 'yes'"),
             ]
         ),

@@ -57,8 +57,6 @@ _STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
 # Keywords of the search that the recipe sets itself, or that need what a recipe has not.
 _OURS: Final = ("max_size", "min_size", "device", "isolate", "timeout_s", "resume", "on_trial")
 
-_KINDS: Final = {"store": "True or False", "fresh": "True or False", "key": "a name"}
-
 
 def _warn_of_version(version: str = torchtune.__version__) -> None:
     if version.partition("+")[0] != TESTED:
@@ -375,11 +373,12 @@ def _check_search(named: Mapping[str, Any]) -> None:
     def step(_: int) -> None:
         raise _AskedError
 
-    # The store is asked for nothing: whether it is right is told by names and kinds alone.
-    stored = {"store": bool, "fresh": bool, "key": str | None}
-    for name, kind in stored.items():
-        if name in named and not isinstance(named[name], kind):
-            raise TypeError(f"batchfit.{name} must be {_KINDS[name]}, not {named[name]!r}")
+    for name in ("store", "fresh"):
+        if type(named.get(name, False)) is not bool:
+            raise TypeError(f"batchfit.{name} must be True or False, not {named[name]!r}")
+    # With a right name the store would be read, and with none it is refused as it is in the recipe.
+    key = named.get("key")
+    stored = ("store", "fresh", "key") if isinstance(key, str) and key.strip() else ()
     asked = {name: value for name, value in named.items() if name not in stored}
     device = FakeDevice(2**60)  # the one that the recipe will have is not looked at yet
     with contextlib.suppress(_AskedError):
