@@ -5,6 +5,7 @@ Rules
   says at which size. One that has reached its end is never run again.
 - Before it is run again, its memory is given back: outside of `except`, with the frames of its traceback
   cleared, garbage collected and caches emptied.
+- A program that was stopped has not reached its end, whatever it makes of that: caught, wrapped, or exited.
 - Random numbers, and what `state` names, are as before the first run each time.
 - Ranks agree after every run: one rank's out-of-memory is everyone's. An error that is not memory comes out
   unchanged where it was raised, and ends the others.
@@ -166,24 +167,34 @@ def _run(function: Callable[[int], Any], ask: Ask, ranks: Ranks, flag: str) -> _
         except EnoughSeen as enough:
             if enough.by is not steps:  # a probe around this whole call
                 raise
-            ending = "cut"
             _clear(enough)
+        except SystemExit as error:  # a program's own `except BaseException` may end in it
+            if not steps.raised:
+                raise
+            _clear(error)
         except Exception as error:
-            # A program may wrap whatever it catches.
-            if any(isinstance(link, EnoughSeen) and link.by is steps for link in _links(error)):
-                return _Ended("cut", None, steps.count, time.perf_counter() - begun, "")
             verdict = oom.classify(error, ambient=ambient)
-            if is_lost_connection(error) and ranks.flagged(flag):
-                _clear(error)
-                return _Ended("broken", None, steps.count, time.perf_counter() - begun, "")
+            lost = is_lost_connection(error)
+            if any(isinstance(link, EnoughSeen) and link.by is steps for link in _links(error)):
+                pass  # a program may wrap whatever it catches
+            elif lost and ranks.flagged(flag):
+                ending = "broken"
+            elif verdict == "error" and steps.raised and not lost:
+                pass  # it caught ours, and stumbled over what it had not done
             # An ambiguous error counts as too big only where a smaller size can prove it.
-            if verdict in ("error", "fatal") or (verdict == "ambiguous" and ask.size == 1):
+            elif verdict in ("error", "fatal") or (verdict == "ambiguous" and ask.size == 1):
                 error.add_note(f"batchfit: raised at batch size {ask.size}")
                 raise
-            ending = "oom"
-            message = oom.describe(error, ambient=ambient)
+            else:
+                ending = "oom"
+                message = oom.describe(error, ambient=ambient)
             _clear(error)
-            ranks.flag(flag)
+            if ending == "oom":
+                ranks.flag(flag)
+    if (
+        ending == "done" and steps.raised
+    ):  # however it ended: it was stopped, and is not what it would have been
+        ending, value = "cut", None
     return _Ended(ending, value, steps.count, time.perf_counter() - begun, message)
 
 

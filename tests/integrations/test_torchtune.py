@@ -245,10 +245,87 @@ def test_running_out_early_in_the_middle_or_late_loses_no_step(share: float, fol
     assert faults == 2
 
 
+@pytest.fixture
+def offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`enable_activation_offloading`, which needs a GPU: nothing is moved here, and all else is the same."""
+    from torchtune import training
+
+    def made(_: Any, enable_activation_offloading: bool) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "default_stream", lambda *_: None)
+            return training.OffloadActivations(
+                use_pin_memory=False, use_streams=False, min_offload_size=2**60
+            )
+
+    monkeypatch.setattr(training, "get_act_offloading_ctx_manager", made)
+
+
+@pytest.mark.usefixtures("offloading")
+def test_running_out_with_offloaded_activations_loses_no_step(folder: Path, living_bytes: int) -> None:
+    config = tiny_config(folder, "full", batch_size=16, epochs=2)
+    clean = weights(trained(stock_class("full"), config))
+    with virtual_memory(living_bytes + 2 * 2**20):
+        recipe = trained(ours.recipe_class("full"), config)
+        split = weights(recipe)
+        assert recipe.global_step == 6
+        assert not recipe.activations_handling_ctx.tracker
+        del recipe
+    assert np.allclose(split, clean, rtol=0, atol=2e-4)
+
+
+@pytest.mark.usefixtures("offloading")
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_a_search_goes_on_after_running_out_with_offloaded_activations(share: float, folder: Path) -> None:
+    recipe = trained(ours.recipe_class("full"), tiny_config(folder, "full"), train=False)
+    step = recipe._workload(recipe._dataloader).step
+    with count_operations() as seen:
+        step(4)
+    with fail_at(int(seen.operations * share)) as fault, pytest.raises(torch.OutOfMemoryError):
+        step(4)
+    assert fault.fired
+    assert not recipe.activations_handling_ctx.tracker  # it would be alive in the next trial
+    step(4)
+    del step
+
+
 def test_without_splitting_it_is_an_error(folder: Path, living_bytes: int) -> None:
     config = tiny_config(folder, "full", batch_size=16, split_on_out_of_memory=False)
     with virtual_memory(living_bytes + 2 * 2**20), pytest.raises(torch.OutOfMemoryError):
         trained(ours.recipe_class("full"), config)
+
+
+def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torchtune packs with FlexAttention's masks: row 0 is one document, row 1 has two."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torchtune.data import padded_collate_packed
+    from torchtune.modules import attention_utils
+
+    def on_cpu(*args: Any, **keywords: Any) -> Any:
+        return create_block_mask(*args, **{**keywords, "device": "cpu"})
+
+    to = torch.Tensor.to
+
+    def stay(tensor: torch.Tensor, *where: Any, **keywords: Any) -> torch.Tensor:
+        return tensor if where == ("cuda",) else to(tensor, *where, **keywords)
+
+    row = {name: torch.arange(128) for name in ("tokens", "labels", "input_pos")}
+    rows = [{**row, "seq_lens": torch.tensor(lengths)} for lengths in ([128], [64, 64])]
+    with monkeypatch.context() as patch:
+        patch.setattr(attention_utils, "_SUPPORTS_FLEX_ATTENTION", True)
+        patch.setattr(attention_utils, "create_block_causal_mask_flex", on_cpu, raising=False)
+        patch.setattr(torch.Tensor, "to", stay)
+        batch = padded_collate_packed(rows)
+    model = torch.nn.Embedding(128, 1)
+    seen: list[tuple[int, bool]] = []
+
+    def loss(micro: Any) -> torch.Tensor:
+        mask, zero = micro["mask"], torch.tensor(0)
+        seen.append((mask.shape[0], bool(mask.mask_mod(zero, zero, torch.tensor(100), zero))))
+        return model(micro["tokens"]).mean()
+
+    mb = batchfit.Microbatcher(model, microbatch_size=1, weight=lambda micro: micro["labels"].numel())
+    assert mb.backward(loss, batch).microbatch_sizes == (1, 1)
+    assert seen[-2:] == [(1, True), (1, False)]
 
 
 # --- bad input
@@ -282,6 +359,19 @@ def test_without_splitting_it_is_an_error(folder: Path, living_bytes: int) -> No
             ValueError,
             "batchfit.max_size must be left out, not 3",
         ),
+        *(
+            ({"batchfit": given, "use_maximum_batch_size": True}, error, text)
+            for given, error, text in [
+                ({"bugdet": "20GiB"}, ValueError, "batchfit.bugdet must be a keyword .* mean budget"),
+                ({"budget": "twenty"}, ValueError, "must be bytes or text such as '24GiB' .* not 'twenty'"),
+                ({"soak_steps": "many"}, ValueError, "soak_steps must be .* not 'many'"),
+                ({"strategy": "fast"}, ValueError, "strategy must be .* not 'fast'"),
+                ({"tolerance": 2}, ValueError, "tolerance must be .* not 2"),
+                ({"key": 3}, ValueError, "key must be a name or None, not 3"),
+                ({"store": True}, ValueError, "key must be given to store the answer"),
+                ({"store": "yes"}, TypeError, "batchfit.store must be True or False, not 'yes'"),
+            ]
+        ),
         ({"batchfit": {"budget": "1GiB"}}, ValueError, "use_maximum_batch_size nor batch_increase_function"),
     ],
 )
@@ -291,6 +381,21 @@ def test_wrong_settings_are_told_before_anything_is_loaded(
     cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
     with pytest.raises(error, match=text):
         ours.recipe_class("full")(cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"budget": "4000GiB", "soak_steps": 0},
+        {"key": "mine", "fresh": True, "store": True},
+        {"strategy": "grow", "start": 4, "attempts": 2, "power_of_two": True},
+        {"steps": 2, "max_trials": 3, "time_limit_s": 9.5, "predict": False, "multiple_of": 3},
+    ],
+)
+def test_right_settings_of_the_search_are_kept_and_nothing_is_run(given: Any, tmp_path: Path) -> None:
+    changes = {"batchfit": given, "use_maximum_batch_size": True}
+    cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
+    assert ours.recipe_class("full")(cfg=cfg)._settings.search == given
 
 
 def test_settings_that_contradict_what_fits(folder: Path, living_bytes: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,10 @@ Pair = namedtuple("Pair", ["x", "y"])
 class Record:
     x: torch.Tensor
     name: str = "a"
+
+
+class Kind(enum.Enum):
+    ONE = 1
 
 
 class Table:
@@ -160,6 +166,96 @@ def test_a_length_that_disagrees_is_named() -> None:
         Whole.of({"x": 3})
     with pytest.raises(TypeError, match=r"batch\[0\] is a PackedSequence"):
         Whole.of((pack_sequence([torch.ones(2)]), torch.ones(1)))
+
+
+class Opaque:
+    """What no one here knows how to cut."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({"x": torch.zeros(4, 2), "mask": Opaque()}, r"batch\['mask'\] is a Opaque: pass split="),
+        ((torch.zeros(4), {"y": [torch.zeros(4), Opaque()]}), r"batch\[1\]\['y'\]\[1\] is a Opaque"),
+    ],
+)
+def test_an_unknown_object_is_handed_whole_and_never_to_a_part(batch: Any, named: str) -> None:
+    whole = Whole.of(batch)
+    (same_batch,) = whole.cut([4])
+    assert type(same_batch) is type(batch)
+    with pytest.raises(TypeError, match=named):
+        whole.cut([3, 1])
+    assert len(Whole.of(batch, split=lambda batch, sizes: [batch] * len(sizes)).cut([3, 1])) == 2
+
+
+def test_what_is_the_same_for_all_samples_goes_to_every_part() -> None:
+    common = {
+        "path": Path("a"),
+        "kind": Kind.ONE,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "number": np.float32(3),
+        "set": {1},
+        "type": Opaque,
+        "nothing": None,
+        "shape": torch.Size([2, 3]),
+    }
+    for part in Whole.of({"x": torch.zeros(4), **common}).cut([3, 1]):
+        assert {name: value for name, value in part.items() if name != "x"} == common
+    samples = [Opaque() for _ in range(4)]  # one a sample: it can be cut
+    assert Whole.of({"x": torch.zeros(4), "objects": samples}).cut([3, 1])[1]["objects"] == samples[3:]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("tables", ["of each row", "of all rows"])
+def test_block_masks_are_cut_with_their_rows(sizes: list[int], tables: str) -> None:
+    """Each row has documents of its own: the attention of the parts is that of the whole batch."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    ends = torch.tensor([32, 7, 16, 20, 1])
+    documents = (torch.arange(32)[None, :] >= ends[:, None]).int()
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & (documents[b, q] == documents[b, kv])
+
+    mask = flex.create_block_mask(mask_mod, 5, None, 32, 32, device="cpu", BLOCK_SIZE=16)
+    if tables == "of all rows":
+        causal = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 32, 32, "cpu", BLOCK_SIZE=16)
+        mask = flex.BlockMask.from_kv_blocks(
+            causal.kv_num_blocks + causal.full_kv_num_blocks,
+            torch.tensor([[[[0, 1], [0, 1]]]], dtype=torch.int32),
+            BLOCK_SIZE=16,
+            mask_mod=mask_mod,
+        )
+    x = torch.randn(5, 2, 32, 8, generator=torch.Generator().manual_seed(0))
+
+    def attended(batch: Any) -> Any:
+        with torch.no_grad():
+            return flex.flex_attention(batch["x"], batch["x"], batch["x"], block_mask=batch["mask"])
+
+    batch = {"x": x, "mask": mask}
+    expected = attended(batch)
+    allowed = torch.stack(
+        [mask_mod(b, 0, torch.arange(32)[:, None], torch.arange(32)[None, :]) for b in range(5)]
+    )
+    dense = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed[:, None])
+    assert torch.allclose(expected, dense, atol=1e-5)  # else the comparison below says nothing
+    whole = Whole.of(batch)
+    assert whole.length == 5
+    parts = whole.cut(sizes)
+    assert torch.allclose(torch.cat([attended(part) for part in parts]), expected, atol=1e-6)
+    picked = whole.take([4, 1])
+    assert torch.allclose(attended(picked), expected[[4, 1]], atol=1e-6)
+    for part, size in zip(parts, sizes, strict=True):
+        rows = part["mask"].q_num_blocks.shape[0]
+        assert rows == (1 if tables == "of all rows" else size)
+
+
+def test_a_block_mask_of_other_rows_is_named() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, 3, None, 16, 16, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(ValueError, match=r"batch\['mask'\] has 3"):
+        Whole.of({"x": torch.zeros(4, 2), "mask": mask})
 
 
 def test_a_users_split_cuts_what_we_cannot() -> None:

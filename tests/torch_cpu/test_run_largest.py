@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -102,6 +103,56 @@ def test_a_program_that_uses_it_itself_can_be_probed() -> None:
 
     assert batchfit.run_largest(outer, start=8, probe_steps=5).value == 5
     assert whole == [(5, 3)]
+
+
+@pytest.mark.parametrize("how", ["except", "finally", "exit", "stumbles", "wraps"])
+def test_a_probe_that_the_program_catches_is_no_training(how: str) -> None:
+    """However the program goes on after it was stopped: only what it does by itself is its end."""
+    held: list[weakref.ref[Any]] = []
+
+    def train(batch_size: int) -> int:
+        program = Program(10)
+        done, results = torch.ones(50), []
+        held.append(weakref.ref(done))
+        try:
+            program(batch_size)
+            results.append("trained")
+        except Exception:
+            raise
+        except BaseException as stopped:
+            if how == "exit":
+                raise SystemExit(1) from None
+            if how == "wraps":
+                kept.append(RuntimeError("stopped"))
+                raise kept[-1] from stopped
+        finally:
+            if how == "finally" and program.runs[-1][1]:
+                return program.runs[-1][1]  # noqa: B012 - a program may
+        if how == "stumbles":
+            results[0]
+        return program.runs[-1][1]
+
+    kept: list[BaseException] = []
+    for _ in range(2):
+        ran = batchfit.run_largest(train, start=16, key="catches")
+        assert (ran.value, ran.batch_size) == (7, 10)
+        assert [trial.size for trial in ran.trials if trial.soak] == [10]
+    assert hooks() == (0, 0, 0)
+    assert not [one for one in held if one() is not None]
+
+
+def test_running_out_after_a_caught_probe_is_still_running_out() -> None:
+    def train(batch_size: int) -> int:
+        try:
+            Program(12)(batch_size)
+        except BaseException as stopped:
+            if isinstance(stopped, RuntimeError):
+                raise
+        if batch_size > 9:
+            raise simulated_oom()
+        return batch_size
+
+    assert batchfit.run_largest(train, start=16).value == 9
 
 
 def test_nothing_fits_says_where_and_why() -> None:

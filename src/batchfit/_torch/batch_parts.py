@@ -3,6 +3,8 @@
 Rules
 - Tensors, arrays, lists of samples and tensor dicts are cut along their first dimension; whatever has no
   samples (numbers, text, None, 0-dim tensors) goes to every microbatch. All parts with samples must agree.
+- An object of a kind that is not known may have samples: a batch with one is run whole, and cutting it is an
+  error. FlexAttention's BlockMask is known: its tables are cut, and its `mask_mod` gets the batch's rows.
 - Containers keep their kind and are always new: a microbatch may be emptied or rebound by who gets it. Its
   tensors are views of the batch's wherever torch can make views.
 - Lists follow `structure`: one that holds tensors directly is a container (`default_collate`'s
@@ -13,8 +15,13 @@ Rules
 
 from __future__ import annotations
 
+import copy
+import enum
+import numbers
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date, time, timedelta
+from pathlib import PurePath
 from typing import Any, NamedTuple, final
 
 import torch
@@ -30,6 +37,19 @@ Split = Callable[[Any, list[int]], Sequence[Any]]
 
 # A list of more alike tensors than this is hardly made of a batch's parts.
 _MOST_PARTS = 8
+
+# What is the same for all samples.
+_COMMON = (
+    *(numbers.Number, str, bytes, type(None), type, slice, range, set, frozenset, list, tuple),
+    *(PurePath, enum.Enum, date, time, timedelta),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
+)
+_MASK_TABLES = tuple(
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+)
 
 
 class _Doubt(NamedTuple):
@@ -51,6 +71,41 @@ def _is_table(node: Any) -> bool:
     """A TensorDict or what looks like one: it knows its batch dimensions and can be indexed."""
     extent = getattr(node, "batch_size", None)
     return isinstance(extent, torch.Size) and len(extent) > 0 and hasattr(node, "__getitem__")
+
+
+def _is_block_mask(node: Any) -> bool:
+    """FlexAttention's mask, with a dimension for the batch; told without importing it."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and isinstance(node, flex.BlockMask) and node.kv_num_blocks.dim() == 3
+
+
+def _mask_rows(mask: Any, rows: torch.Tensor) -> Any:
+    """The mask of those rows of the batch. `mask[i:j]` alone would ask `mask_mod` about the first rows."""
+    mask_mod = mask.mask_mod
+    part = copy.copy(mask)
+    if mask.kv_num_blocks.size(0) > 1:  # otherwise one table is for all of them
+        for name in _MASK_TABLES:
+            table = getattr(mask, name)
+            setattr(part, name, None if table is None else table[rows])
+    # A tensor, since a number would be compiled in, anew for each part.
+    part.mask_mod = lambda b, h, q, kv: mask_mod(rows[b], h, q, kv)
+    return part
+
+
+def _check_known(node: Any, path: str, *, trimmed: bool) -> None:
+    """Refuse to cut a batch that holds what may have samples, and cannot be cut."""
+    if isinstance(node, torch.Tensor) or is_array(node) or _is_table(node) or _is_list(node):
+        return
+    if _is_block_mask(node) and getattr(node, "dq_write_order", None) is None and not trimmed:
+        return
+    items = children(node)
+    if items is None and not isinstance(node, _COMMON) and type(node).__module__ != "numpy":
+        raise TypeError(
+            f"batch must be made of what can be cut by samples where it does not fit whole, and {path} is a "
+            f"{type(node).__name__}: pass split= to cut it yourself, or take it out of the batch"
+        )
+    for label, value in items or ():
+        _check_known(value, path + label, trimmed=trimmed)
 
 
 def _is_list(node: Any) -> bool:
@@ -84,6 +139,9 @@ def _rows(
         yield _Rows(path, int(node.shape[0]), False)
     elif _is_table(node):
         yield _Rows(path, int(node.batch_size[0]), False)
+    elif _is_block_mask(node):
+        if node.kv_num_blocks.size(0) > 1:
+            yield _Rows(path, int(node.kv_num_blocks.size(0)), False)
     elif isinstance(node, PackedSequence):
         raise TypeError(f"{path} is a PackedSequence, which cannot be cut by samples: pass split=")
     elif _is_list(node):
@@ -217,6 +275,8 @@ class Whole:
                     f"split must return one microbatch for each of {len(sizes)} sizes, not {len(parts)}"
                 )
             return parts[len(done) :]
+        if len(plan) + len(done) > 1:
+            _check_known(self.batch, "batch", trimmed=self.trimmer is not None)
         if self.trimmer is not None:
             return [self.trimmer.take(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
         return [_taken(self.batch, piece.samples, self.length) for piece in plan]
@@ -264,6 +324,11 @@ def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
         return {key: _taken(value, samples, length) for key, value in node.items()}
     if type(node) in (tuple, list) and node and isinstance(node[0], torch.Tensor):
         return type(node)([_taken(value, samples, length) for value in node])
+    if _is_block_mask(node):
+        rows = list(range(length)[samples] if isinstance(samples, slice) else samples)
+        if rows == list(range(length)):
+            return node
+        return _mask_rows(node, torch.tensor(rows, device=node.kv_num_blocks.device))
     if is_array(node) or _is_table(node):
         return node[samples if isinstance(samples, slice) else list(samples)]
     if _is_list(node):

@@ -5,7 +5,7 @@ Rules
   several (a GAN's, one for each parameter) the one that has stepped most often counts. Where a probe asks for
   it, so does a forward pass without gradients of the module that made the first one (an evaluation).
 - A program is stopped by an exception that `except Exception` does not catch, raised where a step has just
-  ended, so that nothing is left half done.
+  ended, so that nothing is left half done. It may be caught all the same: `raised` says that it was raised.
 - What is put in is taken out when the block ends. A run that is not a probe pays for one counter.
 """
 
@@ -39,6 +39,9 @@ class Steps:
 
     def __init__(self, limit: int | None, *, forwards: bool) -> None:
         self.count = 0
+        self.raised = (
+            False  # whatever the program makes of it, from then on it is not what it would have been
+        )
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._limit = limit
         self._forwards_left = FORWARDS_A_STEP * limit if forwards and limit is not None else None
@@ -48,7 +51,7 @@ class Steps:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self.count = max(self.count, self._counts[optimizer])
         if self._limit is not None and self.count >= self._limit:
-            raise EnoughSeen(self)
+            self._stop()
 
     def begins(self, module: torch.nn.Module, _: Any) -> None:
         if self._root is None and not torch.is_grad_enabled():
@@ -59,7 +62,11 @@ class Steps:
             return
         self._forwards_left -= 1
         if self._forwards_left <= 0 and self.count == 0:
-            raise EnoughSeen(self)
+            self._stop()
+
+    def _stop(self) -> None:
+        self.raised = True
+        raise EnoughSeen(self)
 
 
 @contextmanager

@@ -12,18 +12,20 @@ Rules
   the function is only probed (`batchfit.run_largest`).
 - What an attempt leaves in an Accelerator (prepared objects, half an accumulation, loaders that were being
   read) is taken out before the next one; what was prepared before the call stays.
-- Modules, optimizers and LR schedulers among the arguments, and the accelerator's gradient scaler, are as
-  before the call at every attempt.
+- Modules, optimizers and LR schedulers among the arguments (in containers and partials too), and the
+  accelerator's gradient scaler, are as before the call at every attempt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 import torch
@@ -43,6 +45,8 @@ log = logging.getLogger("batchfit")
 
 TESTED: Final = ("1.10", "1.15")
 _PREPARED: Final = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+_LONGEST: Final = 1000  # items of a container that is looked into
+_MOST: Final = 20_000  # objects that are looked at
 _REFUSED: Final = {
     "DEEPSPEED": "DeepSpeed's engine runs backward and step itself",
     "MEGATRON_LM": "Megatron-LM runs forward and backward itself",
@@ -181,7 +185,9 @@ class _Finder:
                 probe_steps=3 if given["probe_steps"] is None else given["probe_steps"],
                 tolerance=given["tolerance"],
                 reduce=None if reduce is None else shrink,
-                state=_state_of([*args, *kwargs.values(), *(trace.scaler for trace in traces)]),
+                state=_state_of(
+                    [*_bound(self._function), *args, *kwargs.values(), *(trace.scaler for trace in traces)]
+                ),
                 key=given["key"],
                 fresh=given["fresh"],
                 device=traces[0].device if traces else None,
@@ -279,7 +285,7 @@ def backward(
     parts = accelerator.gradient_accumulation_steps
     scaled = fn if parts == 1 else (lambda micro: fn(micro) / parts)
     report = microbatcher.backward(scaled, batch, scaler=accelerator.scaler, **options)
-    return report if parts == 1 else replace(report, loss=report.loss * parts)
+    return report if parts == 1 else dataclasses.replace(report, loss=report.loss * parts)
 
 
 def _accelerators(
@@ -289,27 +295,64 @@ def _accelerators(
     if named is not None:
         return [named]
     found: list[Accelerator] = []
-    waiting: list[Any] = [function, *args, *kwargs.values()]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
+    waiting: deque[Any] = deque([function, *args, *kwargs.values()])
+    seen: dict[int, Any] = {}  # held, so that an id is one object's
+    while waiting and len(seen) < _MOST:  # the nearest first: a library's functions lead to all of it
+        one = waiting.popleft()
         if id(one) in seen:
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
+        inside = _inside(one)
         if isinstance(one, Accelerator):
             found.append(one)
+        elif inside is not None:
+            waiting += inside
         elif inspect.ismethod(one):
             waiting += [one.__func__, one.__self__]
         elif inspect.isfunction(one):
-            plain = inspect.unwrap(one)
-            variables = inspect.getclosurevars(plain)
-            near = [value for value in variables.globals.values() if _is_near(value, plain.__module__)]
-            waiting += [*variables.nonlocals.values(), *near]
+            waiting += _used_by(inspect.unwrap(one))
         elif not isinstance(one, torch.nn.Module | torch.Tensor | type):
             waiting += [
                 held for held in getattr(one, "__dict__", {}).values() if isinstance(held, Accelerator)
             ]
     return found
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """What a partial, a container or a dataclass holds; of long ones nothing, since they are data."""
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, dict):  # read as one: tables of libraries import what is taken from them
+        return list(dict.values(value)) if dict.__len__(value) <= _LONGEST else []
+    if isinstance(value, SimpleNamespace):
+        return list(vars(value).values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value) if len(value) <= _LONGEST else []
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return None
+
+
+def _bound(function: Any) -> list[Any]:
+    """Arguments that a `functools.partial` brings along: they are passed in, like those of the call."""
+    return [*function.args, *function.keywords.values()] if isinstance(function, functools.partial) else []
+
+
+def _used_by(function: Any) -> list[Any]:
+    """The variables of a function that are not its own; one that is not set yet is left out."""
+    values = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # set later, or never
+            continue
+    names, codes = set(), [function.__code__]
+    while codes:  # functions and comprehensions that are written inside of it, too
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    near = [function.__globals__[name] for name in names if name in function.__globals__]
+    return values + [value for value in near if _is_near(value, function.__module__)]
 
 
 def _is_near(value: Any, module: str) -> bool:
@@ -318,7 +361,7 @@ def _is_near(value: Any, module: str) -> bool:
 
 
 def _state_of(values: Iterable[Any]) -> list[Any]:
-    """What the caller passed in that training changes, prepared or not."""
+    """What the caller passed in that training changes, prepared or not, by itself or in containers."""
     kinds = (
         torch.nn.Module,
         torch.optim.Optimizer,
@@ -326,7 +369,19 @@ def _state_of(values: Iterable[Any]) -> list[Any]:
         torch.amp.GradScaler,
         AcceleratedScheduler,
     )
-    return [value for value in values if isinstance(value, kinds)]
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+    waiting = list(values)[::-1]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if isinstance(one, kinds):
+            found.append(one)
+        else:
+            waiting += (_inside(one) or [])[::-1]
+    return found
 
 
 def _check_call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -20,7 +20,10 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib.util
+import inspect
 import logging
 import os
 import sys
@@ -33,6 +36,7 @@ from typing import Any, Final, final
 import torch
 
 import batchfit
+from batchfit.testing import FakeDevice
 from batchfit.workload import batches
 
 try:
@@ -179,7 +183,7 @@ class AdaptiveBatchSize:
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
         """The batch's loss. With a Microbatcher its gradients are there already, and backward adds none."""
-        theirs = super()._loss_step  # type: ignore[misc]
+        theirs = self._stock_loss
         if self._mb is None:
             loss: torch.Tensor = theirs(batch)
             return loss
@@ -188,6 +192,24 @@ class AdaptiveBatchSize:
         report = self._mb.backward(lambda micro: theirs(dict(micro)) * tokens, batch)
         mean: torch.Tensor = report.loss / tokens.clamp(min=1)
         return mean.requires_grad_()
+
+    def _stock_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The recipe's loss, whatever an attempt before has left in its offloading of activations."""
+        self._forget_offloaded()
+        loss: torch.Tensor = super()._loss_step(batch)  # type: ignore[misc]
+        return loss
+
+    def _forget_offloaded(self) -> None:
+        """torchtune's offloading counts on a backward after each forward, and running out breaks that off."""
+        offloading: Any = getattr(self, "activations_handling_ctx", None)
+        if not hasattr(offloading, "tracker"):
+            return
+        stashes = [getattr(offloading, name, {}) for name in ("fwd_stash", "bwd_tensor_stash")]
+        if any(stashes) and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a stream of its own may still copy them
+        for held in (offloading.tracker, *stashes, getattr(offloading, "bwd_ev_stash", {})):
+            held.clear()
+        offloading.is_first_forward_call = offloading.is_first_backward_call = True
 
     # --- the largest batch
 
@@ -209,9 +231,15 @@ class AdaptiveBatchSize:
         """A step of the recipe's loop, with the longest samples of its dataset."""
         make = batches(loader.dataset, collate_fn=loader.collate_fn)
         clip_norm = getattr(self, "_clip_grad_norm", None)
-        stock = super()._loss_step  # type: ignore[misc]
 
         def step(size: int) -> None:
+            try:
+                train(size)
+            except BaseException:
+                self._forget_offloaded()  # what it holds would count as someone else's in the next trial
+                raise
+
+        def train(size: int) -> None:
             self._ignore_labels(size)
             running, tokens = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
             # From the second batch of an accumulation on, the gradients of the first are there.
@@ -220,7 +248,7 @@ class AdaptiveBatchSize:
                 utils.batch_to_device(batch, self._device)
                 count = (batch["labels"] != self._loss_fn.ignore_index).sum()
                 tokens = tokens + count
-                loss = stock(batch) * count
+                loss = self._stock_loss(batch) * count
                 running = running + loss
                 loss.backward()
             if not self._in_backward:
@@ -322,7 +350,39 @@ def _search(given: Any) -> dict[str, Any]:
     for name in _OURS:
         if name in settings:
             raise ValueError(f"batchfit.{name} must be left out, not {settings[name]!r}: the recipe sets it")
-    return {str(name): value for name, value in settings.items()}
+    named = {str(name): value for name, value in settings.items()}
+    _check_search(named)
+    return named
+
+
+class _AskedError(Exception):
+    """Raised by the step of a search that is only asked whether its settings are right."""
+
+
+def _check_search(named: Mapping[str, Any]) -> None:
+    """What the search refuses, told before a model is loaded for it."""
+    known = [name for name in inspect.signature(batchfit.find_batch_size).parameters if name != "workload"]
+    for name, value in named.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ValueError(
+                f"batchfit.{name} must be a keyword of batchfit.find_batch_size, not {value!r}{hint}"
+            )
+
+    def step(_: int) -> None:
+        raise _AskedError
+
+    for name in ("store", "fresh"):
+        if type(named.get(name, False)) is not bool:
+            raise TypeError(f"batchfit.{name} must be True or False, not {named[name]!r}")
+    # With a right name the store would be read, and with none it is refused as it is in the recipe.
+    key = named.get("key")
+    stored = ("store", "fresh", "key") if isinstance(key, str) and key.strip() else ()
+    asked = {name: value for name, value in named.items() if name not in stored}
+    device = FakeDevice(2**60)  # the one that the recipe will have is not looked at yet
+    with contextlib.suppress(_AskedError):
+        batchfit.find_batch_size(batchfit.Workload(step, state=[]), device=device, max_size=2**20, **asked)
 
 
 @final
