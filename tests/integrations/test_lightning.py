@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -20,11 +21,19 @@ from lightning.pytorch.callbacks import BatchSizeFinder as Theirs
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_cases import LegacyNet, Net, Own, data, seeded, trainer, weights
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import batchfit
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining, framework
+from batchfit.integrations.lightning.loaders import largest_batch
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]
 
@@ -277,6 +286,44 @@ def test_a_resizable_loader_is_resized() -> None:
     module = Net()
     trainer(BatchSizeFinder(max_val=32)).fit(module, loader)
     assert loader.batch_size == 32 == module.sizes[-1]
+
+
+def test_a_size_leaves_a_batch_of_every_loader() -> None:
+    """Samples are the sampler's, and a loader that drops its last batch must have a whole one."""
+    module, ours = Net(), BatchSizeFinder()
+    some = SubsetRandomSampler(range(50))
+    run = trainer(ours)
+    run.fit(module, DataLoader(data(), batch_size=2, sampler=some, drop_last=True))
+    assert ours.optimal_batch_size == 50 == module.sizes[-1]
+    assert run.global_step == 1
+
+    class Both(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    for drop_last, found in ((True, 24), (False, 60)):
+        ours = BatchSizeFinder()
+        loaders = {
+            "a": DataLoader(data(60), batch_size=2),
+            "b": DataLoader(data(24), batch_size=2, drop_last=drop_last),
+        }
+        run = trainer(ours)
+        run.fit(Both(), loaders)
+        assert ours.optimal_batch_size == found
+        assert run.global_step == -(-60 // found)
+    sampler = BatchSampler(SubsetRandomSampler(range(20)), 2, drop_last=True)
+    trainer(ours).fit(Net(), DataLoader(data(), batch_sampler=sampler))
+    assert ours.optimal_batch_size == 20
+
+
+def test_the_samples_of_a_rank_are_counted_once() -> None:
+    own = DistributedSampler(data(100), num_replicas=4, rank=0)  # one rank's part already
+    assert largest_batch(DataLoader(data(100), sampler=own), world_size=4) == 25
+    assert largest_batch(DataLoader(data(101)), world_size=4) == 26
+    assert largest_batch(DataLoader(data(101), drop_last=True), world_size=4) == 25
+    assert largest_batch([DataLoader(data(8)), DataLoader(Stream())], world_size=1) == math.inf
+    drops = [DataLoader(data(8), drop_last=True), DataLoader(Stream())]
+    assert largest_batch(drops, world_size=1) == 8
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ Rules
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
@@ -25,10 +24,10 @@ from batchfit.integrations.lightning.framework import (
     write,
 )
 from batchfit.integrations.lightning.loaders import (
+    largest_batch,
     leaves,
     mapped,
     requested,
-    sample_count,
     set_size,
     source_of,
 )
@@ -57,7 +56,8 @@ class BatchSizeFinder(Callback):
         max_trials: how many trials there may be.
         batch_arg_name: the attribute that holds the size; it need not exist.
         margin: this share of the size is given up, and the smaller size is run too.
-        max_val: the largest size to try. A size never exceeds the samples that a rank has.
+        max_val: the largest size to try. A size never exceeds the samples that a rank has, nor those of its
+            smallest loader with drop_last, of which nothing would be left.
         min_val, multiple_of, power_of_two: which sizes may be tried.
         budget: bytes that the program may use ("24GiB"); default: all that is free.
         soak_steps: steps that the answer has to survive; 0 for none.
@@ -193,10 +193,7 @@ class BatchSizeFinder(Callback):
     def _found(
         self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
     ) -> batchfit.FitResult:
-        samples = max((sample_count(loader) for loader in leaves(given)), default=math.inf)
-        most = int(
-            min(self._max_size, math.ceil(samples / trainer.world_size) if samples < math.inf else samples)
-        )
+        most = int(min(self._max_size, largest_batch(given, world_size=trainer.world_size)))
         own = next((one for one in trainer.callbacks if isinstance(one, OomProofTraining)), None)
         with undisturbed(trainer, loop), nullcontext() if own is None else own.paused():
             work = self._workload(trainer, loop, module, given, mode)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import batchfit
 from batchfit.integrations.lightning.framework import log, part
@@ -118,12 +119,41 @@ def source_of(loader: Any) -> Callable[[int], Any]:
     return batches(dataset, collate_fn=collate)
 
 
-def sample_count(loader: Any) -> float:
-    """How many samples an epoch of the loader has; infinite where it does not say."""
+def largest_batch(given: Any, *, world_size: int) -> float:
+    """The largest batch of one rank that these loaders can make; infinite where none of them says.
+
+    A loader that drops its last batch makes none at all of more samples than it has.
+    """
+    counts = [(_samples_of_a_rank(loader, world_size), _drops_last(loader)) for loader in leaves(given)]
+    most = max((count for count, _ in counts), default=math.inf)
+    whole = min((count for count, drops in counts if drops), default=math.inf)
+    if whole <= most:
+        return whole if whole == math.inf else math.floor(whole)
+    return most if most == math.inf else math.ceil(most)
+
+
+def _samples_of_a_rank(loader: Any, world_size: int) -> float:
+    """How many samples an epoch of the loader has on one rank; infinite where it does not say."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # With a batch sampler of the user's own, `loader.sampler` is one that nobody asks.
+    samplers: tuple[Any, ...] = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+    for sampler in samplers:
+        try:
+            count = len(sampler)
+        except (TypeError, AttributeError, NotImplementedError):
+            continue
+        return count if isinstance(sampler, DistributedSampler) else count / world_size
     try:
-        return len(loader.dataset)
+        return len(loader.dataset) / world_size
     except (TypeError, AttributeError, NotImplementedError):
         return math.inf
+
+
+def _drops_last(loader: Any) -> bool:
+    if isinstance(loader, batchfit.ResizableLoader):
+        return True  # it does not say; a whole batch is right either way
+    sampler = getattr(loader, "batch_sampler", None)
+    return any(getattr(one, "drop_last", False) is True for one in (loader, sampler))
 
 
 def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) -> None:
