@@ -447,9 +447,56 @@ def test_a_run_that_goes_on_keeps_its_size(tmp_path: Path, caplog: pytest.LogCap
         module = Own(batch_size=2, limit=100 if size == 100 else 40)
         run = trainer(BatchSizeFinder(max_val=100, tolerance=0.0, fresh=fresh), max_epochs=2)
         run.fit(module, ckpt_path=tmp_path / "one.ckpt")
-        assert module.sizes[0] == size
-        assert (run.callbacks[0].result is not None) is fresh
-    assert "batch size 100, as in the checkpoint" in caplog.text
+        assert run.callbacks[0].optimal_batch_size == size
+        assert module.sizes[-2] == size
+        tried = [trial.size for trial in run.callbacks[0].result.trials]
+        assert (set(tried) == {100}) is not fresh  # a trial and its soak, or a search
+    assert "batch size 100 for train_dataloader: as in the checkpoint" in caplog.text
+
+
+def test_a_checkpoint_counts_for_the_run_that_loads_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    run = trainer(BatchSizeFinder(max_val=64))
+    run.fit(Own(batch_size=2))
+    run.save_checkpoint(path)
+    ours = BatchSizeFinder(max_val=100)
+    trainer(ours, max_epochs=2).fit(Own(batch_size=2), ckpt_path=path)
+    assert ours.optimal_batch_size == 64
+    trainer(ours).fit(Own(batch_size=2))  # no checkpoint
+    assert ours.optimal_batch_size == 100
+    trainer(ours).test(Own(batch_size=2), ckpt_path=path, verbose=False)
+    trainer(ours).fit(Own(batch_size=2))
+    assert ours.optimal_batch_size == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "size", "text"),
+    [
+        ({"device": "NVIDIA H200"}, {}, 128, "found on NVIDIA H200, and this is cpu"),
+        ({"budget": "1GiB"}, {}, 128, "budget was 1GiB, and is None"),
+        ({}, {"max_val": 40}, 40, "sizes are from 1 to 40 now"),
+        ({}, {"min_val": 80}, 128, "sizes are from 80 to 128 now"),
+        ({}, {}, 64, ""),
+    ],
+)
+def test_a_checkpoints_size_for_something_else_is_searched_again(
+    change: dict[str, Any], options: dict[str, Any], size: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = BatchSizeFinder(**{"max_val": 128, **options})
+    ours.load_state_dict({"batch_size": 64, "device": "cpu", "budget": None, **change})
+    trainer(ours).fit(Own(batch_size=2))
+    assert ours.optimal_batch_size == size
+    assert text in caplog.text
+    assert ("searched for again" in caplog.text) is bool(text)
+
+
+def test_a_checkpoints_size_is_run_before_it_is_set() -> None:
+    """Another program has the memory now, or the module has grown."""
+    module, ours = Own(batch_size=2, limit=40), BatchSizeFinder(tolerance=0.0)
+    ours.load_state_dict({"batch_size": 64, "device": "cpu", "budget": None})
+    trainer(ours).fit(module)
+    assert ours.optimal_batch_size == 40
+    assert module.sizes[-2:] == [40, 256 % 40]
 
 
 def test_an_error_of_the_users_comes_out_and_the_trainer_is_as_before() -> None:

@@ -235,6 +235,29 @@ def test_fit_again_goes_on() -> None:
     assert module.sizes == [32] * 5 + [80] * 2 + [16] * 10
 
 
+@pytest.mark.parametrize(
+    "config", ["0:32 1:80", {"type": "milestone", "milestones": "0:32 2:64", "unit": "step"}]
+)
+def test_another_trainer_begins_anew(config: Any, tmp_path: Path) -> None:
+    """The folds of a cross-validation, with one callback."""
+    schedule, stories = BatchSizeSchedule(config), []
+    for _ in range(2):
+        module = Told()
+        run = fitted(module, schedule, max_epochs=2)
+        stories.append(module.sizes)
+        run.save_checkpoint(tmp_path / "a.ckpt")  # after `fit`, and yet complete
+    assert stories[0] == stories[1]
+    assert sum(stories[0]) == 320
+    run.test(Told(), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)  # loads callbacks too
+    module = Told()
+    fitted(module, schedule, max_epochs=2)
+    assert module.sizes == stories[0]
+    module = Told()
+    run = trainer(schedule, max_epochs=3)
+    run.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert module.sizes == ([80] * 2 if isinstance(config, str) else [64] * 2 + [32])
+
+
 def test_workers_samplers_and_a_resizable_loader_of_the_users() -> None:
     module = Told()
     fitted(module, BatchSizeSchedule("0:40 1:80"), train=loader(40, num_workers=1), max_epochs=2)
