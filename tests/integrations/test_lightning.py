@@ -281,6 +281,78 @@ def test_streams_and_loaders_that_only_the_user_knows() -> None:
         trainer(finder).fit(Net(), DataLoader(data(), batch_size=None))
 
 
+class Plain:
+    """A loader that has no size to set."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(8, 16),)])
+
+
+class Bucket:
+    """A batch sampler that makes its batches when it is made."""
+
+    def __init__(self, samples: int, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches = torch.arange(samples).split(batch_size)
+
+    def __iter__(self) -> Any:
+        return (batch.tolist() for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Fixed:
+    """One that has no size at all."""
+
+    def __iter__(self) -> Any:
+        return iter([list(range(8))] * 4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Sized(Fixed):
+    """One whose size cannot be set."""
+
+    @property
+    def batch_size(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "text"),
+    [
+        (Plain, {}, "must be a DataLoader or have a batch_size that can be set"),
+        (lambda: DataLoader(data(), batch_sampler=Bucket(256, 8)), {}, "Bucket makes one of 8 samples"),
+        (lambda: DataLoader(data(), batch_sampler=Fixed()), {}, "integer batch_size .* Fixed"),
+        (lambda: DataLoader(data(), batch_sampler=Sized()), {}, "can be set, and that of Sized cannot"),
+        (lambda: DataLoader(data(), 8), {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every"),
+    ],
+)
+def test_a_loader_that_would_not_have_the_size_is_refused_before_the_first_trial(
+    loader: Any, options: dict[str, Any], text: str
+) -> None:
+    module = Net(batch_size=4)  # an attribute that no loader uses
+    make_batch = (lambda size: [torch.ones(size, 16)]) if loader is Plain else None
+    with pytest.raises((TypeError, ValueError), match=text):
+        trainer(BatchSizeFinder(make_batch=make_batch), **options).fit(module, loader())
+    assert module.sizes == []
+    assert module.batch_size == 4
+
+
+def test_an_attribute_that_makes_the_batch_sampler_is_enough() -> None:
+    class Made(Own):
+        def train_dataloader(self) -> Any:
+            return DataLoader(data(), batch_sampler=Bucket(256, self.batch_size))
+
+    module, ours = Made(batch_size=2), BatchSizeFinder(max_val=64)
+    run = trainer(ours, reload_dataloaders_every_n_epochs=1, max_epochs=2)
+    run.fit(module)
+    assert ours.optimal_batch_size == 64 == module.batch_size
+    assert run.global_step == 8
+
+
 def test_a_resizable_loader_is_resized() -> None:
     loader = batchfit.ResizableLoader(data(), 4)
     module = Net()

@@ -27,6 +27,7 @@ from batchfit.integrations.lightning.framework import (
     write,
 )
 from batchfit.integrations.lightning.loaders import (
+    check_resizable,
     largest_batch,
     leaves,
     mapped,
@@ -185,6 +186,7 @@ class BatchSizeFinder(Callback):
     def _scale(self, trainer: Any, module: Any, checkpoint: dict[str, Any] | None = None) -> None:
         loop = trainer._active_loop
         given, mode = requested(trainer, loop)
+        check_resizable(trainer, loop, module, self._attribute, given)
         most = max(1, int(min(self._max_size, largest_batch(given, world_size=trainer.world_size))))
         device = _device_name(trainer)
         kept = None if checkpoint is None else self._still_asked_for(checkpoint, device, most)
