@@ -278,6 +278,28 @@ def test_workers_samplers_and_a_resizable_loader_of_the_users() -> None:
     assert module.sizes == [40] * 4 + [80] * 2
 
 
+def test_a_loader_with_its_own_way_of_iterating_is_refused_and_other_kinds_are_taken() -> None:
+    class Scaled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ((batch[0] * 100,) for batch in super().__iter__())
+
+    class Inner(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return super()._get_iterator()
+
+    class Named(DataLoader[Any]):
+        """Only its arguments are its own."""
+
+    for kind, name in ((Scaled, "__iter__"), (Inner, "_get_iterator")):
+        module = Told()
+        with pytest.raises(TypeError, match=f"{kind.__name__} has its own {name}"):
+            fitted(module, BatchSizeSchedule("0:32 1:80"), train=kind(data(160), 32))
+        assert module.sizes == []
+    module = Told()
+    fitted(module, BatchSizeSchedule("0:32 1:80"), train=Named(data(160), 32), max_epochs=2)
+    assert module.sizes == [32] * 5 + [80] * 2
+
+
 def test_who_asks_for_the_number_of_steps_does_not_keep_the_old_loader() -> None:
     class Asking(Told):
         def configure_optimizers(self) -> Any:

@@ -303,6 +303,13 @@ def resizable(loader: Any, *, batch_size: int) -> batchfit.ResizableLoader:
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"the train loader must be a DataLoader or a ResizableLoader, not {loader!r:.80}")
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), name, None) is not getattr(DataLoader, name, None):
+            raise TypeError(
+                f"the train loader must be iterated over as a DataLoader is, and {type(loader).__name__} has "
+                f"its own {name}: the loader that takes its place while sizes change would not call it. Do "
+                "what it does in collate_fn, in the dataset or in the module's on_after_batch_transfer"
+            )
     if type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler).__name__
         raise TypeError(
