@@ -601,6 +601,19 @@ def test_fast_dev_run_searches_nothing() -> None:
         ({"max_val": 0}, "max_val must be a positive integer, not 0"),
         ({"min_val": True}, "min_val must be a positive integer, not True"),
         ({"make_batch": 3}, "make_batch must be a callable"),
+        ({"steps_per_trial": 1}, "steps_per_trial must be an integer of at least 2, not 1"),
+        ({"init_val": 0}, "init_val must be a positive integer, not 0"),
+        ({"max_trials": 0}, "max_trials must be a positive integer, not 0"),
+        ({"multiple_of": 0}, "multiple_of must be a positive integer, not 0"),
+        ({"power_of_two": 1}, "power_of_two must be True or False, not 1"),
+        ({"power_of_two": True, "multiple_of": 3}, "multiple_of must be a power of two with power_of_two"),
+        ({"min_val": 10, "max_val": 5}, r"max_val must leave an allowed size \(the smallest is 10\), not 5"),
+        ({"min_val": 33, "max_val": 63, "power_of_two": True}, r"\(the smallest is 64\), not 63"),
+        ({"multiple_of": 8, "max_val": 7}, r"\(the smallest is 8\), not 7"),
+        ({"soak_steps": 2}, r"soak_steps must be 0 or at least steps_per_trial \(3\), not 2"),
+        ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, not 1.0"),
+        ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
+        ({"on_trial": 3}, "on_trial must be a callable"),
     ],
 )
 def test_wrong_arguments_are_told_when_the_callback_is_made(options: dict[str, Any], text: str) -> None:
@@ -615,6 +628,10 @@ def test_contradictions_name_both_sides() -> None:
         pl.tuner.Tuner(trainer(BatchSizeFinder())).scale_batch_size(Own(batch_size=2))
     with pytest.raises(ValueError, match="Lightning's BatchSizeFinder beside batchfit's BatchSizeSchedule"):
         trainer(BatchSizeSchedule("0:2 1:4"), Theirs()).fit(Own(batch_size=2))
+    module = Own(batch_size=2)
+    with pytest.raises(ValueError, match=r"BatchSizeSchedule before BatchSizeFinder.*list the finder first"):
+        trainer(BatchSizeSchedule("0:2 1:4"), BatchSizeFinder()).fit(module)
+    assert module.sizes == []
     run = trainer(OomProofTraining())
     run.strategy.__class__ = pl.strategies.FSDPStrategy
     with pytest.raises(BatchfitError, match="not under FSDPStrategy"):

@@ -97,11 +97,12 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"mode must be one of {', '.join((*_MODES, *_OURS))}, not {mode!r}")
         if type(margin) not in (int, float) or not 0 <= margin < 1:
             raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
-        for name, value in (("max_val", max_val), ("min_val", min_val)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        _check_sizes(min_val, max_val, init_val, max_trials, multiple_of, power_of_two)
+        _check_steps(steps_per_trial, soak_steps, tolerance, time_limit_s)
         if make_batch is not None and not callable(make_batch):
             raise TypeError(f"make_batch must be a callable make_batch(n) or None, not {make_batch!r}")
+        if on_trial is not None and not callable(on_trial):
+            raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
         self.optimal_batch_size: int | None = None
         self.result: batchfit.FitResult | None = None
         self._attribute = batch_arg_name
@@ -281,6 +282,40 @@ class BatchSizeFinder(Callback):
             sources = mapped(given, source_of)
             each = [lambda size: mapped(sources, lambda source: source(size))]
         return evaluation(trainer, loop, name, each)
+
+
+# The search would refuse these too, but in `fit`, and by its own names for them.
+
+
+def _check_sizes(
+    min_val: int, max_val: int, init_val: int | None, max_trials: int, multiple_of: int, power_of_two: bool
+) -> None:
+    counts = {"max_val": max_val, "min_val": min_val, "max_trials": max_trials, "multiple_of": multiple_of}
+    for name, value in {**counts, **({} if init_val is None else {"init_val": init_val})}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if type(power_of_two) is not bool:
+        raise ValueError(f"power_of_two must be True or False, not {power_of_two!r}")
+    if power_of_two and multiple_of & (multiple_of - 1):
+        raise ValueError(f"multiple_of must be a power of two with power_of_two, not {multiple_of!r}")
+    first = -(-min_val // multiple_of) * multiple_of
+    if power_of_two:
+        first = 1 << (first - 1).bit_length()
+    if first > max_val:
+        raise ValueError(f"max_val must leave an allowed size (the smallest is {first}), not {max_val!r}")
+
+
+def _check_steps(steps_per_trial: int, soak_steps: int, tolerance: float, time_limit_s: float | None) -> None:
+    if type(steps_per_trial) is not int or steps_per_trial < 2:
+        raise ValueError(f"steps_per_trial must be an integer of at least 2, not {steps_per_trial!r}")
+    if type(soak_steps) is not int or 0 != soak_steps < steps_per_trial:
+        raise ValueError(
+            f"soak_steps must be 0 or at least steps_per_trial ({steps_per_trial}), not {soak_steps!r}"
+        )
+    if type(tolerance) not in (int, float) or not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be at least 0 and below 1, not {tolerance!r}")
+    if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
+        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
 
 
 def _device_name(trainer: Any) -> str:

@@ -92,6 +92,12 @@ class BatchSizeSchedule(Callback):
         if stage != "fit":
             return
         refuse_beside(trainer, self, "BatchSizeFinder", why="it sets a size of its own. Use batchfit's")
+        own = next(place for place, one in enumerate(trainer.callbacks) if one is self)
+        if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks[own + 1 :]):
+            raise ValueError(
+                "callbacks must not hold BatchSizeSchedule before BatchSizeFinder, which searches with the "
+                "loader that the schedule takes the place of: list the finder first"
+            )
         why = "both would change the batch of an optimizer step. Keep one of them"
         refuse_beside(trainer, self, "GradientAccumulationScheduler", why=why)
         for name, value in (
