@@ -136,9 +136,10 @@ def test_lightning_leaves_other_random_numbers_and_ours_a_run_as_if_it_had_not_s
     assert all(map(torch.equal, after, trained))
 
 
-def test_nothing_fits_is_an_error_about_a_sampler_in_lightning_and_says_so_in_ours() -> None:
+def test_nothing_fits_is_an_error_about_a_sampler_in_lightning_and_says_so_in_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch_size should be a positive integer"):
-        trainer(Theirs()).fit(Own(batch_size=2, limit=0))
+        trainer(Theirs(), default_root_dir=tmp_path).fit(Own(batch_size=2, limit=0))
+    assert list(tmp_path.glob(".scale_batch_size_*.ckpt"))  # and its checkpoint stays
     with pytest.raises(NothingFitsError, match="a batch of 1 does not fit"):
         trainer(BatchSizeFinder()).fit(Own(batch_size=2, limit=0))
 
