@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -20,11 +21,19 @@ from lightning.pytorch.callbacks import BatchSizeFinder as Theirs
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_cases import LegacyNet, Net, Own, data, seeded, trainer, weights
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import batchfit
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining, framework
+from batchfit.integrations.lightning.loaders import largest_batch
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]
 
@@ -127,9 +136,10 @@ def test_lightning_leaves_other_random_numbers_and_ours_a_run_as_if_it_had_not_s
     assert all(map(torch.equal, after, trained))
 
 
-def test_nothing_fits_is_an_error_about_a_sampler_in_lightning_and_says_so_in_ours() -> None:
+def test_nothing_fits_is_an_error_about_a_sampler_in_lightning_and_says_so_in_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batch_size should be a positive integer"):
-        trainer(Theirs()).fit(Own(batch_size=2, limit=0))
+        trainer(Theirs(), default_root_dir=tmp_path).fit(Own(batch_size=2, limit=0))
+    assert list(tmp_path.glob(".scale_batch_size_*.ckpt"))  # and its checkpoint stays
     with pytest.raises(NothingFitsError, match="a batch of 1 does not fit"):
         trainer(BatchSizeFinder()).fit(Own(batch_size=2, limit=0))
 
@@ -272,11 +282,121 @@ def test_streams_and_loaders_that_only_the_user_knows() -> None:
         trainer(finder).fit(Net(), DataLoader(data(), batch_size=None))
 
 
+class Plain:
+    """A loader that has no size to set."""
+
+    def __iter__(self) -> Any:
+        return iter([(torch.ones(8, 16),)])
+
+
+class Bucket:
+    """A batch sampler that makes its batches when it is made."""
+
+    def __init__(self, samples: int, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.batches = torch.arange(samples).split(batch_size)
+
+    def __iter__(self) -> Any:
+        return (batch.tolist() for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Fixed:
+    """One that has no size at all."""
+
+    def __iter__(self) -> Any:
+        return iter([list(range(8))] * 4)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Sized(Fixed):
+    """One whose size cannot be set."""
+
+    @property
+    def batch_size(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "text"),
+    [
+        (Plain, {}, "must be a DataLoader or have a batch_size that can be set"),
+        (lambda: DataLoader(data(), batch_sampler=Bucket(256, 8)), {}, "Bucket makes one of 8 samples"),
+        (lambda: DataLoader(data(), batch_sampler=Fixed()), {}, "integer batch_size .* Fixed"),
+        (lambda: DataLoader(data(), batch_sampler=Sized()), {}, "can be set, and that of Sized cannot"),
+        (lambda: DataLoader(data(), 8), {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every"),
+    ],
+)
+def test_a_loader_that_would_not_have_the_size_is_refused_before_the_first_trial(
+    loader: Any, options: dict[str, Any], text: str
+) -> None:
+    module = Net(batch_size=4)  # an attribute that no loader uses
+    make_batch = (lambda size: [torch.ones(size, 16)]) if loader is Plain else None
+    with pytest.raises((TypeError, ValueError), match=text):
+        trainer(BatchSizeFinder(make_batch=make_batch), **options).fit(module, loader())
+    assert module.sizes == []
+    assert module.batch_size == 4
+
+
+def test_an_attribute_that_makes_the_batch_sampler_is_enough() -> None:
+    class Made(Own):
+        def train_dataloader(self) -> Any:
+            return DataLoader(data(), batch_sampler=Bucket(256, self.batch_size))
+
+    module, ours = Made(batch_size=2), BatchSizeFinder(max_val=64)
+    run = trainer(ours, reload_dataloaders_every_n_epochs=1, max_epochs=2)
+    run.fit(module)
+    assert ours.optimal_batch_size == 64 == module.batch_size
+    assert run.global_step == 8
+
+
 def test_a_resizable_loader_is_resized() -> None:
     loader = batchfit.ResizableLoader(data(), 4)
     module = Net()
     trainer(BatchSizeFinder(max_val=32)).fit(module, loader)
     assert loader.batch_size == 32 == module.sizes[-1]
+
+
+def test_a_size_leaves_a_batch_of_every_loader() -> None:
+    """Samples are the sampler's, and a loader that drops its last batch must have a whole one."""
+    module, ours = Net(), BatchSizeFinder()
+    some = SubsetRandomSampler(range(50))
+    run = trainer(ours)
+    run.fit(module, DataLoader(data(), batch_size=2, sampler=some, drop_last=True))
+    assert ours.optimal_batch_size == 50 == module.sizes[-1]
+    assert run.global_step == 1
+
+    class Both(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    for drop_last, found in ((True, 24), (False, 60)):
+        ours = BatchSizeFinder()
+        loaders = {
+            "a": DataLoader(data(60), batch_size=2),
+            "b": DataLoader(data(24), batch_size=2, drop_last=drop_last),
+        }
+        run = trainer(ours)
+        run.fit(Both(), loaders)
+        assert ours.optimal_batch_size == found
+        assert run.global_step == -(-60 // found)
+    sampler = BatchSampler(SubsetRandomSampler(range(20)), 2, drop_last=True)
+    trainer(ours).fit(Net(), DataLoader(data(), batch_sampler=sampler))
+    assert ours.optimal_batch_size == 20
+
+
+def test_the_samples_of_a_rank_are_counted_once() -> None:
+    own = DistributedSampler(data(100), num_replicas=4, rank=0)  # one rank's part already
+    assert largest_batch(DataLoader(data(100), sampler=own), world_size=4) == 25
+    assert largest_batch(DataLoader(data(101)), world_size=4) == 26
+    assert largest_batch(DataLoader(data(101), drop_last=True), world_size=4) == 25
+    assert largest_batch([DataLoader(data(8)), DataLoader(Stream())], world_size=1) == math.inf
+    drops = [DataLoader(data(8), drop_last=True), DataLoader(Stream())]
+    assert largest_batch(drops, world_size=1) == 8
 
 
 @pytest.mark.parametrize(
@@ -400,9 +520,56 @@ def test_a_run_that_goes_on_keeps_its_size(tmp_path: Path, caplog: pytest.LogCap
         module = Own(batch_size=2, limit=100 if size == 100 else 40)
         run = trainer(BatchSizeFinder(max_val=100, tolerance=0.0, fresh=fresh), max_epochs=2)
         run.fit(module, ckpt_path=tmp_path / "one.ckpt")
-        assert module.sizes[0] == size
-        assert (run.callbacks[0].result is not None) is fresh
-    assert "batch size 100, as in the checkpoint" in caplog.text
+        assert run.callbacks[0].optimal_batch_size == size
+        assert module.sizes[-2] == size
+        tried = [trial.size for trial in run.callbacks[0].result.trials]
+        assert (set(tried) == {100}) is not fresh  # a trial and its soak, or a search
+    assert "batch size 100 for train_dataloader: as in the checkpoint" in caplog.text
+
+
+def test_a_checkpoint_counts_for_the_run_that_loads_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    run = trainer(BatchSizeFinder(max_val=64))
+    run.fit(Own(batch_size=2))
+    run.save_checkpoint(path)
+    ours = BatchSizeFinder(max_val=100)
+    trainer(ours, max_epochs=2).fit(Own(batch_size=2), ckpt_path=path)
+    assert ours.optimal_batch_size == 64
+    trainer(ours).fit(Own(batch_size=2))  # no checkpoint
+    assert ours.optimal_batch_size == 100
+    trainer(ours).test(Own(batch_size=2), ckpt_path=path, verbose=False)
+    trainer(ours).fit(Own(batch_size=2))
+    assert ours.optimal_batch_size == 100
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "size", "text"),
+    [
+        ({"device": "NVIDIA H200"}, {}, 128, "found on NVIDIA H200, and this is cpu"),
+        ({"budget": "1GiB"}, {}, 128, "budget was 1GiB, and is None"),
+        ({}, {"max_val": 40}, 40, "sizes are from 1 to 40 now"),
+        ({}, {"min_val": 80}, 128, "sizes are from 80 to 128 now"),
+        ({}, {}, 64, ""),
+    ],
+)
+def test_a_checkpoints_size_for_something_else_is_searched_again(
+    change: dict[str, Any], options: dict[str, Any], size: int, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = BatchSizeFinder(**{"max_val": 128, **options})
+    ours.load_state_dict({"batch_size": 64, "device": "cpu", "budget": None, **change})
+    trainer(ours).fit(Own(batch_size=2))
+    assert ours.optimal_batch_size == size
+    assert text in caplog.text
+    assert ("searched for again" in caplog.text) is bool(text)
+
+
+def test_a_checkpoints_size_is_run_before_it_is_set() -> None:
+    """Another program has the memory now, or the module has grown."""
+    module, ours = Own(batch_size=2, limit=40), BatchSizeFinder(tolerance=0.0)
+    ours.load_state_dict({"batch_size": 64, "device": "cpu", "budget": None})
+    trainer(ours).fit(module)
+    assert ours.optimal_batch_size == 40
+    assert module.sizes[-2:] == [40, 256 % 40]
 
 
 def test_an_error_of_the_users_comes_out_and_the_trainer_is_as_before() -> None:
@@ -435,6 +602,19 @@ def test_fast_dev_run_searches_nothing() -> None:
         ({"max_val": 0}, "max_val must be a positive integer, not 0"),
         ({"min_val": True}, "min_val must be a positive integer, not True"),
         ({"make_batch": 3}, "make_batch must be a callable"),
+        ({"steps_per_trial": 1}, "steps_per_trial must be an integer of at least 2, not 1"),
+        ({"init_val": 0}, "init_val must be a positive integer, not 0"),
+        ({"max_trials": 0}, "max_trials must be a positive integer, not 0"),
+        ({"multiple_of": 0}, "multiple_of must be a positive integer, not 0"),
+        ({"power_of_two": 1}, "power_of_two must be True or False, not 1"),
+        ({"power_of_two": True, "multiple_of": 3}, "multiple_of must be a power of two with power_of_two"),
+        ({"min_val": 10, "max_val": 5}, r"max_val must leave an allowed size \(the smallest is 10\), not 5"),
+        ({"min_val": 33, "max_val": 63, "power_of_two": True}, r"\(the smallest is 64\), not 63"),
+        ({"multiple_of": 8, "max_val": 7}, r"\(the smallest is 8\), not 7"),
+        ({"soak_steps": 2}, r"soak_steps must be 0 or at least steps_per_trial \(3\), not 2"),
+        ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, not 1.0"),
+        ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
+        ({"on_trial": 3}, "on_trial must be a callable"),
     ],
 )
 def test_wrong_arguments_are_told_when_the_callback_is_made(options: dict[str, Any], text: str) -> None:
@@ -449,6 +629,10 @@ def test_contradictions_name_both_sides() -> None:
         pl.tuner.Tuner(trainer(BatchSizeFinder())).scale_batch_size(Own(batch_size=2))
     with pytest.raises(ValueError, match="Lightning's BatchSizeFinder beside batchfit's BatchSizeSchedule"):
         trainer(BatchSizeSchedule("0:2 1:4"), Theirs()).fit(Own(batch_size=2))
+    module = Own(batch_size=2)
+    with pytest.raises(ValueError, match=r"BatchSizeSchedule before BatchSizeFinder.*list the finder first"):
+        trainer(BatchSizeSchedule("0:2 1:4"), BatchSizeFinder()).fit(module)
+    assert module.sizes == []
     run = trainer(OomProofTraining())
     run.strategy.__class__ = pl.strategies.FSDPStrategy
     with pytest.raises(BatchfitError, match="not under FSDPStrategy"):

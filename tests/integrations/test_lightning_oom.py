@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -284,6 +286,70 @@ def test_what_a_step_returns_holds_no_graph() -> None:
                 assert not rest["loss"][0].requires_grad
 
     fitted(seeded(Returning), OomProofTraining(microbatch_size=16), max_epochs=1)
+
+
+class Output(dict[str, Any]):
+    """As models return it: items are attributes too."""
+
+    @property
+    def logits(self) -> Any:
+        return self["logits"]
+
+
+class Shared(Mapping[str, Any]):
+    """Copies of it would hold the same dict."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_held = items
+
+    def __getitem__(self, name: str) -> Any:
+        return self.items_held[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.items_held[name] = value
+
+    def __iter__(self) -> Any:
+        return iter(self.items_held)
+
+    def __len__(self) -> int:
+        return len(self.items_held)
+
+
+class Pair(list[Any]):
+    """Has arguments of its own."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__((first, second))
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 32])
+def test_what_a_step_returns_keeps_its_type(microbatch_size: int | None) -> None:
+    class Returning(Exact):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss, (x,) = self.loss(batch), batch
+            rows = x[:, 0] * self.scale[0]
+            self.shared = Shared(rows=rows)
+            out, frozen = Output(logits=rows, inner=Output(logits=rows)), MappingProxyType({"rows": rows})
+            whole: Any = {"shape": x.shape, "pair": Pair(rows, 1), "plain": Shared(rows=x)}
+            return {"loss": loss, "out": out, "shared": self.shared, "frozen": frozen, **whole}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen = outputs
+
+    module = seeded(Returning)
+    fitted(module, OomProofTraining(microbatch_size=microbatch_size), max_epochs=1)
+    out = module.seen["out"]
+    assert (type(out), type(out["inner"])) == (Output, Output)
+    assert out.logits.shape == out["inner"].logits.shape == (64,)
+    assert not out.logits.requires_grad
+    assert module.shared["rows"].requires_grad  # the user's own is as it was
+    for name in ("shared", "frozen"):  # could not be made again
+        assert type(module.seen[name]) is dict
+        assert not module.seen[name]["rows"].requires_grad
+    if microbatch_size is None:
+        assert type(module.seen["shape"]) is torch.Size
+        assert type(module.seen["plain"]) is Shared
+        assert type(module.seen["pair"]) is list
 
 
 def test_a_mean_over_tokens_is_exact_with_its_weight() -> None:

@@ -235,6 +235,29 @@ def test_fit_again_goes_on() -> None:
     assert module.sizes == [32] * 5 + [80] * 2 + [16] * 10
 
 
+@pytest.mark.parametrize(
+    "config", ["0:32 1:80", {"type": "milestone", "milestones": "0:32 2:64", "unit": "step"}]
+)
+def test_another_trainer_begins_anew(config: Any, tmp_path: Path) -> None:
+    """The folds of a cross-validation, with one callback."""
+    schedule, stories = BatchSizeSchedule(config), []
+    for _ in range(2):
+        module = Told()
+        run = fitted(module, schedule, max_epochs=2)
+        stories.append(module.sizes)
+        run.save_checkpoint(tmp_path / "a.ckpt")  # after `fit`, and yet complete
+    assert stories[0] == stories[1]
+    assert sum(stories[0]) == 320
+    run.test(Told(), loader(), ckpt_path=tmp_path / "a.ckpt", verbose=False)  # loads callbacks too
+    module = Told()
+    fitted(module, schedule, max_epochs=2)
+    assert module.sizes == stories[0]
+    module = Told()
+    run = trainer(schedule, max_epochs=3)
+    run.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    assert module.sizes == ([80] * 2 if isinstance(config, str) else [64] * 2 + [32])
+
+
 def test_workers_samplers_and_a_resizable_loader_of_the_users() -> None:
     module = Told()
     fitted(module, BatchSizeSchedule("0:40 1:80"), train=loader(40, num_workers=1), max_epochs=2)
@@ -253,6 +276,28 @@ def test_workers_samplers_and_a_resizable_loader_of_the_users() -> None:
         module, BatchSizeSchedule("0:40 1:80"), train=batchfit.ResizableLoader(data(160), 40), max_epochs=2
     )
     assert module.sizes == [40] * 4 + [80] * 2
+
+
+def test_a_loader_with_its_own_way_of_iterating_is_refused_and_other_kinds_are_taken() -> None:
+    class Scaled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ((batch[0] * 100,) for batch in super().__iter__())
+
+    class Inner(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return super()._get_iterator()
+
+    class Named(DataLoader[Any]):
+        """Only its arguments are its own."""
+
+    for kind, name in ((Scaled, "__iter__"), (Inner, "_get_iterator")):
+        module = Told()
+        with pytest.raises(TypeError, match=f"{kind.__name__} has its own {name}"):
+            fitted(module, BatchSizeSchedule("0:32 1:80"), train=kind(data(160), 32))
+        assert module.sizes == []
+    module = Told()
+    fitted(module, BatchSizeSchedule("0:32 1:80"), train=Named(data(160), 32), max_epochs=2)
+    assert module.sizes == [32] * 5 + [80] * 2
 
 
 def test_who_asks_for_the_number_of_steps_does_not_keep_the_old_loader() -> None:

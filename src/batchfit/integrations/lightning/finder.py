@@ -5,15 +5,17 @@ Rules
 - A search leaves the run as it was: weights, optimizers, schedulers, scaler, random numbers, progress,
   logged values; no checkpoint is written for it. It may begin at any time.
 - On several ranks all of them search together and get one size, that of a rank's own batch.
-- A run that goes on from a checkpoint keeps the size that it had.
+- A run that goes on from a checkpoint keeps the size that it had, where that still runs. A checkpoint counts
+  for the `fit` that loads it, and for no other.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final
+
+import torch
 
 import batchfit
 from batchfit.integrations.lightning.framework import (
@@ -25,10 +27,11 @@ from batchfit.integrations.lightning.framework import (
     write,
 )
 from batchfit.integrations.lightning.loaders import (
+    check_resizable,
+    largest_batch,
     leaves,
     mapped,
     requested,
-    sample_count,
     set_size,
     source_of,
 )
@@ -57,7 +60,8 @@ class BatchSizeFinder(Callback):
         max_trials: how many trials there may be.
         batch_arg_name: the attribute that holds the size; it need not exist.
         margin: this share of the size is given up, and the smaller size is run too.
-        max_val: the largest size to try. A size never exceeds the samples that a rank has.
+        max_val: the largest size to try. A size never exceeds the samples that a rank has, nor those of its
+            smallest loader with drop_last, of which nothing would be left.
         min_val, multiple_of, power_of_two: which sizes may be tried.
         budget: bytes that the program may use ("24GiB"); default: all that is free.
         soak_steps: steps that the answer has to survive; 0 for none.
@@ -93,11 +97,12 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"mode must be one of {', '.join((*_MODES, *_OURS))}, not {mode!r}")
         if type(margin) not in (int, float) or not 0 <= margin < 1:
             raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
-        for name, value in (("max_val", max_val), ("min_val", min_val)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        _check_sizes(min_val, max_val, init_val, max_trials, multiple_of, power_of_two)
+        _check_steps(steps_per_trial, soak_steps, tolerance, time_limit_s)
         if make_batch is not None and not callable(make_batch):
             raise TypeError(f"make_batch must be a callable make_batch(n) or None, not {make_batch!r}")
+        if on_trial is not None and not callable(on_trial):
+            raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
         self.optimal_batch_size: int | None = None
         self.result: batchfit.FitResult | None = None
         self._attribute = batch_arg_name
@@ -105,7 +110,8 @@ class BatchSizeFinder(Callback):
         self._max_size = max_val
         self._make_batch = make_batch
         self._fresh = fresh
-        self._restored = False
+        self._kept: dict[str, Any] | None = None  # of a checkpoint, for the `fit` that comes
+        self._device: str | None = None
         self._options: dict[str, Any] = {
             "strategy": _MODES.get(mode.lower(), mode.lower()),
             "steps": steps_per_trial,
@@ -132,24 +138,15 @@ class BatchSizeFinder(Callback):
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
         """Search now, and set what was found: in the hooks below, or in one of your own."""
-        loop = trainer._active_loop
-        given, mode = requested(trainer, loop)
-        fit = self._found(trainer, loop, pl_module, given, mode)
-        self._set(trainer, loop, pl_module, fit.batch_size)
-        self.result = fit
-        write(trainer, {"batchfit/batch_size": fit.batch_size, "batchfit/find_s": fit.elapsed_s})
-        if trainer.is_global_zero:
-            log.info("batch size %d for %s: %s", fit.batch_size, loop._data_source.name, fit.stopped_because)
+        self._scale(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `fit`, and before its sanity check."""
-        if self._restored and not self._fresh and self.optimal_batch_size is not None:
-            self._set(trainer, trainer.fit_loop, pl_module, self.optimal_batch_size)
-            log.info("batch size %d, as in the checkpoint", self.optimal_batch_size)
-        elif trainer.fast_dev_run:
+        kept, self._kept = self._kept, None
+        if trainer.fast_dev_run:
             log.warning("no batch size is searched for with fast_dev_run")
         else:
-            self.scale_batch_size(trainer, pl_module)
+            self._scale(trainer, pl_module, None if self._fresh else kept)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `validate`; not within `fit`."""
@@ -166,14 +163,59 @@ class BatchSizeFinder(Callback):
         if not trainer.fast_dev_run:
             self.scale_batch_size(trainer, pl_module)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Forget the checkpoint."""
+        self._kept = None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        """Forget the checkpoint, which a `test` has loaded too."""
+        self._kept = None
+
     def state_dict(self) -> dict[str, Any]:
-        """The size, for a checkpoint."""
-        return {"batch_size": self.optimal_batch_size}
+        """The size, and what it was found for, for a checkpoint."""
+        return {
+            "batch_size": self.optimal_batch_size,
+            "device": self._device,
+            "budget": self._options["budget"],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The size of the run that goes on."""
-        self.optimal_batch_size = state_dict["batch_size"]
-        self._restored = True
+        self.optimal_batch_size, self._device = state_dict["batch_size"], state_dict.get("device")
+        self._kept = state_dict if self.optimal_batch_size is not None else None
+
+    def _scale(self, trainer: Any, module: Any, checkpoint: dict[str, Any] | None = None) -> None:
+        loop = trainer._active_loop
+        given, mode = requested(trainer, loop)
+        check_resizable(trainer, loop, module, self._attribute, given)
+        most = max(1, int(min(self._max_size, largest_batch(given, world_size=trainer.world_size))))
+        device = _device_name(trainer)
+        kept = None if checkpoint is None else self._still_asked_for(checkpoint, device, most)
+        fit = self._found(trainer, loop, module, given, mode, most=most, kept=kept)
+        self._set(trainer, loop, module, fit.batch_size)
+        self.result, self._device = fit, device
+        write(trainer, {"batchfit/batch_size": fit.batch_size, "batchfit/find_s": fit.elapsed_s})
+        if trainer.is_global_zero:
+            why = "as in the checkpoint" if fit.batch_size == kept else fit.stopped_because
+            log.info("batch size %d for %s: %s", fit.batch_size, loop._data_source.name, why)
+
+    def _still_asked_for(self, checkpoint: dict[str, Any], device: str, most: int) -> int | None:
+        """The size of a checkpoint, unless it was found for something else."""
+        size, options = int(checkpoint["batch_size"]), self._options
+        whys = {
+            f"it was found on {checkpoint.get('device')}, and this is {device}": (
+                checkpoint.get("device") != device
+            ),
+            f"its budget was {checkpoint.get('budget')}, and is {options['budget']}": (
+                checkpoint.get("budget") != options["budget"]
+            ),
+            f"sizes are from {options['min_size']} to {most} now": not options["min_size"] <= size <= most,
+        }
+        for why, holds in whys.items():
+            if holds:
+                log.warning("the batch size %d of the checkpoint is searched for again: %s", size, why)
+                return None
+        return size
 
     def _set(self, trainer: Any, loop: Any, module: Any, size: int) -> None:
         asked = None if loop._combined_loader is None else loop.max_batches
@@ -191,27 +233,32 @@ class BatchSizeFinder(Callback):
             )
 
     def _found(
-        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
+        self,
+        trainer: Any,
+        loop: Any,
+        module: Any,
+        given: Any,
+        mode: str | None,
+        *,
+        most: int,
+        kept: int | None,
     ) -> batchfit.FitResult:
-        samples = max((sample_count(loader) for loader in leaves(given)), default=math.inf)
-        most = int(
-            min(self._max_size, math.ceil(samples / trainer.world_size) if samples < math.inf else samples)
-        )
         own = next((one for one in trainer.callbacks if isinstance(one, OomProofTraining)), None)
         with undisturbed(trainer, loop), nullcontext() if own is None else own.paused():
             work = self._workload(trainer, loop, module, given, mode)
-            fit = batchfit.find_batch_size(work, max_size=max(most, 1), **self._options)
+            if kept is None:
+                fit = batchfit.find_batch_size(work, max_size=most, **self._options)
+            else:
+                fit = self._confirmed(work, kept)
             reduced = max(self._options["min_size"], int(fit.batch_size * (1 - self._margin)))
-            if reduced < fit.batch_size:
-                options = {
-                    **self._options,
-                    "strategy": "guided",
-                    "start": reduced,
-                    "key": None,
-                    "fresh": False,
-                }
-                fit = batchfit.find_batch_size(work, max_size=reduced, **options)
+            if reduced < fit.batch_size != kept:
+                fit = self._confirmed(work, reduced)
         return fit
+
+    def _confirmed(self, work: batchfit.Workload, size: int) -> batchfit.FitResult:
+        """This size, run; a smaller one where it does not fit."""
+        options = {**self._options, "strategy": "guided", "start": size, "key": None, "fresh": False}
+        return batchfit.find_batch_size(work, max_size=size, **options)
 
     def _workload(
         self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
@@ -235,3 +282,44 @@ class BatchSizeFinder(Callback):
             sources = mapped(given, source_of)
             each = [lambda size: mapped(sources, lambda source: source(size))]
         return evaluation(trainer, loop, name, each)
+
+
+# The search would refuse these too, but in `fit`, and by its own names for them.
+
+
+def _check_sizes(
+    min_val: int, max_val: int, init_val: int | None, max_trials: int, multiple_of: int, power_of_two: bool
+) -> None:
+    counts = {"max_val": max_val, "min_val": min_val, "max_trials": max_trials, "multiple_of": multiple_of}
+    for name, value in {**counts, **({} if init_val is None else {"init_val": init_val})}.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if type(power_of_two) is not bool:
+        raise ValueError(f"power_of_two must be True or False, not {power_of_two!r}")
+    if power_of_two and multiple_of & (multiple_of - 1):
+        raise ValueError(f"multiple_of must be a power of two with power_of_two, not {multiple_of!r}")
+    first = -(-min_val // multiple_of) * multiple_of
+    if power_of_two:
+        first = 1 << (first - 1).bit_length()
+    if first > max_val:
+        raise ValueError(f"max_val must leave an allowed size (the smallest is {first}), not {max_val!r}")
+
+
+def _check_steps(steps_per_trial: int, soak_steps: int, tolerance: float, time_limit_s: float | None) -> None:
+    if type(steps_per_trial) is not int or steps_per_trial < 2:
+        raise ValueError(f"steps_per_trial must be an integer of at least 2, not {steps_per_trial!r}")
+    if type(soak_steps) is not int or 0 != soak_steps < steps_per_trial:
+        raise ValueError(
+            f"soak_steps must be 0 or at least steps_per_trial ({steps_per_trial}), not {soak_steps!r}"
+        )
+    if type(tolerance) not in (int, float) or not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance must be at least 0 and below 1, not {tolerance!r}")
+    if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
+        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
+
+
+def _device_name(trainer: Any) -> str:
+    """The kind of device, the same on all ranks: that of the first."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return str(trainer.strategy.broadcast(name))

@@ -5,19 +5,25 @@ Rules
   and dicts, and in a CombinedLoader. All of them get the size.
 - A size is set where the user keeps it (the attribute), and then looked for in the loaders; one that does
   not show there is set in copies of the loaders themselves.
+- A loader that would not have the size is refused before the first trial.
 - A copy is the user's loader but for its size: class, dataset, sampler, workers and collate function stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 import batchfit
 from batchfit.integrations.lightning.framework import log, part
@@ -70,13 +76,13 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
         loader.batch_size = size * world_size
         return loader
     if not isinstance(loader, DataLoader):
-        try:
-            loader.batch_size = size
-        except AttributeError:
-            raise TypeError(
-                f"a loader must be a DataLoader or have a batch_size that can be set, not {loader!r:.80}"
-            ) from None
-        return loader
+        if getattr(loader, "batch_size", None) is not None:  # a new attribute would change nothing
+            with contextlib.suppress(AttributeError):
+                loader.batch_size = size
+                return loader
+        raise TypeError(
+            f"a loader must be a DataLoader or have a batch_size that can be set, not {loader!r:.80}"
+        )
     sampler: Any = loader.batch_sampler
     if sampler is None:
         raise TypeError(
@@ -87,7 +93,7 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
         sampler = BatchSampler(sampler.sampler, size, sampler.drop_last)
     elif isinstance(getattr(sampler, "batch_size", None), int):
         sampler = copy.copy(sampler)
-        sampler.batch_size = size
+        _set_sampler(sampler, size)
     else:
         raise TypeError(
             "a batch sampler must have an integer batch_size to get another one, not be a "
@@ -101,6 +107,98 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
     if loader.batch_size is not None:
         vars(twin)["batch_size"] = size
     return twin
+
+
+def _set_sampler(sampler: Any, size: int) -> None:
+    try:
+        sampler.batch_size = size
+    except AttributeError:
+        raise TypeError(
+            f"a batch sampler must have a batch_size that can be set, and that of {type(sampler).__name__} "
+            "cannot"
+        ) from None
+
+
+def check_resizable(trainer: Any, loop: Any, module: Any, attribute: str, given: Any) -> None:
+    """Refuse, before anything runs, loaders that would not have the size that is found."""
+    refusal: Exception | None = None
+    if trainer.reload_dataloaders_every_n_epochs:
+        refusal = _reloading(trainer, attribute)
+    with _same_random_numbers():
+        for loader in leaves(given):
+            refusal = refusal or _refusal(loader)
+        if refusal is not None and not _follows(trainer, loop, module, attribute):
+            raise refusal
+
+
+def _reloading(trainer: Any, attribute: str) -> ValueError:
+    return ValueError(
+        f"reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where no attribute {attribute!r} "
+        f"sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: loaders made anew would "
+        "have the old size"
+    )
+
+
+def _refusal(loader: Any) -> TypeError | None:
+    """Why this loader cannot get another size."""
+    if isinstance(loader, batchfit.ResizableLoader):
+        return None
+    own = size_of(loader, world_size=1)
+    probe = 2 if own == 1 else 1
+    try:
+        if not isinstance(loader, DataLoader):
+            resized(loader, getattr(loader, "batch_size", probe), world_size=1)  # as it is
+            return None
+        twin = resized(loader, probe, world_size=1)
+    except TypeError as error:
+        return TypeError(str(error))
+    sampler = loader.batch_sampler
+    if type(sampler) is BatchSampler or _length(sampler) != _length(twin.batch_sampler):
+        return None
+    first = next(iter(twin.batch_sampler), None)
+    if first is None or len(first) == probe:
+        return None
+    return TypeError(
+        f"a batch sampler must make its batches by its batch_size, and {type(sampler).__name__} makes one of "
+        f"{len(first)} samples after batch_size = {probe}: let an attribute of the module or datamodule "
+        "(batch_arg_name) make it"
+    )
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _follows(trainer: Any, loop: Any, module: Any, attribute: str) -> bool:
+    """Whether loaders made anew have the size that the attribute says."""
+    parsing, world_size = part(trainer, "utilities.parsing"), trainer.world_size
+    if not parsing.lightning_hasattr(module, attribute):
+        return False
+    before = parsing.lightning_getattr(module, attribute)
+    probe = 2 if before == 1 else 1
+    parsing.lightning_setattr(module, attribute, probe)
+    try:
+        made = leaves(requested(trainer, loop)[0])
+        return all(size_of(loader, world_size=world_size) == probe for loader in made)
+    finally:
+        parsing.lightning_setattr(module, attribute, before)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Samplers and the user's functions may draw some when they are only looked at."""
+    numpy: Any = sys.modules.get("numpy")
+    drawn, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def source_of(loader: Any) -> Callable[[int], Any]:
@@ -118,12 +216,41 @@ def source_of(loader: Any) -> Callable[[int], Any]:
     return batches(dataset, collate_fn=collate)
 
 
-def sample_count(loader: Any) -> float:
-    """How many samples an epoch of the loader has; infinite where it does not say."""
+def largest_batch(given: Any, *, world_size: int) -> float:
+    """The largest batch of one rank that these loaders can make; infinite where none of them says.
+
+    A loader that drops its last batch makes none at all of more samples than it has.
+    """
+    counts = [(_samples_of_a_rank(loader, world_size), _drops_last(loader)) for loader in leaves(given)]
+    most = max((count for count, _ in counts), default=math.inf)
+    whole = min((count for count, drops in counts if drops), default=math.inf)
+    if whole <= most:
+        return whole if whole == math.inf else math.floor(whole)
+    return most if most == math.inf else math.ceil(most)
+
+
+def _samples_of_a_rank(loader: Any, world_size: int) -> float:
+    """How many samples an epoch of the loader has on one rank; infinite where it does not say."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # With a batch sampler of the user's own, `loader.sampler` is one that nobody asks.
+    samplers: tuple[Any, ...] = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+    for sampler in samplers:
+        try:
+            count = len(sampler)
+        except (TypeError, AttributeError, NotImplementedError):
+            continue
+        return count if isinstance(sampler, DistributedSampler) else count / world_size
     try:
-        return len(loader.dataset)
+        return len(loader.dataset) / world_size
     except (TypeError, AttributeError, NotImplementedError):
         return math.inf
+
+
+def _drops_last(loader: Any) -> bool:
+    if isinstance(loader, batchfit.ResizableLoader):
+        return True  # it does not say; a whole batch is right either way
+    sampler = getattr(loader, "batch_sampler", None)
+    return any(getattr(one, "drop_last", False) is True for one in (loader, sampler))
 
 
 def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) -> None:
@@ -135,11 +262,7 @@ def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) ->
     given, mode = requested(trainer, loop)
     if any(size_of(loader, world_size=world_size) != size for loader in leaves(given)):
         if trainer.reload_dataloaders_every_n_epochs:
-            raise ValueError(
-                "reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where no attribute "
-                f"{attribute!r} sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: "
-                "loaders made anew would have the old size"
-            )
+            raise _reloading(trainer, attribute)
         if named:
             log.warning(
                 "%s was set to %d, and %s does not use it: its loader gets the size itself",
@@ -180,6 +303,13 @@ def resizable(loader: Any, *, batch_size: int) -> batchfit.ResizableLoader:
         return loader
     if not isinstance(loader, DataLoader):
         raise TypeError(f"the train loader must be a DataLoader or a ResizableLoader, not {loader!r:.80}")
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(loader), name, None) is not getattr(DataLoader, name, None):
+            raise TypeError(
+                f"the train loader must be iterated over as a DataLoader is, and {type(loader).__name__} has "
+                f"its own {name}: the loader that takes its place while sizes change would not call it. Do "
+                "what it does in collate_fn, in the dataset or in the module's on_after_batch_transfer"
+            )
     if type(loader.batch_sampler) is not BatchSampler:
         kind = type(loader.batch_sampler).__name__
         raise TypeError(

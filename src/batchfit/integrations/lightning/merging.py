@@ -3,11 +3,13 @@
 Rules
 - A mean is weighed as the loss is; a sum, a minimum or a maximum is that of the parts.
 - Parts with one row a sample are joined in the batch's order of running; what is neither stays a list.
+- Mappings keep their type, and a batch that was not cut gives what its step returned, without graphs.
 - Metrics of torchmetrics count every sample once, however often a batch was tried.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,12 +67,12 @@ def joined(
 
 
 def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    if all(isinstance(value, Mapping) for value in values):
-        return joined(values, sizes, weights)
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return values[0] if len(values) == 1 else values
     if len(values) == 1:
         return values[0]
+    if all(isinstance(value, Mapping) for value in values):
+        return _like(values[0], joined(values, sizes, weights))
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return values
     if all(value.dim() > 0 and len(value) == size for value, size in zip(values, sizes, strict=True)):
         return torch.cat(values)
     if all(value.numel() == 1 for value in values):
@@ -79,14 +81,45 @@ def _joined(values: list[Any], sizes: Sequence[int], weights: Sequence[float]) -
 
 
 def detached(node: Any) -> Any:
-    """Without the graphs of its tensors, which would hold a microbatch until its batch has ended."""
+    """Without the graphs of its tensors, which would hold a microbatch until its batch has ended.
+
+    What holds none is the same object.
+    """
     if isinstance(node, torch.Tensor):
-        return node.detach()
-    if isinstance(node, dict):
-        return {name: detached(value) for name, value in node.items()}
+        return node.detach() if node.requires_grad else node
+    if isinstance(node, Mapping):
+        items = {name: detached(value) for name, value in node.items()}
+        return node if all(items[name] is node[name] for name in items) else _like(node, items)
+    if not isinstance(node, list | tuple):
+        return node
+    parts = [detached(value) for value in node]
+    if all(part is value for part, value in zip(parts, node, strict=True)):
+        return node
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*map(detached, node))
-    return type(node)(map(detached, node)) if isinstance(node, list | tuple) else node
+        return type(node)(*parts)
+    try:
+        return type(node)(parts)
+    except TypeError:  # a type with arguments of its own
+        return parts if isinstance(node, list) else tuple(parts)
+
+
+def _like(node: Mapping[str, Any], items: dict[str, Any]) -> Any:
+    """These items in a mapping of the node's type, which may have attributes; a dict where that cannot be."""
+    if type(node) is dict:
+        return items
+    before = dict(node)
+    made: Any = None
+    try:
+        made = copy.copy(node)
+        for name, value in items.items():
+            made[name] = value
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):  # the type has its own rules
+        made = None
+    own: Any = node
+    for name, value in before.items():
+        if own[name] is not value:  # the copy shares what it holds with the user's own
+            own[name], made = value, None
+    return items if made is None else made
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:

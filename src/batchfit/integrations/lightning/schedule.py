@@ -6,7 +6,7 @@ Rules
 - Lightning counts an epoch's batches when it loads data. Here they are counted again for each epoch, and when
   a size changes that nobody could foresee, so that epochs end and validation begins where they should.
 - Schedule and loader are in the callback's state: a run that goes on has the sizes, samples and learning
-  rates of one that was never stopped.
+  rates of one that was never stopped. One with another Trainer and no checkpoint begins anew.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class BatchSizeSchedule(Callback):
             stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
             batchfit.BatchSizeScheduler(None, 1, lr=lr, optimizer=stand_in).close()
         self._feed: _Feed | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, Any] | None = None  # of a checkpoint, for the `fit` that comes
+        self._left: tuple[Any, dict[str, Any]] | None = None  # where the last `fit` ended, and whose it was
         self._trainer: Any = None
 
     # --- hooks
@@ -91,6 +92,12 @@ class BatchSizeSchedule(Callback):
         if stage != "fit":
             return
         refuse_beside(trainer, self, "BatchSizeFinder", why="it sets a size of its own. Use batchfit's")
+        own = next(place for place, one in enumerate(trainer.callbacks) if one is self)
+        if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks[own + 1 :]):
+            raise ValueError(
+                "callbacks must not hold BatchSizeSchedule before BatchSizeFinder, which searches with the "
+                "loader that the schedule takes the place of: list the finder first"
+            )
         why = "both would change the batch of an optimizer step. Keep one of them"
         refuse_beside(trainer, self, "GradientAccumulationScheduler", why=why)
         for name, value in (
@@ -123,9 +130,12 @@ class BatchSizeSchedule(Callback):
         loader = resizable(loaders[0], batch_size=max(own, trainer.world_size))
         self._trainer = trainer
         self.scheduler = self._made(trainer, loader, own)
-        if self._saved is not None:
-            loader.load_state_dict(self._saved["loader"])
-            self.scheduler.load_state_dict(self._saved["scheduler"])
+        saved, self._saved = self._saved, None
+        if saved is None and self._left is not None and self._left[0] is loop.epoch_progress:
+            saved = self._left[1]  # `fit` again with the same Trainer, which goes on counting epochs
+        if saved is not None:
+            loader.load_state_dict(saved["loader"])
+            self.scheduler.load_state_dict(saved["scheduler"])
         self._feed = _Feed(loader, lambda: int(loop.epoch_progress.current.processed), self._begun)
         loop._data_source.instance = self._feed
         loop._combined_loader = None  # whoever asked for the number of steps has loaded the user's
@@ -160,7 +170,7 @@ class BatchSizeSchedule(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Where schedule and loader stand."""
         if self.scheduler is None or self._feed is None:
-            return dict(self._saved or {})
+            return dict(self._saved or (self._left[1] if self._left is not None else {}))
         return {"scheduler": self.scheduler.state_dict(), "loader": self._feed.loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -242,10 +252,11 @@ class BatchSizeSchedule(Callback):
         return count
 
     def _let_go(self) -> None:
+        self._saved = None  # a `test` has loaded it too, and the next `fit` may be of another Trainer
         if self.scheduler is None:
             return
-        self._saved = self.state_dict()
         if self._feed is not None:
+            self._left = (self._trainer.fit_loop.epoch_progress, self.state_dict())
             self._feed.end()
         self.scheduler.close()
         self.scheduler = self._feed = self._trainer = None
