@@ -102,6 +102,58 @@ def test_a_batch_that_does_not_fit_trains_to_the_same_weights(
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
 
 
+class Plain(torch.nn.Module):
+    """Anybody's module: no `**kwargs`, so Trainer itself divides by the number of batches accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        logits = self.net(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Unlabelled(Plain):
+    """Answers of another name, so that there are no items to count."""
+
+    def forward(self, x: Any = None, answers: Any = None, **more: Any) -> Any:
+        return super().forward(x, answers)
+
+
+class Taking(Plain):
+    """A mean, of a model that takes what it is given."""
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        return super().forward(x, labels)
+
+
+class NotScaled(Trainer):
+    loss_is_scaled_for_ga = False
+
+
+def points(length: int = 48, *, labels: str = "labels") -> list[dict[str, Any]]:
+    drawn = torch.randn(length, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [{"x": row, labels: number % 4} for number, row in enumerate(drawn)]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "labels"),
+    [(Plain, Trainer, "labels"), (Unlabelled, Trainer, "answers"), (Taking, NotScaled, "labels")],
+)
+def test_a_loss_that_trainer_divides_can_be_searched_for(
+    make: Any, kind: Any, labels: str, tmp_path: Path
+) -> None:
+    whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = kind(make(), arguments(tmp_path, **whole), train_dataset=points(labels=labels))
+    expected.train()
+    trainer = kind(make(), arguments(tmp_path), train_dataset=points(labels=labels))
+    adapt(trainer, search={"max_size": 5}).train()
+    assert trainer.state.log_history[0]["microbatch_size"] == 5
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
+
+
 def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Path) -> None:
     class Mine(Trainer):
         losses = 0

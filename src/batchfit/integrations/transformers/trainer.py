@@ -76,6 +76,7 @@ class BatchfitMixin:
         run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
         args.per_device_train_batch_size, args.gradient_accumulation_steps = local, 1
         self._train_batch_size = local
+        self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
             return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
