@@ -342,6 +342,75 @@ def test_microbatches_weigh_what_the_loss_divides_by(name: str, tmp_path: Path) 
     assert torch.allclose(parameters_of(model), expected, atol=1e-11)
 
 
+class Noisy(Plain):
+    """A mean that draws random numbers: Trainer believes that it divides by the number of items."""
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        noise = torch.randn((), dtype=x.dtype)
+        loss = torch.nn.functional.cross_entropy(self.net(x), labels)
+        return {"loss": loss + noise * 1e-1}  # one that does not change gradients
+
+
+class Drifting(Plain):
+    """A mean that is another one each time, whatever the random numbers are."""
+
+    calls = 0
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        self.calls += 1
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels) + self.calls}
+
+
+class Dividing(Drifting):
+    """As `Drifting`, but it does divide, where it is told by what."""
+
+    def forward(self, x: Any = None, labels: Any = None, num_items_in_batch: Any = None, **more: Any) -> Any:
+        self.calls += 1
+        total = torch.nn.functional.cross_entropy(self.net(x), labels, reduction="sum")
+        return {
+            "loss": total / (len(labels) if num_items_in_batch is None else num_items_in_batch) + self.calls
+        }
+
+
+@pytest.mark.parametrize(("make", "warns"), [(Noisy, False), (Drifting, True), (Dividing, True)])
+@pytest.mark.parametrize("size", [5, 16])
+def test_a_loss_that_is_not_the_same_twice_is_not_taken_for_a_sum(
+    make: Any, warns: bool, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # whose steps show gradients' sizes
+    whole = {**given, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = Trainer(make(), arguments(tmp_path, **whole), train_dataset=points())
+    expected.train()
+    trainer = adapt(Trainer(make(), arguments(tmp_path, **given), train_dataset=points()))
+    trainer._batchfit.microbatch_size = size
+    with caplog.at_level("WARNING", "batchfit"):
+        trainer.train()
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
+    told = [line for line in caplog.messages if "Set trainer.loss_is_scaled_for_ga" in line]
+    assert len(told) == (warns and size < 16)
+
+
+@pytest.mark.parametrize("find", [True, False])
+def test_trying_a_loss_leaves_no_trace(find: bool, tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **more)
+            self.seen.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+            return loss
+
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+        trainer = Mine(Taking(), arguments(tmp_path, **whole), train_dataset=points())
+        trainer.seen = []
+        if ours:
+            adapt(trainer, find=find, state=[trainer.seen])
+        trainer.train()
+        seen.append(trainer.seen)
+    assert len(seen[0]) == 6
+    assert seen[1] == seen[0]
+
+
 def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
     class Halves(Trainer):
         """A mean over samples of what the model says of its first token."""

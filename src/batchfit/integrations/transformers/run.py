@@ -39,6 +39,7 @@ class Run:
         self.is_ragged = False
         self.sums: bool | None = None  # parts of a batch's loss add up; None: not known yet
         self.looks = 0  # how often that was tried
+        self.warned = False  # of a loss of which it could not be told
         self.evaluates = False  # inside an evaluation's microbatch, which asks for the number of items
         self.asked = False
         self.items: Any = None

@@ -23,22 +23,24 @@ import transformers
 from torch import nn
 from torch.utils.data import IterableDataset
 
+import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.transformers.losses import (
     count_labels,
     divides_by_items,
     first_rows,
+    is_whole,
     rows_of,
     shifts_labels,
 )
 from batchfit.integrations.transformers.options import Options, check_trainer
 from batchfit.integrations.transformers.run import Run
-from batchfit.integrations.transformers.search import find_microbatch
+from batchfit.integrations.transformers.search import find_microbatch, same_random_numbers
 
 log = logging.getLogger("batchfit")
 
 _PROBED_ROWS = 2
-_MOST_LOOKS = 3  # a loss that cannot be told is believed to be what Trainer believes
+_MOST_LOOKS = 3  # a loss that cannot be told by then is not tried again
 _ANSWERS = (False, None, True)  # what the most doubtful rank says counts for all
 
 
@@ -110,10 +112,13 @@ class BatchfitMixin:
         ranks = self.args.world_size if sums else 1
 
         def loss_of(micro: Any) -> Any:
-            loss = self._batchfit_loss(step, model, micro, num_items_in_batch if sums else None)
+            items = self._batchfit_items(micro, inputs, num_items_in_batch, sums=sums)
+            loss = self._batchfit_loss(step, model, micro, items)
             return loss if ranks == 1 else loss / ranks
 
         report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+        if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
+            self._batchfit_warn()
         if report.retries:
             run.logs.append(
                 {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
@@ -162,20 +167,53 @@ class BatchfitMixin:
                     "taken for a mean. (Trainer's own accumulation would add such means up.)",
                     type(self.model).__name__,
                 )
-        return run.sums is not False
+        return bool(run.sums)
+
+    @property
+    def _batchfit_is_doubtful(self: Any) -> bool:
+        """Whether nobody can tell if the loss divides by the number of items: not the user, not a try."""
+        takes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return takes and getattr(self, "loss_is_scaled_for_ga", None) is None and self._batchfit.sums is None
+
+    def _batchfit_items(self: Any, micro: Any, inputs: Any, items: Any, *, sums: bool) -> Any:
+        """The number of items that a microbatch's loss is given: none where it is to be a mean."""
+        if not sums and self._batchfit_is_doubtful and self.args.world_size == 1 and is_whole(micro, inputs):
+            return items  # a batch in one piece: the Trainer's own loss, whatever it is
+        return items if sums else None
+
+    def _batchfit_warn(self: Any) -> None:
+        run = self._batchfit
+        if self._batchfit_is_doubtful and not run.warned and self.is_world_process_zero():
+            run.warned = True
+            log.warning(
+                "whether the loss of %s divides by num_items_in_batch could not be told (it is zero, not "
+                "finite, or another one each time), and the batch is cut: microbatches count as means over "
+                "labels. Set trainer.loss_is_scaled_for_ga, True where it divides and False for a mean",
+                type(self.model).__name__,
+            )
 
     def _batchfit_tried(self: Any, inputs: Any, items: Any) -> bool | None:
         if not hasattr(inputs, "items"):
             return None
         rows = self._prepare_inputs(first_rows(inputs, _PROBED_ROWS))
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        answers: list[bool | None] = []
 
         def loss_of(count: Any) -> Any:
-            with self.compute_loss_context_manager():
+            with same_random_numbers(self.args.device), self.compute_loss_context_manager():
                 return self.compute_loss(self.model, dict(rows), num_items_in_batch=count)
 
-        with torch.random.fork_rng(devices=devices), _evaluating(self.model):
-            return divides_by_items(loss_of, items)
+        def once(batch_size: int) -> None:
+            if not answers:
+                with _evaluating(self.model):
+                    answers.append(divides_by_items(loss_of, items))
+
+        state = self._batchfit.options.state
+        if state:  # a search of one size, since that puts everything back
+            work = batchfit.Workload(once, state=list(state))
+            batchfit.find_batch_size(work, max_size=1, steps=2, soak_steps=0, predict=False)
+        else:
+            once(1)
+        return answers[0]
 
     def _prepare_inputs(self: Any, inputs: Any) -> Any:
         if self._batchfit.searches and hasattr(inputs, "items"):
@@ -202,7 +240,8 @@ class BatchfitMixin:
         def part(micro: Any) -> dict[str, Any]:
             # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
             with torch.inference_mode(mode=False), torch.no_grad():
-                run.evaluates, run.asked, run.items = True, False, items if sums else None
+                run.evaluates, run.asked = True, False
+                run.items = self._batchfit_items(micro, inputs, items, sums=sums)
                 try:
                     found = step(model, micro, prediction_loss_only, ignore_keys=ignore_keys, **options)
                 finally:
