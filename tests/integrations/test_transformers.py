@@ -540,6 +540,90 @@ def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
     assert torch.allclose(parameters_of(trainer.model), expected, atol=1e-12)
 
 
+# --- loaders of the users' own
+
+
+class Loading(Trainer):
+    """Loads as `how` says, and notes what a step has in it."""
+
+    how: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        return self.how(self)
+
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+        self.seen.append(inputs["x"])
+        return super().compute_loss(model, inputs, **more)
+
+
+def loading(folder: Path, how: Any, **given: Any) -> Any:
+    trainer = Loading(Plain(), arguments(folder, **given), train_dataset=points())
+    trainer.how, trainer.seen = how, []
+    return trainer
+
+
+def loader_of(trainer: Any, **how: Any) -> Any:
+    return torch.utils.data.DataLoader(trainer.train_dataset, collate_fn=trainer.data_collator, **how)
+
+
+def prepared_by_accelerate(trainer: Any) -> Any:
+    return trainer.accelerator.prepare(loader_of(trainer, batch_size=trainer.args.train_batch_size))
+
+
+class Twos(torch.utils.data.Sampler[Any]):
+    """Batches of two, which it does not say."""
+
+    def __iter__(self) -> Any:
+        return iter([[number, number + 1] for number in range(0, 48, 2)])
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_a_loader_of_another_size_does_not_change_the_batch_of_a_step(tmp_path: Path) -> None:
+    own = r"makes batches of 8, not of per_device.* = 4 \* 4 = 16: .*batch_size=self\.args\.train_batch_size"
+    with pytest.raises(BatchfitError, match=own):
+        adapt(loading(tmp_path, lambda trainer: loader_of(trainer, batch_size=8)), find=False).train()
+    trainer = adapt(loading(tmp_path, lambda trainer: loader_of(trainer, batch_sampler=Twos())), find=False)
+    with pytest.raises(
+        BatchfitError, match=r"get_train_dataloader's DataLoader cannot be read.* 4 \* 4 = 16"
+    ):
+        trainer.train()
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
+    assert trainer.seen == []
+
+
+@pytest.mark.parametrize(
+    ("how", "given", "size"),
+    [
+        (lambda trainer: loader_of(trainer, batch_size=trainer.args.train_batch_size), {}, 16),
+        (lambda trainer: loader_of(trainer, batch_size=trainer._train_batch_size), {}, 16),
+        (prepared_by_accelerate, {}, 16),
+        (lambda trainer: loader_of(trainer, batch_size=8), {"gradient_accumulation_steps": 1}, 8),
+        (lambda trainer: loader_of(trainer, batch_sampler=Twos()), {"gradient_accumulation_steps": 1}, 2),
+    ],
+)
+def test_a_loader_of_the_users_own_is_trained_with(
+    how: Any, given: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    trainer = adapt(loading(tmp_path, how, num_train_epochs=1, **given))
+    trainer.train()
+    steps = 48 // size
+    assert trainer.state.global_step == steps
+    assert [len(one) for one in trainer.seen[-steps:]] == [size] * steps
+    assert trainer.fit.batch_size == max(size, 4 if size == 2 else 0)  # which does not say that it is 2
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_trainers_own_loaders_are_read(strategy: str, tmp_path: Path) -> None:
+    given = {"train_sampling_strategy": strategy, "num_train_epochs": 1}
+    trainer = adapt(Trainer(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens()), find=False)
+    seen = Forwards(trainer.model)
+    trainer.train()
+    assert seen.sizes == [16, 16, 16]
+
+
 # --- schedules and checkpoints
 
 

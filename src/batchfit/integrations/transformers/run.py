@@ -46,6 +46,7 @@ class Run:
         self.searches = False
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
         self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
+        self.local = 0  # one rank's batch, without a schedule
         self.largest = 0  # the largest batch of the schedule, over all ranks
         self.saved: dict[str, Any] = {}
         self.loader: Any = None

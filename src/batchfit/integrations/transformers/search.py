@@ -80,10 +80,9 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
 def _largest(trainer: Any) -> int:
     """The most samples that one rank can get in a batch."""
     args, run = trainer.args, trainer._batchfit
-    batch_size = trainer.get_total_train_batch_size(args)
-    if run.options.schedule is not None:
-        batch_size = run.largest
-    return int(-(-batch_size // args.world_size))
+    if run.options.schedule is None:
+        return int(run.local)
+    return int(-(-run.largest // args.world_size))
 
 
 def _items(trainer: Any, batch: Any) -> Any:

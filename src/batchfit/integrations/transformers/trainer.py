@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
     divides_by_items,
@@ -279,10 +280,12 @@ class BatchfitMixin:
     # --- schedules and checkpoints
 
     def get_train_dataloader(self: Any) -> Any:
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        if self._batchfit.options.schedule is None:
-            return loader
-        return self._batchfit.open_loader(self, loader)
+        loader, run = super().get_train_dataloader(), self._batchfit  # type: ignore[misc]
+        if run.options.schedule is not None:
+            return run.open_loader(self, loader)
+        if run.given is not None:
+            run.local = local_batch(self, loader, given=run.given[0], accumulated=run.given[1])
+        return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any, *given: Any) -> Any:
         values = super().set_initial_training_values(args, dataloader, *given)  # type: ignore[misc]
