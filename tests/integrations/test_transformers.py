@@ -615,6 +615,58 @@ def test_a_loader_of_the_users_own_is_trained_with(
     assert trainer.fit.batch_size == max(size, 4 if size == 2 else 0)  # which does not say that it is 2
 
 
+def test_a_schedule_loads_what_the_users_loader_would(tmp_path: Path) -> None:
+    """A sampler that draws one sample of four, a collator and a last batch of its own."""
+    drawn = [number for number in range(48) if number % 4 == 3]
+
+    class Drawing(torch.utils.data.Sampler[Any]):
+        def __iter__(self) -> Any:
+            return iter([*drawn, *drawn[:6]])
+
+        def __len__(self) -> int:
+            return 18
+
+    def collated(samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "x": batch["x"] * 2}
+
+    for prepare in (False, True):
+
+        def how(trainer: Any, prepare: bool = prepare) -> Any:
+            loader = torch.utils.data.DataLoader(
+                trainer.train_dataset, 4, sampler=Drawing(), collate_fn=collated, drop_last=True
+            )
+            return trainer.accelerator.prepare(loader) if prepare else loader
+
+        trainer = adapt(loading(tmp_path, how, num_train_epochs=1), schedule="0:4 2:8 step", find=False)
+        trainer.train()
+        assert [len(one) for one in trainer.seen] == [4, 4, 8]
+        assert trainer.state.global_step == trainer.state.max_steps == 3
+        expected = [points()[number]["x"] * 2 for number in [*drawn, *drawn[:4]]]
+        assert torch.equal(torch.cat(trainer.seen), torch.stack(expected))
+
+
+def test_a_loader_that_a_schedule_cannot_follow_is_refused(tmp_path: Path) -> None:
+    class Doubling(torch.utils.data.DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ({**batch, "x": batch["x"] * 2} for batch in super().__iter__())
+
+    def doubling(trainer: Any) -> Any:
+        return Doubling(trainer.train_dataset, 4, collate_fn=trainer.data_collator)
+
+    def refused(how: Any, text: str) -> None:
+        trainer = adapt(loading(tmp_path, how), schedule="0:4 2:8 step", find=False)
+        with pytest.raises(BatchfitError, match=text):
+            trainer.train()
+        assert trainer.seen == []
+
+    refused(doubling, "not Doubling, which has an __iter__ of its own")
+    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it deals out batches")
+    refused(
+        lambda trainer: trainer.accelerator.prepare(loader_of(trainer, batch_sampler=Twos())), "not with Twos"
+    )
+
+
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
 def test_trainers_own_loaders_are_read(strategy: str, tmp_path: Path) -> None:
     given = {"train_sampling_strategy": strategy, "num_train_epochs": 1}

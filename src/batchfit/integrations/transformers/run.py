@@ -16,10 +16,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
 
@@ -51,6 +52,7 @@ class Run:
         self.saved: dict[str, Any] = {}
         self.loader: Any = None
         self.collate_fn: Any = None  # of a loader that is ours
+        self.drop_last = False
         self.scheduler: Any = None
         self.cutter: Any = None
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
@@ -117,24 +119,20 @@ class Run:
                 "a schedule needs a dataset with a length on several ranks: an iterable one is read by "
                 "Accelerate in batches of one size. Use a map-style dataset, or one process"
             )
-        sampler, seed = None, trainer.args.data_seed
+        order, seed = order_of(given), trainer.args.data_seed
         seed = trainer.args.seed if seed is None else seed
-        shuffles = False
-        if not streams:
-            sampler = trainer._get_train_sampler(trainer.train_dataset)
-            shuffles = type(sampler) is RandomSampler and not sampler.replacement
-            sampler = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
+        self.drop_last = order.drop_last
         self.collate_fn = given.collate_fn
         self.loader = batchfit.ResizableLoader(
             given.dataset,
             trainer.get_total_train_batch_size(trainer.args),
-            shuffle=shuffles,
-            sampler=sampler,
+            shuffle=order.shuffle,
+            sampler=order.sampler,
             seed=seed,
             collate_fn=given.collate_fn,
             num_workers=given.num_workers,
             pin_memory=given.pin_memory,
-            drop_last=trainer.args.dataloader_drop_last,
+            drop_last=order.drop_last,
             timeout=given.timeout,
             worker_init_fn=given.worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,

@@ -299,7 +299,7 @@ class BatchfitMixin:
         def updates(count: int) -> int:
             if count == 0:
                 return 0
-            return int(plan.updates(samples=length, epochs=count, drop_last=args.dataloader_drop_last))
+            return int(plan.updates(samples=length, epochs=count, drop_last=run.drop_last))
 
         if args.max_steps > 0:
             enough = next(count for power in range(64) if updates(count := 2**power) >= steps)
