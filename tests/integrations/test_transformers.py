@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -829,6 +831,33 @@ def test_evaluation_that_does_not_fit_counts_nothing_twice(
     assert abs(found.predictions - expected.predictions).max() < 1e-12
     assert (found.label_ids == expected.label_ids).all()
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+
+
+def test_the_model_of_an_earlier_training_is_let_go(tmp_path: Path) -> None:
+    made: list[Any] = []
+    alive: list[int] = []
+
+    def init() -> Any:
+        model = Plain()
+        made.append(weakref.ref(model))
+        return model
+
+    class Counting(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            gc.collect()
+            alive.append(sum(one() is not None for one in made))
+
+    trainer = Trainer(
+        args=arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1),
+        model_init=init,
+        train_dataset=points(),
+        eval_dataset=points(8),
+        callbacks=[Counting()],
+    )
+    adapt(trainer)
+    for _ in range(3):
+        trainer.train()
+    assert alive == [1, 1, 1]
 
 
 def test_generation_that_runs_out_is_done_again_in_pieces(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ class Run:
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
         return found
 
+    def drop_evaluators(self, *models: nn.Module) -> None:
+        """Let go of all models but these: one from before would take memory from the search."""
+        kept = {id(model) for model in models}
+        self._evaluators = {key: one for key, one in self._evaluators.items() if key in kept}
+
     def guard(self, optimizer: Any) -> None:
         """Let the optimizer's step be one that running out of memory cannot leave half done."""
         plain: Callable[..., Any] = optimizer.step

@@ -71,6 +71,7 @@ class BatchfitMixin:
     def _inner_training_loop(self: Any, *given: Any, **named: Any) -> Any:
         run, args = self._batchfit, self.args
         check_trainer(self, run.options)
+        run.drop_evaluators(self.model, self.model_wrapped)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size
         local = args.per_device_train_batch_size * args.gradient_accumulation_steps
         callback = _Follower(self)
