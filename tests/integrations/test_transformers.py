@@ -93,11 +93,11 @@ def test_a_batch_that_does_not_fit_trains_to_the_same_weights(
     assert out.global_step == trainer.state.max_steps == 6
     assert torch.allclose(parameters_of(model), expected, atol=1e-12)
     if find:
-        assert 1 < trainer.fit.batch_size < 16
-        assert trainer.state.log_history[0]["microbatch_size"] == trainer.fit.batch_size
+        assert 1 < trainer.found.batch_size < 16
+        assert trainer.state.log_history[0]["microbatch_size"] == trainer.found.batch_size
         assert not any("out_of_memory" in entry for entry in trainer.state.log_history)
     else:
-        assert trainer.fit is None
+        assert trainer.found is None
         assert trainer.state.log_history[0]["out_of_memory"] >= 1
     assert sum(seen.sizes[-2:]) <= 16
     args = trainer.args
@@ -538,7 +538,7 @@ def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
     trainer = FaultInStep(gpt2(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
     trainer.train()
     assert trainer.fired
-    assert trainer.fit is None
+    assert trainer.found is None
     assert torch.allclose(parameters_of(trainer.model), expected, atol=1e-12)
 
 
@@ -614,7 +614,7 @@ def test_a_loader_of_the_users_own_is_trained_with(
     steps = 48 // size
     assert trainer.state.global_step == steps
     assert [len(one) for one in trainer.seen[-steps:]] == [size] * steps
-    assert trainer.fit.batch_size == max(size, 4 if size == 2 else 0)  # which does not say that it is 2
+    assert trainer.found.batch_size == max(size, 4 if size == 2 else 0)  # which does not say that it is 2
 
 
 def test_a_schedule_loads_what_the_users_loader_would(tmp_path: Path) -> None:
@@ -771,10 +771,10 @@ def test_what_was_found_is_not_searched_for_again(tmp_path: Path, living_bytes: 
     seen = Forwards(second.model)
     with batchfit.virtual_memory(limit * 2):
         second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert second.fit is None
+    assert second.found is None
     kept = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
     assert (kept.per_device_train_batch_size, kept.gradient_accumulation_steps) == (4, 4)
-    assert max(seen.sizes) <= first.fit.batch_size
+    assert max(seen.sizes) <= first.found.batch_size
     assert torch.allclose(parameters_of(second.model), parameters_of(first.model), atol=1e-12)
 
 
@@ -1065,11 +1065,78 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
         ({"lr": "sqrt"}, ValueError, "lr must be None without a schedule"),
         ({"schedule": batchfit.NoiseBatchSizeConfig()}, ValueError, "schedule must be known ahead"),
         ({"schedule": "0:x"}, ValueError, "not"),
+        ({"budget": "lots"}, ValueError, "budget must be bytes or text .* not 'lots'"),
+        ({"budget": -1}, ValueError, "budget must be positive, not -1"),
+        ({"search": {"sok_steps": 1}}, ValueError, "search must hold keywords .* not 'sok_steps'"),
+        ({"schedule": "0:8 3:16 step", "lr": "cubic"}, ValueError, "lr must be 'none', .* not 'cubic'"),
+        ({"schedule": "0:8 3:16 step", "lr": ["sqrt", 3]}, ValueError, "lr must be 'none', .* not 3"),
+        ({"lengths": 5}, TypeError, "lengths must be the name .* not 5"),
+        ({"state": 5}, TypeError, "state must be a list of what a step changes, not 5"),
+        ({"state": [5]}, TypeError, "state must hold modules, .* not 5"),
+        ({"tokens_per_sample": -3}, ValueError, "tokens_per_sample must be a positive integer, not -3"),
     ],
 )
 def test_wrong_options_are_told_when_they_are_given(wrong: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Options(**wrong)
+
+
+def test_right_options_are_taken() -> None:
+    Options(budget="900TiB", search={"soak_steps": 2}, lengths="attention_mask", state=[[], gpt2()])
+    Options(schedule="0:8 3:16 step", lr=["sqrt", "power(0.6)"], tokens_per_sample=4)
+
+
+class Summing(Plain):
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels, reduction="sum")}
+
+
+class Comparing(Plain):
+    """In-batch negatives."""
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        likeness = torch.nn.functional.normalize(self.net(x), dim=-1)
+        likeness = likeness @ likeness.T * 10
+        return {"loss": torch.nn.functional.cross_entropy(likeness, torch.arange(len(x)))}
+
+
+@pytest.mark.parametrize(
+    ("make", "length", "advice", "not_reachable"),
+    [
+        (Summing, 48, "Set trainer.loss_is_scaled_for_ga = True", "reduction='sum'"),
+        (Comparing, 48, "Microbatcher.backward_cached in a loop of your own", "Use backward_cached"),
+        (Plain, 4100, "is done again in smaller pieces", "make_batch"),
+    ],
+)
+def test_warnings_advise_what_can_be_done_in_a_trainer(
+    make: Any, length: int, advice: str, not_reachable: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(make(), arguments(tmp_path, max_steps=1), train_dataset=points(length))
+    with caplog.at_level("WARNING", "batchfit"):
+        adapt(trainer, search={"max_size": 8}).train()
+    (text,) = [line for line in caplog.messages if advice in line]
+    assert not_reachable not in text.replace(advice, "")
+
+
+def test_a_sum_that_is_told_is_one(tmp_path: Path) -> None:
+    given = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2}
+    whole = {**given, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = Trainer(Summing(), arguments(tmp_path, **whole), train_dataset=points())
+    expected.train()
+    trainer = Trainer(Summing(), arguments(tmp_path, **given), train_dataset=points())
+    trainer.loss_is_scaled_for_ga = True
+    adapt(trainer, search={"max_size": 5}).train()
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
+
+
+def test_a_method_of_the_users_is_not_hidden(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def fit(self) -> Any:
+            return self.train()
+
+    trainer = adapt(Mine(Plain(), arguments(tmp_path, max_steps=1), train_dataset=points()))
+    assert trainer.fit().global_step == 1
+    assert trainer.found.batch_size == 16
 
 
 def test_only_trainers_and_options(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.advice import advising
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -62,9 +63,18 @@ class BatchfitMixin:
         check_trainer(self, self._batchfit.options)
 
     @property
-    def fit(self) -> Any:
+    def found(self) -> Any:
         """The `FitResult` of the search before training, or None."""
         return self._batchfit.fit
+
+    def __getattr__(self, name: str) -> Any:
+        """`fit`, the earlier name of `found`: only where no class of the user's has one."""
+        if name == "fit" and "_batchfit" in vars(self):
+            return self._batchfit.fit
+        theirs = getattr(super(), "__getattr__", None)
+        if theirs is not None:
+            return theirs(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- around training
 
@@ -82,7 +92,8 @@ class BatchfitMixin:
         self._train_batch_size = local
         self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
-            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+            with advising():
+                return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
