@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +93,67 @@ def test_a_batch_that_does_not_fit_trains_to_the_same_weights(
     assert out.global_step == trainer.state.max_steps == 6
     assert torch.allclose(parameters_of(model), expected, atol=1e-12)
     if find:
-        assert 1 < trainer.fit.batch_size < 16
-        assert trainer.state.log_history[0]["microbatch_size"] == trainer.fit.batch_size
+        assert 1 < trainer.found.batch_size < 16
+        assert trainer.state.log_history[0]["microbatch_size"] == trainer.found.batch_size
         assert not any("out_of_memory" in entry for entry in trainer.state.log_history)
     else:
-        assert trainer.fit is None
+        assert trainer.found is None
         assert trainer.state.log_history[0]["out_of_memory"] >= 1
     assert sum(seen.sizes[-2:]) <= 16
     args = trainer.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
+
+
+class Plain(torch.nn.Module):
+    """Anybody's module: no `**kwargs`, so Trainer itself divides by the number of batches accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        logits = self.net(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Unlabelled(Plain):
+    """Answers of another name, so that there are no items to count."""
+
+    def forward(self, x: Any = None, answers: Any = None, **more: Any) -> Any:
+        return super().forward(x, answers)
+
+
+class Taking(Plain):
+    """A mean, of a model that takes what it is given."""
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        return super().forward(x, labels)
+
+
+class NotScaled(Trainer):
+    loss_is_scaled_for_ga = False
+
+
+def points(length: int = 48, *, labels: str = "labels") -> list[dict[str, Any]]:
+    drawn = torch.randn(length, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [{"x": row, labels: number % 4} for number, row in enumerate(drawn)]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "labels"),
+    [(Plain, Trainer, "labels"), (Unlabelled, Trainer, "answers"), (Taking, NotScaled, "labels")],
+)
+def test_a_loss_that_trainer_divides_can_be_searched_for(
+    make: Any, kind: Any, labels: str, tmp_path: Path
+) -> None:
+    whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = kind(make(), arguments(tmp_path, **whole), train_dataset=points(labels=labels))
+    expected.train()
+    trainer = kind(make(), arguments(tmp_path), train_dataset=points(labels=labels))
+    adapt(trainer, search={"max_size": 5}).train()
+    assert trainer.state.log_history[0]["microbatch_size"] == 5
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
 
 
 def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Path) -> None:
@@ -290,6 +344,75 @@ def test_microbatches_weigh_what_the_loss_divides_by(name: str, tmp_path: Path) 
     assert torch.allclose(parameters_of(model), expected, atol=1e-11)
 
 
+class Noisy(Plain):
+    """A mean that draws random numbers: Trainer believes that it divides by the number of items."""
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        noise = torch.randn((), dtype=x.dtype)
+        loss = torch.nn.functional.cross_entropy(self.net(x), labels)
+        return {"loss": loss + noise * 1e-1}  # one that does not change gradients
+
+
+class Drifting(Plain):
+    """A mean that is another one each time, whatever the random numbers are."""
+
+    calls = 0
+
+    def forward(self, x: Any = None, labels: Any = None, **more: Any) -> Any:
+        self.calls += 1
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels) + self.calls}
+
+
+class Dividing(Drifting):
+    """As `Drifting`, but it does divide, where it is told by what."""
+
+    def forward(self, x: Any = None, labels: Any = None, num_items_in_batch: Any = None, **more: Any) -> Any:
+        self.calls += 1
+        total = torch.nn.functional.cross_entropy(self.net(x), labels, reduction="sum")
+        return {
+            "loss": total / (len(labels) if num_items_in_batch is None else num_items_in_batch) + self.calls
+        }
+
+
+@pytest.mark.parametrize(("make", "warns"), [(Noisy, False), (Drifting, True), (Dividing, True)])
+@pytest.mark.parametrize("size", [5, 16])
+def test_a_loss_that_is_not_the_same_twice_is_not_taken_for_a_sum(
+    make: Any, warns: bool, size: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}  # whose steps show gradients' sizes
+    whole = {**given, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = Trainer(make(), arguments(tmp_path, **whole), train_dataset=points())
+    expected.train()
+    trainer = adapt(Trainer(make(), arguments(tmp_path, **given), train_dataset=points()))
+    trainer._batchfit.microbatch_size = size
+    with caplog.at_level("WARNING", "batchfit"):
+        trainer.train()
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
+    told = [line for line in caplog.messages if "Set trainer.loss_is_scaled_for_ga" in line]
+    assert len(told) == (warns and size < 16)
+
+
+@pytest.mark.parametrize("find", [True, False])
+def test_trying_a_loss_leaves_no_trace(find: bool, tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, **more)
+            self.seen.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+            return loss
+
+    seen: list[list[Any]] = []
+    for ours in (False, True):
+        whole = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+        trainer = Mine(Taking(), arguments(tmp_path, **whole), train_dataset=points())
+        trainer.seen = []
+        if ours:
+            adapt(trainer, find=find, state=[trainer.seen])
+        trainer.train()
+        seen.append(trainer.seen)
+    assert len(seen[0]) == 6
+    assert seen[1] == seen[0]
+
+
 def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
     class Halves(Trainer):
         """A mean over samples of what the model says of its first token."""
@@ -415,8 +538,144 @@ def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
     trainer = FaultInStep(gpt2(), arguments(tmp_path, max_steps=5), train_dataset=Stream())
     trainer.train()
     assert trainer.fired
-    assert trainer.fit is None
+    assert trainer.found is None
     assert torch.allclose(parameters_of(trainer.model), expected, atol=1e-12)
+
+
+# --- loaders of the users' own
+
+
+class Loading(Trainer):
+    """Loads as `how` says, and notes what a step has in it."""
+
+    how: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        return self.how(self)
+
+    def compute_loss(self, model: Any, inputs: Any, **more: Any) -> Any:
+        self.seen.append(inputs["x"])
+        return super().compute_loss(model, inputs, **more)
+
+
+def loading(folder: Path, how: Any, **given: Any) -> Any:
+    trainer = Loading(Plain(), arguments(folder, **given), train_dataset=points())
+    trainer.how, trainer.seen = how, []
+    return trainer
+
+
+def loader_of(trainer: Any, **how: Any) -> Any:
+    return torch.utils.data.DataLoader(trainer.train_dataset, collate_fn=trainer.data_collator, **how)
+
+
+def prepared_by_accelerate(trainer: Any) -> Any:
+    return trainer.accelerator.prepare(loader_of(trainer, batch_size=trainer.args.train_batch_size))
+
+
+class Twos(torch.utils.data.Sampler[Any]):
+    """Batches of two, which it does not say."""
+
+    def __iter__(self) -> Any:
+        return iter([[number, number + 1] for number in range(0, 48, 2)])
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_a_loader_of_another_size_does_not_change_the_batch_of_a_step(tmp_path: Path) -> None:
+    own = r"makes batches of 8, not of per_device.* = 4 \* 4 = 16: .*batch_size=self\.args\.train_batch_size"
+    with pytest.raises(BatchfitError, match=own):
+        adapt(loading(tmp_path, lambda trainer: loader_of(trainer, batch_size=8)), find=False).train()
+    trainer = adapt(loading(tmp_path, lambda trainer: loader_of(trainer, batch_sampler=Twos())), find=False)
+    with pytest.raises(
+        BatchfitError, match=r"get_train_dataloader's DataLoader cannot be read.* 4 \* 4 = 16"
+    ):
+        trainer.train()
+    args = trainer.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
+    assert trainer.seen == []
+
+
+@pytest.mark.parametrize(
+    ("how", "given", "size"),
+    [
+        (lambda trainer: loader_of(trainer, batch_size=trainer.args.train_batch_size), {}, 16),
+        (lambda trainer: loader_of(trainer, batch_size=trainer._train_batch_size), {}, 16),
+        (prepared_by_accelerate, {}, 16),
+        (lambda trainer: loader_of(trainer, batch_size=8), {"gradient_accumulation_steps": 1}, 8),
+        (lambda trainer: loader_of(trainer, batch_sampler=Twos()), {"gradient_accumulation_steps": 1}, 2),
+    ],
+)
+def test_a_loader_of_the_users_own_is_trained_with(
+    how: Any, given: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    trainer = adapt(loading(tmp_path, how, num_train_epochs=1, **given))
+    trainer.train()
+    steps = 48 // size
+    assert trainer.state.global_step == steps
+    assert [len(one) for one in trainer.seen[-steps:]] == [size] * steps
+    assert trainer.found.batch_size == max(size, 4 if size == 2 else 0)  # which does not say that it is 2
+
+
+def test_a_schedule_loads_what_the_users_loader_would(tmp_path: Path) -> None:
+    """A sampler that draws one sample of four, a collator and a last batch of its own."""
+    drawn = [number for number in range(48) if number % 4 == 3]
+
+    class Drawing(torch.utils.data.Sampler[Any]):
+        def __iter__(self) -> Any:
+            return iter([*drawn, *drawn[:6]])
+
+        def __len__(self) -> int:
+            return 18
+
+    def collated(samples: list[Any]) -> Any:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "x": batch["x"] * 2}
+
+    for prepare in (False, True):
+
+        def how(trainer: Any, prepare: bool = prepare) -> Any:
+            loader = torch.utils.data.DataLoader(
+                trainer.train_dataset, 4, sampler=Drawing(), collate_fn=collated, drop_last=True
+            )
+            return trainer.accelerator.prepare(loader) if prepare else loader
+
+        trainer = adapt(loading(tmp_path, how, num_train_epochs=1), schedule="0:4 2:8 step", find=False)
+        trainer.train()
+        assert [len(one) for one in trainer.seen] == [4, 4, 8]
+        assert trainer.state.global_step == trainer.state.max_steps == 3
+        expected = [points()[number]["x"] * 2 for number in [*drawn, *drawn[:4]]]
+        assert torch.equal(torch.cat(trainer.seen), torch.stack(expected))
+
+
+def test_a_loader_that_a_schedule_cannot_follow_is_refused(tmp_path: Path) -> None:
+    class Doubling(torch.utils.data.DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return ({**batch, "x": batch["x"] * 2} for batch in super().__iter__())
+
+    def doubling(trainer: Any) -> Any:
+        return Doubling(trainer.train_dataset, 4, collate_fn=trainer.data_collator)
+
+    def refused(how: Any, text: str) -> None:
+        trainer = adapt(loading(tmp_path, how), schedule="0:4 2:8 step", find=False)
+        with pytest.raises(BatchfitError, match=text):
+            trainer.train()
+        assert trainer.seen == []
+
+    refused(doubling, "not Doubling, which has an __iter__ of its own")
+    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it deals out batches")
+    refused(
+        lambda trainer: trainer.accelerator.prepare(loader_of(trainer, batch_sampler=Twos())), "not with Twos"
+    )
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_trainers_own_loaders_are_read(strategy: str, tmp_path: Path) -> None:
+    given = {"train_sampling_strategy": strategy, "num_train_epochs": 1}
+    trainer = adapt(Trainer(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens()), find=False)
+    seen = Forwards(trainer.model)
+    trainer.train()
+    assert seen.sizes == [16, 16, 16]
 
 
 # --- schedules and checkpoints
@@ -512,10 +771,10 @@ def test_what_was_found_is_not_searched_for_again(tmp_path: Path, living_bytes: 
     seen = Forwards(second.model)
     with batchfit.virtual_memory(limit * 2):
         second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert second.fit is None
+    assert second.found is None
     kept = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
     assert (kept.per_device_train_batch_size, kept.gradient_accumulation_steps) == (4, 4)
-    assert max(seen.sizes) <= first.fit.batch_size
+    assert max(seen.sizes) <= first.found.batch_size
     assert torch.allclose(parameters_of(second.model), parameters_of(first.model), atol=1e-12)
 
 
@@ -572,6 +831,33 @@ def test_evaluation_that_does_not_fit_counts_nothing_twice(
     assert abs(found.predictions - expected.predictions).max() < 1e-12
     assert (found.label_ids == expected.label_ids).all()
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+
+
+def test_the_model_of_an_earlier_training_is_let_go(tmp_path: Path) -> None:
+    made: list[Any] = []
+    alive: list[int] = []
+
+    def init() -> Any:
+        model = Plain()
+        made.append(weakref.ref(model))
+        return model
+
+    class Counting(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            gc.collect()
+            alive.append(sum(one() is not None for one in made))
+
+    trainer = Trainer(
+        args=arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1),
+        model_init=init,
+        train_dataset=points(),
+        eval_dataset=points(8),
+        callbacks=[Counting()],
+    )
+    adapt(trainer)
+    for _ in range(3):
+        trainer.train()
+    assert alive == [1, 1, 1]
 
 
 def test_generation_that_runs_out_is_done_again_in_pieces(tmp_path: Path) -> None:
@@ -779,11 +1065,78 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
         ({"lr": "sqrt"}, ValueError, "lr must be None without a schedule"),
         ({"schedule": batchfit.NoiseBatchSizeConfig()}, ValueError, "schedule must be known ahead"),
         ({"schedule": "0:x"}, ValueError, "not"),
+        ({"budget": "lots"}, ValueError, "budget must be bytes or text .* not 'lots'"),
+        ({"budget": -1}, ValueError, "budget must be positive, not -1"),
+        ({"search": {"sok_steps": 1}}, ValueError, "search must hold keywords .* not 'sok_steps'"),
+        ({"schedule": "0:8 3:16 step", "lr": "cubic"}, ValueError, "lr must be 'none', .* not 'cubic'"),
+        ({"schedule": "0:8 3:16 step", "lr": ["sqrt", 3]}, ValueError, "lr must be 'none', .* not 3"),
+        ({"lengths": 5}, TypeError, "lengths must be the name .* not 5"),
+        ({"state": 5}, TypeError, "state must be a list of what a step changes, not 5"),
+        ({"state": [5]}, TypeError, "state must hold modules, .* not 5"),
+        ({"tokens_per_sample": -3}, ValueError, "tokens_per_sample must be a positive integer, not -3"),
     ],
 )
 def test_wrong_options_are_told_when_they_are_given(wrong: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Options(**wrong)
+
+
+def test_right_options_are_taken() -> None:
+    Options(budget="900TiB", search={"soak_steps": 2}, lengths="attention_mask", state=[[], gpt2()])
+    Options(schedule="0:8 3:16 step", lr=["sqrt", "power(0.6)"], tokens_per_sample=4)
+
+
+class Summing(Plain):
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        return {"loss": torch.nn.functional.cross_entropy(self.net(x), labels, reduction="sum")}
+
+
+class Comparing(Plain):
+    """In-batch negatives."""
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        likeness = torch.nn.functional.normalize(self.net(x), dim=-1)
+        likeness = likeness @ likeness.T * 10
+        return {"loss": torch.nn.functional.cross_entropy(likeness, torch.arange(len(x)))}
+
+
+@pytest.mark.parametrize(
+    ("make", "length", "advice", "not_reachable"),
+    [
+        (Summing, 48, "Set trainer.loss_is_scaled_for_ga = True", "reduction='sum'"),
+        (Comparing, 48, "Microbatcher.backward_cached in a loop of your own", "Use backward_cached"),
+        (Plain, 4100, "is done again in smaller pieces", "make_batch"),
+    ],
+)
+def test_warnings_advise_what_can_be_done_in_a_trainer(
+    make: Any, length: int, advice: str, not_reachable: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(make(), arguments(tmp_path, max_steps=1), train_dataset=points(length))
+    with caplog.at_level("WARNING", "batchfit"):
+        adapt(trainer, search={"max_size": 8}).train()
+    (text,) = [line for line in caplog.messages if advice in line]
+    assert not_reachable not in text.replace(advice, "")
+
+
+def test_a_sum_that_is_told_is_one(tmp_path: Path) -> None:
+    given = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2}
+    whole = {**given, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    expected = Trainer(Summing(), arguments(tmp_path, **whole), train_dataset=points())
+    expected.train()
+    trainer = Trainer(Summing(), arguments(tmp_path, **given), train_dataset=points())
+    trainer.loss_is_scaled_for_ga = True
+    adapt(trainer, search={"max_size": 5}).train()
+    assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
+
+
+def test_a_method_of_the_users_is_not_hidden(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def fit(self) -> Any:
+            return self.train()
+
+    trainer = adapt(Mine(Plain(), arguments(tmp_path, max_steps=1), train_dataset=points()))
+    assert trainer.fit().global_step == 1
+    assert trainer.found.batch_size == 16
 
 
 def test_only_trainers_and_options(tmp_path: Path) -> None:

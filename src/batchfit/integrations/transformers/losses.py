@@ -4,7 +4,8 @@ Rules
 - Two kinds. A loss divided by `num_items_in_batch` is a part of the batch's: parts add up. Any other is a
   mean of its own part, and counts by what it is a mean over: labels that are not -100, or samples.
 - Which of them it is, is tried and not believed: Trainer takes any model whose `forward` has `**kwargs` for
-  one that divides by `num_items_in_batch`, and many do not.
+  one that divides by `num_items_in_batch`, and many do not. What cannot be told counts as a mean where a
+  batch is cut, and is given no number of items there, so that one that would divide by it is a mean too.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def first_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {name: cut(value) for name, value in batch.items()}
 
 
+def is_whole(micro: Any, batch: Any) -> bool:
+    """Whether a microbatch is all of its batch."""
+    return hasattr(batch, "items") and rows_of(micro) == rows_of(batch)
+
+
 def shifts_labels(trainer: Any) -> bool:
     """Whether the first label of a sample is no target, as in causal language models."""
     if getattr(trainer, "_loss_shifts_labels", False):
@@ -70,7 +76,7 @@ def count_labels(batch: Any, *, shifted: bool) -> Any:
 def divides_by_items(loss_of: Callable[[Any], torch.Tensor], items: Any) -> bool | None:
     """Whether a loss is divided by the number of items that it is given; None: it cannot be told.
 
-    `loss_of(items)` is the loss of the same few samples each time.
+    `loss_of(items)` is the loss of the same few samples each time, with the same random numbers.
     """
     found = []
     for factor in (1, 2, 1):

@@ -6,9 +6,12 @@ both settings and says what to do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
+
+import torch
 
 import batchfit
 from batchfit.errors import BatchfitError
@@ -56,8 +59,15 @@ class Options:
             raise ValueError(f"sync must be one of 'safe', 'overlap', not {self.sync!r}")
         if not isinstance(self.search, Mapping):
             raise TypeError(f"search must be keywords of find_batch_size, not {self.search!r}")
+        known = list(inspect.signature(batchfit.find_batch_size).parameters)[1:]
+        for name in self.search:
+            if name not in known:
+                raise ValueError(f"search must hold keywords of find_batch_size, not {name!r}: {known}")
+        if isinstance(self.state, str) or not isinstance(self.state, Sequence):
+            raise TypeError(f"state must be a list of what a step changes, not {self.state!r:.80}")
         if self.lr is not None and self.schedule is None:
             raise ValueError(f"lr must be None without a schedule that it follows, not {self.lr!r}")
+        self._check_values()
         # Frozen: the schedule is checked here, once, and kept as what it means.
         config = batchfit.load_schedule(self.schedule)
         if isinstance(config, batchfit.NoiseBatchSizeConfig):
@@ -66,6 +76,27 @@ class Options:
                 "begins, not a NoiseBatchSizeConfig: use it with a loop of your own"
             )
         object.__setattr__(self, "schedule", config)
+
+    def _check_values(self) -> None:
+        """Let those who will get them look at them now, and not when the trainer trains."""
+        try:
+            batchfit.Microbatcher(torch.nn.Identity(), budget=self.budget)
+        except ValueError as error:
+            if "must not exceed" not in str(error):  # the memory of a device, which is not known here
+                raise
+        batchfit.Microbatcher(torch.nn.Identity(), lengths=self.lengths)
+        batchfit.Workload(lambda batch_size: None, state=list(self.state))
+        rules: Any = [self.lr] if self.lr is None or isinstance(self.lr, str) else self.lr
+        for rule in rules:
+            optimizer = None if rule is None else torch.optim.SGD([torch.zeros(1)], lr=1.0)
+            batchfit.BatchSizeScheduler(
+                None,
+                1,
+                lr=rule,
+                optimizer=optimizer,
+                world_size=1,
+                tokens_per_sample=self.tokens_per_sample,
+            )
 
 
 def check_trainer(trainer: Any, options: Options) -> None:

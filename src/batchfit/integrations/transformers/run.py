@@ -16,10 +16,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
 
@@ -39,16 +40,19 @@ class Run:
         self.is_ragged = False
         self.sums: bool | None = None  # parts of a batch's loss add up; None: not known yet
         self.looks = 0  # how often that was tried
+        self.warned = False  # of a loss of which it could not be told
         self.evaluates = False  # inside an evaluation's microbatch, which asks for the number of items
         self.asked = False
         self.items: Any = None
         self.searches = False
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
         self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
+        self.local = 0  # one rank's batch, without a schedule
         self.largest = 0  # the largest batch of the schedule, over all ranks
         self.saved: dict[str, Any] = {}
         self.loader: Any = None
         self.collate_fn: Any = None  # of a loader that is ours
+        self.drop_last = False
         self.scheduler: Any = None
         self.cutter: Any = None
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
@@ -85,6 +89,11 @@ class Run:
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
         return found
 
+    def drop_evaluators(self, *models: nn.Module) -> None:
+        """Let go of all models but these: one from before would take memory from the search."""
+        kept = {id(model) for model in models}
+        self._evaluators = {key: one for key, one in self._evaluators.items() if key in kept}
+
     def guard(self, optimizer: Any) -> None:
         """Let the optimizer's step be one that running out of memory cannot leave half done."""
         plain: Callable[..., Any] = optimizer.step
@@ -115,24 +124,20 @@ class Run:
                 "a schedule needs a dataset with a length on several ranks: an iterable one is read by "
                 "Accelerate in batches of one size. Use a map-style dataset, or one process"
             )
-        sampler, seed = None, trainer.args.data_seed
+        order, seed = order_of(given), trainer.args.data_seed
         seed = trainer.args.seed if seed is None else seed
-        shuffles = False
-        if not streams:
-            sampler = trainer._get_train_sampler(trainer.train_dataset)
-            shuffles = type(sampler) is RandomSampler and not sampler.replacement
-            sampler = None if shuffles or isinstance(sampler, SequentialSampler) else sampler
+        self.drop_last = order.drop_last
         self.collate_fn = given.collate_fn
         self.loader = batchfit.ResizableLoader(
             given.dataset,
             trainer.get_total_train_batch_size(trainer.args),
-            shuffle=shuffles,
-            sampler=sampler,
+            shuffle=order.shuffle,
+            sampler=order.sampler,
             seed=seed,
             collate_fn=given.collate_fn,
             num_workers=given.num_workers,
             pin_memory=given.pin_memory,
-            drop_last=trainer.args.dataloader_drop_last,
+            drop_last=order.drop_last,
             timeout=given.timeout,
             worker_init_fn=given.worker_init_fn,
             multiprocessing_context=given.multiprocessing_context,

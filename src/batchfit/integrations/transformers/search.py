@@ -65,7 +65,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         run.searches = False
     run.microbatch_size = run.fit.batch_size
     # On several ranks the size found holds for all batches: what one rank has learned is not the others'.
-    with _same_random_numbers():
+    with same_random_numbers():
         run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
         widest = collate(samples.longest(run.microbatch_size)) if run.is_ragged else None
     if widest is not None:
@@ -80,10 +80,9 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
 def _largest(trainer: Any) -> int:
     """The most samples that one rank can get in a batch."""
     args, run = trainer.args, trainer._batchfit
-    batch_size = trainer.get_total_train_batch_size(args)
-    if run.options.schedule is not None:
-        batch_size = run.largest
-    return int(-(-batch_size // args.world_size))
+    if run.options.schedule is None:
+        return int(run.local)
+    return int(-(-run.largest // args.world_size))
 
 
 def _items(trainer: Any, batch: Any) -> Any:
@@ -133,12 +132,13 @@ def _teach(trainer: Any, model: nn.Module, batch: Any) -> None:
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Datasets and collators may draw some (masks, augmentation): as if they had not."""
+def same_random_numbers(device: torch.device | None = None) -> Iterator[None]:
+    """Datasets, collators and losses may draw some (masks, noise): as if they had not."""
+    devices = [device] if device is not None and device.type == "cuda" else []
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(before[0])

@@ -23,22 +23,26 @@ import transformers
 from torch import nn
 from torch.utils.data import IterableDataset
 
+import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.advice import advising
+from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
     divides_by_items,
     first_rows,
+    is_whole,
     rows_of,
     shifts_labels,
 )
 from batchfit.integrations.transformers.options import Options, check_trainer
 from batchfit.integrations.transformers.run import Run
-from batchfit.integrations.transformers.search import find_microbatch
+from batchfit.integrations.transformers.search import find_microbatch, same_random_numbers
 
 log = logging.getLogger("batchfit")
 
 _PROBED_ROWS = 2
-_MOST_LOOKS = 3  # a loss that cannot be told is believed to be what Trainer believes
+_MOST_LOOKS = 3  # a loss that cannot be told by then is not tried again
 _ANSWERS = (False, None, True)  # what the most doubtful rank says counts for all
 
 
@@ -59,15 +63,25 @@ class BatchfitMixin:
         check_trainer(self, self._batchfit.options)
 
     @property
-    def fit(self) -> Any:
+    def found(self) -> Any:
         """The `FitResult` of the search before training, or None."""
         return self._batchfit.fit
+
+    def __getattr__(self, name: str) -> Any:
+        """`fit`, the earlier name of `found`: only where no class of the user's has one."""
+        if name == "fit" and "_batchfit" in vars(self):
+            return self._batchfit.fit
+        theirs = getattr(super(), "__getattr__", None)
+        if theirs is not None:
+            return theirs(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- around training
 
     def _inner_training_loop(self: Any, *given: Any, **named: Any) -> Any:
         run, args = self._batchfit, self.args
         check_trainer(self, run.options)
+        run.drop_evaluators(self.model, self.model_wrapped)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size
         local = args.per_device_train_batch_size * args.gradient_accumulation_steps
         callback = _Follower(self)
@@ -76,8 +90,10 @@ class BatchfitMixin:
         run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
         args.per_device_train_batch_size, args.gradient_accumulation_steps = local, 1
         self._train_batch_size = local
+        self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
-            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+            with advising():
+                return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
@@ -109,10 +125,13 @@ class BatchfitMixin:
         ranks = self.args.world_size if sums else 1
 
         def loss_of(micro: Any) -> Any:
-            loss = self._batchfit_loss(step, model, micro, num_items_in_batch if sums else None)
+            items = self._batchfit_items(micro, inputs, num_items_in_batch, sums=sums)
+            loss = self._batchfit_loss(step, model, micro, items)
             return loss if ranks == 1 else loss / ranks
 
         report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+        if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
+            self._batchfit_warn()
         if report.retries:
             run.logs.append(
                 {"out_of_memory": report.retries, "microbatch_size": max(report.microbatch_sizes)}
@@ -161,20 +180,53 @@ class BatchfitMixin:
                     "taken for a mean. (Trainer's own accumulation would add such means up.)",
                     type(self.model).__name__,
                 )
-        return run.sums is not False
+        return bool(run.sums)
+
+    @property
+    def _batchfit_is_doubtful(self: Any) -> bool:
+        """Whether nobody can tell if the loss divides by the number of items: not the user, not a try."""
+        takes = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return takes and getattr(self, "loss_is_scaled_for_ga", None) is None and self._batchfit.sums is None
+
+    def _batchfit_items(self: Any, micro: Any, inputs: Any, items: Any, *, sums: bool) -> Any:
+        """The number of items that a microbatch's loss is given: none where it is to be a mean."""
+        if not sums and self._batchfit_is_doubtful and self.args.world_size == 1 and is_whole(micro, inputs):
+            return items  # a batch in one piece: the Trainer's own loss, whatever it is
+        return items if sums else None
+
+    def _batchfit_warn(self: Any) -> None:
+        run = self._batchfit
+        if self._batchfit_is_doubtful and not run.warned and self.is_world_process_zero():
+            run.warned = True
+            log.warning(
+                "whether the loss of %s divides by num_items_in_batch could not be told (it is zero, not "
+                "finite, or another one each time), and the batch is cut: microbatches count as means over "
+                "labels. Set trainer.loss_is_scaled_for_ga, True where it divides and False for a mean",
+                type(self.model).__name__,
+            )
 
     def _batchfit_tried(self: Any, inputs: Any, items: Any) -> bool | None:
         if not hasattr(inputs, "items"):
             return None
         rows = self._prepare_inputs(first_rows(inputs, _PROBED_ROWS))
-        devices = [self.args.device] if self.args.device.type == "cuda" else []
+        answers: list[bool | None] = []
 
         def loss_of(count: Any) -> Any:
-            with self.compute_loss_context_manager():
+            with same_random_numbers(self.args.device), self.compute_loss_context_manager():
                 return self.compute_loss(self.model, dict(rows), num_items_in_batch=count)
 
-        with torch.random.fork_rng(devices=devices), _evaluating(self.model):
-            return divides_by_items(loss_of, items)
+        def once(batch_size: int) -> None:
+            if not answers:
+                with _evaluating(self.model):
+                    answers.append(divides_by_items(loss_of, items))
+
+        state = self._batchfit.options.state
+        if state:  # a search of one size, since that puts everything back
+            work = batchfit.Workload(once, state=list(state))
+            batchfit.find_batch_size(work, max_size=1, steps=2, soak_steps=0, predict=False)
+        else:
+            once(1)
+        return answers[0]
 
     def _prepare_inputs(self: Any, inputs: Any) -> Any:
         if self._batchfit.searches and hasattr(inputs, "items"):
@@ -201,7 +253,8 @@ class BatchfitMixin:
         def part(micro: Any) -> dict[str, Any]:
             # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
             with torch.inference_mode(mode=False), torch.no_grad():
-                run.evaluates, run.asked, run.items = True, False, items if sums else None
+                run.evaluates, run.asked = True, False
+                run.items = self._batchfit_items(micro, inputs, items, sums=sums)
                 try:
                     found = step(model, micro, prediction_loss_only, ignore_keys=ignore_keys, **options)
                 finally:
@@ -239,10 +292,12 @@ class BatchfitMixin:
     # --- schedules and checkpoints
 
     def get_train_dataloader(self: Any) -> Any:
-        loader = super().get_train_dataloader()  # type: ignore[misc]
-        if self._batchfit.options.schedule is None:
-            return loader
-        return self._batchfit.open_loader(self, loader)
+        loader, run = super().get_train_dataloader(), self._batchfit  # type: ignore[misc]
+        if run.options.schedule is not None:
+            return run.open_loader(self, loader)
+        if run.given is not None:
+            run.local = local_batch(self, loader, given=run.given[0], accumulated=run.given[1])
+        return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any, *given: Any) -> Any:
         values = super().set_initial_training_values(args, dataloader, *given)  # type: ignore[misc]
@@ -256,7 +311,7 @@ class BatchfitMixin:
         def updates(count: int) -> int:
             if count == 0:
                 return 0
-            return int(plan.updates(samples=length, epochs=count, drop_last=args.dataloader_drop_last))
+            return int(plan.updates(samples=length, epochs=count, drop_last=run.drop_last))
 
         if args.max_steps > 0:
             enough = next(count for power in range(64) if updates(count := 2**power) >= steps)

@@ -1,0 +1,107 @@
+"""What is read from the loader that a Trainer trains with, and which loaders are refused.
+
+Rules
+- The batch of an optimizer step is the one that was asked for: a loader that has a size of its own, where
+  batches would be accumulated, is refused, not read as if it had another.
+- A schedule's loader loads what the given one would: its dataset, sampler, collator and last batch. One of
+  which that cannot be said is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from batchfit.errors import BatchfitError
+
+_KNOWN = ("torch", "torchdata", "accelerate")  # whose loaders hand out what they load, and nothing else
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """The samples of one of a loader's batches on this rank; None: it does not say."""
+    sampler = getattr(loader, "batch_sampler", None)
+    for holder in (
+        loader,
+        sampler,
+        getattr(sampler, "batch_sampler", None),
+    ):  # the last: in Accelerate's shard
+        size = getattr(holder, "batch_size", None)
+        if type(size) is int:
+            return size
+        # transformers' BatchRebalanceSampler
+        whole, ranks = getattr(holder, "effective_batch_size", None), getattr(holder, "dp_size", None)
+        if type(whole) is int and type(ranks) is int:
+            return whole // ranks
+    return None
+
+
+def local_batch(trainer: Any, loader: Any, *, given: int, accumulated: int) -> int:
+    """One rank's batch of an optimizer step; an error where the loader would make it another one.
+
+    `given` and `accumulated` are the user's: the trainer was told to load `given * accumulated` at once.
+    """
+    asked, size = given * accumulated, batch_size_of(loader)
+    if getattr(trainer.accelerator, "split_batches", False):  # sizes are of all ranks there, and shared out
+        return asked
+    if accumulated == 1:
+        return asked if size is None else size
+    if size == asked:
+        return asked
+    instead = (
+        "Make it with batch_size=self.args.train_batch_size, which is that size while batchfit trains, or "
+        "set per_device_train_batch_size to a whole batch and gradient_accumulation_steps=1: batchfit cuts "
+        "it as memory asks for"
+    )
+    if size is None:
+        raise BatchfitError(
+            f"the size of the batches of get_train_dataloader's {type(loader).__name__} cannot be read, and "
+            f"{accumulated} of them are to be one batch: batchfit loads that as one, of {given} * "
+            f"{accumulated} = {asked} samples. {instead}"
+        )
+    raise BatchfitError(
+        f"get_train_dataloader makes batches of {size}, not of per_device_train_batch_size * "
+        f"gradient_accumulation_steps = {given} * {accumulated} = {asked}: batchfit loads a batch as one, so "
+        f"an optimizer step would have {size} samples. {instead}"
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Order:
+    """How a loader takes its samples: shuffled anew each epoch, as `sampler` says, or as they are."""
+
+    shuffle: bool
+    sampler: Any
+    drop_last: bool
+
+
+def order_of(loader: Any) -> Order:
+    """How a loader whose size is to follow a schedule takes its samples."""
+    kind = type(loader)
+    iterates = getattr(kind, "__iter__", None)
+    if getattr(iterates, "__module__", "").partition(".")[0] not in _KNOWN:
+        raise BatchfitError(
+            f"get_train_dataloader must return a torch DataLoader with a schedule, not {kind.__name__}, "
+            "which has an __iter__ of its own: batches of other sizes come from batchfit's loader, which "
+            "would not run it. Put what it does into collate_fn or the dataset, or train without schedule="
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return Order(shuffle=False, sampler=None, drop_last=bool(loader.drop_last))
+    batches = loader.batch_sampler
+    if type(batches).__module__.partition(".")[0] == "accelerate":
+        batches = getattr(batches, "batch_sampler", batches)  # sharing out over ranks is done by ours
+    if type(batches) is not BatchSampler:
+        raise BatchfitError(
+            "get_train_dataloader must return a loader whose batches are cut from a sampler with a schedule, "
+            f"not with {type(batches).__name__}: it deals out batches of its own, and the schedule changes "
+            "their size. Pass sampler=, or train without schedule="
+        )
+    sampler: Any = batches.sampler
+    is_known = type(sampler).__module__.partition(".")[0] in _KNOWN
+    takes_all = is_known and hasattr(sampler, "__len__") and len(sampler) == len(loader.dataset)
+    shuffles = takes_all and isinstance(sampler, RandomSampler) and not sampler.replacement
+    if shuffles or (takes_all and isinstance(sampler, SequentialSampler)):
+        sampler = None
+    return Order(shuffle=shuffles, sampler=sampler, drop_last=bool(batches.drop_last))
