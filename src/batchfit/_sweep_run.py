@@ -5,6 +5,8 @@ Rules:
   record is the same wherever and in whatever order configurations are run.
 - Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
   device that is dead, on which nothing more can run.
+- A listener (`on_event`) that raises is not the user's configuration failing: the sweep ends with that error,
+  and the configuration has no record.
 - A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
 - Where several ranks run a configuration together, they begin with the same size and go down together; the
   search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
@@ -110,6 +112,10 @@ def here(job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Generator[Swe
 DEAD = "device_died"
 
 
+class _ListenerRaised(BaseException):
+    """Out of the configuration, past whatever takes errors of the user's code for its own."""
+
+
 @final
 @dataclass(slots=True)
 class _Course:
@@ -123,10 +129,16 @@ class _Course:
     device: Device | None = None
     last_size: int | None = None
     begun_trial: bool = False
+    listener_error: BaseException | None = None
 
     def tell(self, kind: Any, **more: Any) -> None:
-        if self.on_event is not None:
+        if self.on_event is None:
+            return
+        try:
             self.on_event(SweepEvent(kind=kind, knobs=self.configuration, **more))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised again, outside the configuration
+            self.listener_error = error
+            raise _ListenerRaised from None
 
     def stepping(self, size: int) -> None:
         """A step begins: the first one of a trial is told."""
@@ -152,22 +164,27 @@ def run_configuration(
     """Make the workload, find its size, measure; the record of it, errors included."""
     begun = time.perf_counter()
     course = _Course(configuration, on_event)
-    course.tell("begin")
     ambient = sys.exception()
     try:
+        course.tell("begin")
         _run(factory, settings, course)
+    except _ListenerRaised:
+        pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
         course.known.update(_told(error, course, ambient))
     # Outside the `except`: only now the frames that hold the workload are gone.
     if course.device is not None and course.known.get("stopped_because") != DEAD:
         recover(course.device)
+    if course.listener_error is not None:
+        raise course.listener_error
     record = SweepRecord(
         knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
         trials=tuple(course.trials),
         elapsed_s=time.perf_counter() - begun,
         **course.known,
     )
-    course.tell("record", record=record)
+    if on_event is not None:
+        on_event(SweepEvent(kind="record", knobs=configuration, record=record))
     return record
 
 

@@ -378,6 +378,36 @@ def test_a_user_who_interrupts_keeps_what_is_there(tmp_path: Path) -> None:
     assert not kept.complete
 
 
+KINDS = ("begin", "search", "trying", "trial", "using", "measure", "measure_oom", "record")
+
+
+@pytest.mark.parametrize("error", [OSError("the tracker's disk is full"), SystemExit(3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_listener_that_raises_is_not_a_failure_of_the_configuration(
+    kind: str, error: BaseException, tmp_path: Path
+) -> None:
+    def listening(event: SweepEvent) -> None:
+        if event.kind == kind and event.knobs["most"] == 5:
+            raise error
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        if size > 2:
+            raise simulated_oom()
+        return {"size": size}
+
+    file = tmp_path / "out.json"
+    how: dict[str, Any] = {"output": file, "measure": measure, "batch_size": 8}
+    with pytest.raises(type(error)) as caught:
+        sweep(limited, {"most": [3, 5, 7]}, on_event=listening, **how)
+    assert caught.value is error
+    kept = SweepResult.from_json(file.read_text())
+    # A record is told once it is on disk: that one is whole.
+    assert [one.knobs["most"] for one in kept.records] == ([3, 5] if kind == "record" else [3])
+    assert not kept.failed
+    resumed = sweep(limited, {"most": [3, 5, 7]}, resume=True, **how)
+    assert [one["size"] for one in resumed.summary] == [2, 2, 2]
+
+
 # Files
 
 
