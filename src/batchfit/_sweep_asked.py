@@ -61,10 +61,10 @@ class Asked:
         _check_functions(factory, names, settings.measure)
         said = {
             "factory": _name(factory),
-            "knobs": _plain(knobs),
+            "knobs": _plain("knobs", knobs),
             "mode": mode,
-            "start_from": _plain(start_from),
-            "estimate": None if estimate == "predict" else _plain(estimate),
+            "start_from": _plain("start_from", start_from),
+            "estimate": None if estimate == "predict" else _plain("estimate", estimate),
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),
         }
@@ -184,12 +184,14 @@ def _name(function: Any) -> str:
     return f"{getattr(inner, '__module__', '?')}:{name}"
 
 
-def _plain(value: Any) -> Any:
-    """A setting as a file can hold it: functions by name."""
+def _plain(name: str, value: Any) -> Any:
+    """A setting as a file can hold it: functions by name. What it cannot say it could not compare either."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return {str(key): _plain(name, one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return _name(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(name, one) for one in value]
+    if callable(value):
+        return _name(value)
+    raise TypeError(f"{name} must hold numbers, text, lists, mappings and functions only, not {value!r:.80}")

@@ -42,7 +42,7 @@ from batchfit._sweep_result import OWN_COLUMNS, Stage, SweepRecord
 from batchfit._target import load_function, make_workload, parse_target
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
-from batchfit._torch.device import Device, resolve_device
+from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
 from batchfit._torch.ranks import Ranks, join_launched
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
@@ -213,10 +213,15 @@ def _run(factory: Callable[..., object] | str, settings: Settings, course: _Cour
     measure = _loaded_measure(settings.measure)
     course.stage = "search"
     course.device = resolve_device(settings.device, near=(*work.state, work.model))
+    course.known.update(
+        device=course.device.name,
+        device_model=_model(course.device),
+        device_bytes=course.device.total_bytes(),
+    )
     estimate, start = _start(work, settings, course)
     if start is not None:
         start = ranks.minimum(start, doing=f"where to begin with {label(course.configuration)}")
-    course.known.update(estimate=estimate, start=start, device=course.device.name)
+    course.known.update(estimate=estimate, start=start)
     course.tell("search", estimate=estimate, start=start)
     begun = time.perf_counter()
     fit = _found(work, settings, course, start)
@@ -237,6 +242,13 @@ def _run(factory: Callable[..., object] | str, settings: Settings, course: _Cour
         _measure(measure, work, fit, settings, course, ranks)
     finally:
         course.known["measure_s"] = time.perf_counter() - begun
+
+
+def _model(device: Device) -> str:
+    """What kind of device it is, without its number: `cpu`, `NVIDIA H200`."""
+    if isinstance(device, CudaDevice | XpuDevice):
+        return str(device.backend.get_device_name(device.index))
+    return device.name.partition(":")[0]
 
 
 def _made(factory: Callable[..., object] | str, configuration: Configuration) -> Workload:

@@ -24,6 +24,7 @@ import batchfit
 from batchfit import SweepEvent, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
+from batchfit._sweep_asked import _plain
 from batchfit._sweep_run import Job, Settings, here, run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
@@ -510,6 +511,51 @@ def test_a_sweep_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
     )
     assert "the sweep in" in str(caught.value)
     assert file.read_text() == before
+
+
+def test_another_range_is_another_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = sweep(limited, {"most": range(2, 5)}, output=file)
+    before = file.read_text()
+    with pytest.raises(SettingsDifferError, match=r"knobs.most: \[2, 3, 4\] then, \[4, 5\] now"):
+        sweep(limited, {"most": range(4, 6)}, output=file, resume=True)
+    assert file.read_text() == before
+    assert sweep(limited, {"most": [2, 3, 4]}, output=file, resume=True) == done
+
+
+def test_what_a_file_cannot_say_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"knobs must hold numbers, .* and functions only, not 2j"):
+        _plain("knobs", {"most": [2j]})
+
+
+def test_no_record_of_a_file_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    sweep(limited, {"most": [1, 2]}, output=file)
+    told = json.loads(file.read_text())
+    told["records"][0]["knobs"] = {"most": 9}  # of an older version, or edited by hand
+    file.write_text(json.dumps(told))
+    before = file.read_text()
+    with pytest.raises(ResultFileError, match=r"has records that this sweep does not ask for \(most=9\)"):
+        sweep(limited, {"most": [1, 2]}, output=file, resume=True)
+    assert file.read_text() == before
+
+
+def test_going_on_with_other_memory_is_told_once(tmp_path: Path) -> None:
+    class Stop(Exception): ...
+
+    def stop(record: Any) -> None:
+        raise Stop
+
+    how: dict[str, Any] = {"output": tmp_path / "out.json", "budget": None, "batch_size": None}
+    with batchfit.virtual_memory("1MiB"), pytest.raises(Stop):
+        sweep(made, {"kib": [64, 128, 256]}, on_record=stop, **how)
+    told = r"goes on with another device, .* cpu with 1.00 MiB before, cpu with 2.00 MiB now \(kib=128\)"
+    with batchfit.virtual_memory("2MiB"), pytest.warns(UserWarning, match=told) as seen:
+        result = sweep(made, {"kib": [64, 128, 256]}, resume=True, **how)
+    assert len(seen) == 1
+    assert [(one.device_model, one.device_bytes) for one in result.records] == [
+        ("cpu", 2**20), ("cpu", 2**21), ("cpu", 2**21),
+    ]  # fmt: skip
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
