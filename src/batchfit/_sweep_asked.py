@@ -18,7 +18,7 @@ from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._sweep_run import Job, Settings
+from batchfit._sweep_run import SEED, Job, Settings
 from batchfit._target import load_function, parse_target, source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload
@@ -63,6 +63,7 @@ class Asked:
             "factory": _name(factory),
             "knobs": _plain("knobs", knobs),
             "mode": mode,
+            "seed": SEED,
             "start_from": _plain("start_from", start_from),
             "estimate": None if estimate == "predict" else _plain("estimate", estimate),
             "measure": None if settings.measure is None else _name(settings.measure),

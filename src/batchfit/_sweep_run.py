@@ -5,6 +5,8 @@ Rules:
   record is the same wherever and in whatever order configurations are run.
 - Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
   device that is dead, on which nothing more can run.
+- So do its random numbers: each configuration begins with generators seeded from its knobs alone (`SEED`),
+  and the program's own are put back after it.
 - A listener (`on_event`) that raises is not the user's configuration failing: the sweep ends with that error,
   and the configuration has no record.
 - A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
@@ -19,21 +21,25 @@ A `Job` can be pickled where its functions can, so another process may run it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import logging
 import math
+import random
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, final
 
+import torch
+
 from batchfit import errors
 from batchfit._decide.estimates import EstimateFunction
-from batchfit._decide.grid import Configuration, Entry, label
+from batchfit._decide.grid import Configuration, Entry, key_of, label
 from batchfit._failure import last_users_line
 from batchfit._find import find_batch_size
 from batchfit._predict import predict_batch_size
@@ -44,6 +50,7 @@ from batchfit._torch import oom
 from batchfit._torch.attempt import recover
 from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
 from batchfit._torch.ranks import Ranks, join_launched
+from batchfit._torch.rng import global_states
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -55,6 +62,7 @@ Measure = Callable[..., Mapping[str, Any]]
 # Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
 _LOWER = 0.8
 _LONGEST_ERROR = 500
+SEED = 0  # of every sweep, with the digest of a configuration's key; a result file records it
 _A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
 
 
@@ -154,6 +162,26 @@ class _Course:
         self.tell("trial", trial=trial, budget_bytes=budget_bytes)
 
 
+@contextmanager
+def _own_random(configuration: Configuration) -> Iterator[None]:
+    """Inside, the random numbers of this configuration; afterwards those of the program go on."""
+    before = global_states()
+    digest = hashlib.sha256(f"{SEED}:{key_of(configuration)}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")  # NumPy takes 32 bits
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)  # devices included; one that is not in use yet is not woken
+        numpy_random: Any = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            numpy_random.seed(seed)
+        yield
+    finally:
+        for _, put_back in before:
+            # A device that has died cannot be put back: its record says so already.
+            with suppress(RuntimeError):
+                put_back()
+
+
 def run_configuration(
     factory: Callable[..., object] | str,
     configuration: Configuration,
@@ -167,7 +195,8 @@ def run_configuration(
     ambient = sys.exception()
     try:
         course.tell("begin")
-        _run(factory, settings, course)
+        with _own_random(configuration):
+            _run(factory, settings, course)
     except _ListenerRaised:
         pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything

@@ -8,12 +8,14 @@ import itertools
 import json
 import logging
 import pickle
+import random
 import runpy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -556,6 +558,49 @@ def test_going_on_with_other_memory_is_told_once(tmp_path: Path) -> None:
     assert [(one.device_model, one.device_bytes) for one in result.records] == [
         ("cpu", 2**20), ("cpu", 2**21), ("cpu", 2**21),
     ]  # fmt: skip
+
+
+def drawn() -> list[float]:
+    return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+
+def test_random_numbers_are_those_of_the_configuration_and_the_programs_go_on(tmp_path: Path) -> None:
+    """Whatever was run before, and however often the sweep was stopped."""
+
+    def make(number: int) -> Workload:
+        first.append(drawn())
+        torch.manual_seed(7)  # stays in its configuration
+        return limited(number)
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        return {"drawn": drawn()}
+
+    class Stop(Exception): ...
+
+    def stop(record: Any) -> None:
+        drawn()
+        raise Stop
+
+    def reseed() -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+
+    first: list[list[float]] = []
+    reseed()
+    expected = drawn()
+    reseed()
+    whole = sweep(make, {"number": [1, 2, 3]}, measure=measure, output=tmp_path / "whole.json")
+    assert drawn() == expected
+    straight, first = first, []
+    how: dict[str, Any] = {"measure": measure, "output": tmp_path / "part.json"}
+    with pytest.raises(Stop):
+        sweep(make, {"number": [1, 2, 3]}, on_record=stop, **how)
+    resumed = sweep(make, {"number": [1, 2, 3]}, resume=True, **how)
+    assert first == straight
+    assert len({tuple(one) for one in first}) == 3  # each has its own
+    assert resumed.without_timings() == whole.without_timings()
+    assert whole.settings["seed"] == 0
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
