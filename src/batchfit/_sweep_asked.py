@@ -18,7 +18,7 @@ from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._sweep_run import SEED, Job, Settings
+from batchfit._sweep_run import SEED, Job, Settings, wanted_knobs
 from batchfit._target import load_function, parse_target, source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload
@@ -143,9 +143,22 @@ def _check_functions(factory: Any, names: tuple[str, ...], measure: Any) -> None
         )
     check_takes(function, names)
     if isinstance(measure, str):
-        parse_target(measure)
-    elif measure is not None and not callable(measure):
+        measure = load_function(parse_target(measure))
+    if measure is None:
+        return
+    if not callable(measure):
         raise TypeError(f"measure must be a callable measure(workload, size) or None, not {measure!r}")
+    try:
+        signature = inspect.signature(measure)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: calling it will tell
+    try:
+        signature.bind(None, 1, **wanted_knobs(measure, dict.fromkeys(names)))
+    except TypeError as error:
+        raise TypeError(
+            f"measure must take (workload, size) and knobs ({', '.join(names)}) only, not "
+            f"{signature}: {error}"
+        ) from None
 
 
 def check_takes(function: Callable[..., object], names: Sequence[str]) -> None:

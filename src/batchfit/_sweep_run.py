@@ -9,7 +9,8 @@ Rules:
   and the program's own are put back after it.
 - A listener (`on_event`) that raises is not the user's configuration failing: the sweep ends with that error,
   and the configuration has no record.
-- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
+- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes. An
+  error that may mean something else counts as that only if a smaller size runs.
 - Where several ranks run a configuration together, they begin with the same size and go down together; the
   search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
 - When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
@@ -355,7 +356,8 @@ def _measure(
     ran = [trial.size for trial in fit.trials if trial.fits]
     device = course.device
     assert device is not None
-    asking = partial(measure, **_wanted(measure, course.configuration))
+    asking = partial(measure, **wanted_knobs(measure, course.configuration))
+    verdicts = set[str]()
     while True:
         sizes.append(size)
         course.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
@@ -364,7 +366,12 @@ def _measure(
         if settings.budget is not None:
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
         with limit:
-            measured = _attempt(asking, work, size)
+            try:
+                measured = _attempt(asking, work, size, verdicts)
+            except Exception:
+                if verdicts == {"ambiguous"}:  # down to 1: it was never the memory, and the size found stands
+                    course.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
+                raise
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
         if not ranks.any(measured is None, doing=f"the measurement at {size}"):
@@ -376,24 +383,26 @@ def _measure(
         size = lower
 
 
-def _wanted(measure: Measure, configuration: Configuration) -> dict[str, Any]:
+def wanted_knobs(measure: Measure, configuration: Configuration) -> dict[str, Any]:
     """The knobs that a measure asks for, by the names of its arguments after the first two."""
     try:
         parameters = list(inspect.signature(measure).parameters.values())
     except (TypeError, ValueError):
         return {}  # a builtin without a signature
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(configuration)
+        taken = {one.name for one in parameters[:2] if one.kind is one.POSITIONAL_OR_KEYWORD}
+        return {name: value for name, value in configuration.items() if name not in taken}
     return {one.name: configuration[one.name] for one in parameters[2:] if one.name in configuration}
 
 
-def _attempt(measure: Measure, work: Workload, size: int) -> Mapping[str, Any] | None:
-    """What it measured; None where it ran out of memory and a smaller size is left."""
+def _attempt(measure: Measure, work: Workload, size: int, verdicts: set[str]) -> Mapping[str, Any] | None:
+    """What it measured; None where it ran out of memory and a smaller size is left. `verdicts`: why not."""
     ambient = sys.exception()
     try:
         measured: Any = measure(work, size)
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
+        verdicts.add(verdict)
         if size == 1 or verdict not in ("oom", "too_large", "ambiguous"):
             raise
         return None

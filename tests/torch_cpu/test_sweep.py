@@ -207,6 +207,44 @@ def test_a_measurement_that_never_fits_is_an_error_and_keeps_the_size_it_ended_a
     assert (record.failed_in, record.measure_sizes[-1], record.batch_size_used) == ("measure", 1, 1)
 
 
+def test_an_ambiguous_error_at_every_size_is_one_error_and_no_oom() -> None:
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in")
+
+    result = sweep(limited, {"most": [8]}, measure=measure)
+    (record,) = result.records
+    assert record.error is not None
+    assert record.error.startswith("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+    assert (record.batch_size_used, record.measure_sizes, record.measure_retries) == (8, (8,), 0)
+    assert "out of memory" not in result.headline
+
+
+def test_a_measure_that_cannot_be_called_is_refused_before_a_search() -> None:
+    def make(most: int) -> Workload:
+        raise AssertionError("called")
+
+    def measure(workload: Workload, size: int, loader: object) -> dict[str, Any]:
+        raise AssertionError("called")
+
+    with pytest.raises(
+        TypeError, match=r"measure must take \(workload, size\) and knobs \(most\) only, not "
+    ):
+        sweep(make, {"most": [3]}, measure=measure)
+    with pytest.raises(TypeError, match=r"measure must take .* too many positional arguments"):
+        sweep(make, {"most": [3]}, measure=lambda workload: {})
+
+
+def test_a_knob_may_bear_the_name_of_an_argument_of_the_measure() -> None:
+    def make(size: int, most: int) -> Workload:
+        return limited(most)
+
+    def measure(workload: Workload, size: int, **knobs: Any) -> dict[str, Any]:
+        return {"at": size, "knobs": str(knobs)}
+
+    (record,) = sweep(make, {"size": [224], "most": [5]}, measure=measure).records
+    assert record.measures == {"at": 5, "knobs": "{'most': 5}"}
+
+
 def test_the_measurement_has_the_budget_too() -> None:
     def measure(workload: Workload, size: int) -> dict[str, Any]:
         torch.zeros(size, 12 * KIB // 4)  # half as much again as a step
