@@ -22,6 +22,7 @@ A `Job` can be pickled where its functions can, so another process may run it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import json
@@ -203,8 +204,12 @@ def run_configuration(
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
         course.known.update(_told(error, course, ambient))
     # Outside the `except`: only now the frames that hold the workload are gone.
-    if course.device is not None and course.known.get("stopped_because") != DEAD:
-        recover(course.device)
+    if course.known.get("stopped_because") != DEAD:
+        if course.device is not None:
+            recover(course.device)
+        else:  # the factory raised: what it had made may be on any device
+            gc.collect()
+            torch.cuda.empty_cache()  # does nothing where CUDA is not in use
     if course.listener_error is not None:
         raise course.listener_error
     record = SweepRecord(
