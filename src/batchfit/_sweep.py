@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
@@ -23,6 +24,7 @@ import torch
 import batchfit
 from batchfit._decide.estimates import EstimateFunction
 from batchfit._decide.grid import Entry, key_of, without_done
+from batchfit._decide.units import format_bytes
 from batchfit._files import write_whole
 from batchfit._sweep_asked import Asked
 from batchfit._sweep_engines import Where, all_ranks, over_ranks
@@ -172,6 +174,7 @@ class Keeper:
         self.path = path
         self.records = list(records)
         self.resumed = len(self.records)
+        self._told_of_device = False
 
     @classmethod
     def of(
@@ -233,8 +236,29 @@ class Keeper:
         """One more record, on disk when this returns."""
         if any(one.key == record.key for one in self.records):
             raise RuntimeError(f"the configuration {record.label} has been run twice")
+        if self.resumed and not self._told_of_device:
+            self._tell_of_device(record)
         self.records.append(record)
         self.save()
+
+    def _tell_of_device(self, record: SweepRecord) -> None:
+        """Warn, once, where a record is of another device than all those that the file had."""
+        own_budget = self.asked.said["budget"] is not None
+
+        def what(one: SweepRecord) -> tuple[str, int | None]:
+            return one.device_model, one.budget_bytes if own_budget else one.device_bytes
+
+        before = {what(one) for one in self.records[: self.resumed] if all(what(one))}
+        if not before or not all(what(record)) or what(record) in before:
+            return
+        self._told_of_device = True
+        then = ", ".join(f"{model} with {format_bytes(size or 0)}" for model, size in sorted(before, key=str))
+        model, size = what(record)
+        warnings.warn(
+            f"{self.path} goes on with another device, and its sizes are not those of one: {then} before, "
+            f"{model} with {format_bytes(size or 0)} now ({record.label})",
+            stacklevel=3,
+        )
 
     def save(self) -> None:
         """Write the file, whole."""
@@ -278,8 +302,14 @@ def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
     if differing:
         raise SettingsDifferError(str(path), differing, what="sweep")
     wanted = {entry.key for entry in asked.wanted}
-    kept = [record for record in before.records if record.key in wanted]
-    return [record for record in kept if not (retry_failed and record.error is not None)]
+    strange = [record.label for record in before.records if record.key not in wanted]
+    if strange:  # going on would drop them from the file
+        raise ResultFileError(
+            f"{path} cannot be resumed from: it has records that this sweep does not ask for "
+            f"({'; '.join(strange[:4])}{'; ...' if len(strange) > 4 else ''}). Use the same "
+            "knobs, or another file"
+        )
+    return [record for record in before.records if not (retry_failed and record.error is not None)]
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._sweep_run import Job, Settings
+from batchfit._sweep_run import SEED, Job, Settings, wanted_knobs
 from batchfit._target import load_function, parse_target, source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload
@@ -61,10 +61,11 @@ class Asked:
         _check_functions(factory, names, settings.measure)
         said = {
             "factory": _name(factory),
-            "knobs": _plain(knobs),
+            "knobs": _plain("knobs", knobs),
             "mode": mode,
-            "start_from": _plain(start_from),
-            "estimate": None if estimate == "predict" else _plain(estimate),
+            "seed": SEED,
+            "start_from": _plain("start_from", start_from),
+            "estimate": None if estimate == "predict" else _plain("estimate", estimate),
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),
         }
@@ -142,9 +143,22 @@ def _check_functions(factory: Any, names: tuple[str, ...], measure: Any) -> None
         )
     check_takes(function, names)
     if isinstance(measure, str):
-        parse_target(measure)
-    elif measure is not None and not callable(measure):
+        measure = load_function(parse_target(measure))
+    if measure is None:
+        return
+    if not callable(measure):
         raise TypeError(f"measure must be a callable measure(workload, size) or None, not {measure!r}")
+    try:
+        signature = inspect.signature(measure)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature: calling it will tell
+    try:
+        signature.bind(None, 1, **wanted_knobs(measure, dict.fromkeys(names)))
+    except TypeError as error:
+        raise TypeError(
+            f"measure must take (workload, size) and knobs ({', '.join(names)}) only, not "
+            f"{signature}: {error}"
+        ) from None
 
 
 def check_takes(function: Callable[..., object], names: Sequence[str]) -> None:
@@ -184,12 +198,14 @@ def _name(function: Any) -> str:
     return f"{getattr(inner, '__module__', '?')}:{name}"
 
 
-def _plain(value: Any) -> Any:
-    """A setting as a file can hold it: functions by name."""
+def _plain(name: str, value: Any) -> Any:
+    """A setting as a file can hold it: functions by name. What it cannot say it could not compare either."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return {str(key): _plain(name, one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return _name(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_plain(name, one) for one in value]
+    if callable(value):
+        return _name(value)
+    raise TypeError(f"{name} must hold numbers, text, lists, mappings and functions only, not {value!r:.80}")

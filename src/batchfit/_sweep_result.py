@@ -37,6 +37,7 @@ class SweepRecord(Result):
     `batch_size_used` is None where no size was found. `error` is the type and the text of what went wrong,
     in `failed_in`, at the user's line `error_at` where there is one. `measure_sizes` are the sizes at which
     the measurement was tried: more than one where it ran out of memory (`measure_retries`).
+    `device_model` and `device_bytes` are what the device is and all the memory it has.
     """
 
     knobs: dict[str, Any]
@@ -53,6 +54,8 @@ class SweepRecord(Result):
     peak_bytes: int | None = None
     budget_bytes: int | None = None
     device: str = ""
+    device_model: str = ""
+    device_bytes: int | None = None
     measure_sizes: tuple[int, ...] = ()
     find_s: float = 0.0
     measure_s: float = 0.0

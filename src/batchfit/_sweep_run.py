@@ -5,7 +5,12 @@ Rules:
   record is the same wherever and in whatever order configurations are run.
 - Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
   device that is dead, on which nothing more can run.
-- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes.
+- So do its random numbers: each configuration begins with generators seeded from its knobs alone (`SEED`),
+  and the program's own are put back after it.
+- A listener (`on_event`) that raises is not the user's configuration failing: the sweep ends with that error,
+  and the configuration has no record.
+- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes. An
+  error that may mean something else counts as that only if a smaller size runs.
 - Where several ranks run a configuration together, they begin with the same size and go down together; the
   search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
 - When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
@@ -17,21 +22,26 @@ A `Job` can be pickled where its functions can, so another process may run it.
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import inspect
 import json
 import logging
 import math
+import random
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, final
 
+import torch
+
 from batchfit import errors
 from batchfit._decide.estimates import EstimateFunction
-from batchfit._decide.grid import Configuration, Entry, label
+from batchfit._decide.grid import Configuration, Entry, key_of, label
 from batchfit._failure import last_users_line
 from batchfit._find import find_batch_size
 from batchfit._predict import predict_batch_size
@@ -40,8 +50,9 @@ from batchfit._sweep_result import OWN_COLUMNS, Stage, SweepRecord
 from batchfit._target import load_function, make_workload, parse_target
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
-from batchfit._torch.device import Device, resolve_device
+from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
 from batchfit._torch.ranks import Ranks, join_launched
+from batchfit._torch.rng import global_states
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -53,6 +64,7 @@ Measure = Callable[..., Mapping[str, Any]]
 # Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
 _LOWER = 0.8
 _LONGEST_ERROR = 500
+SEED = 0  # of every sweep, with the digest of a configuration's key; a result file records it
 _A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
 
 
@@ -110,6 +122,10 @@ def here(job: Job, waiting: Sequence[Entry], on_event: OnEvent) -> Generator[Swe
 DEAD = "device_died"
 
 
+class _ListenerRaised(BaseException):
+    """Out of the configuration, past whatever takes errors of the user's code for its own."""
+
+
 @final
 @dataclass(slots=True)
 class _Course:
@@ -123,10 +139,16 @@ class _Course:
     device: Device | None = None
     last_size: int | None = None
     begun_trial: bool = False
+    listener_error: BaseException | None = None
 
     def tell(self, kind: Any, **more: Any) -> None:
-        if self.on_event is not None:
+        if self.on_event is None:
+            return
+        try:
             self.on_event(SweepEvent(kind=kind, knobs=self.configuration, **more))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised again, outside the configuration
+            self.listener_error = error
+            raise _ListenerRaised from None
 
     def stepping(self, size: int) -> None:
         """A step begins: the first one of a trial is told."""
@@ -142,6 +164,26 @@ class _Course:
         self.tell("trial", trial=trial, budget_bytes=budget_bytes)
 
 
+@contextmanager
+def _own_random(configuration: Configuration) -> Iterator[None]:
+    """Inside, the random numbers of this configuration; afterwards those of the program go on."""
+    before = global_states()
+    digest = hashlib.sha256(f"{SEED}:{key_of(configuration)}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")  # NumPy takes 32 bits
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)  # devices included; one that is not in use yet is not woken
+        numpy_random: Any = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            numpy_random.seed(seed)
+        yield
+    finally:
+        for _, put_back in before:
+            # A device that has died cannot be put back: its record says so already.
+            with suppress(RuntimeError):
+                put_back()
+
+
 def run_configuration(
     factory: Callable[..., object] | str,
     configuration: Configuration,
@@ -152,22 +194,32 @@ def run_configuration(
     """Make the workload, find its size, measure; the record of it, errors included."""
     begun = time.perf_counter()
     course = _Course(configuration, on_event)
-    course.tell("begin")
     ambient = sys.exception()
     try:
-        _run(factory, settings, course)
+        course.tell("begin")
+        with _own_random(configuration):
+            _run(factory, settings, course)
+    except _ListenerRaised:
+        pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
         course.known.update(_told(error, course, ambient))
     # Outside the `except`: only now the frames that hold the workload are gone.
-    if course.device is not None and course.known.get("stopped_because") != DEAD:
-        recover(course.device)
+    if course.known.get("stopped_because") != DEAD:
+        if course.device is not None:
+            recover(course.device)
+        else:  # the factory raised: what it had made may be on any device
+            gc.collect()
+            torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+    if course.listener_error is not None:
+        raise course.listener_error
     record = SweepRecord(
         knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
         trials=tuple(course.trials),
         elapsed_s=time.perf_counter() - begun,
         **course.known,
     )
-    course.tell("record", record=record)
+    if on_event is not None:
+        on_event(SweepEvent(kind="record", knobs=configuration, record=record))
     return record
 
 
@@ -196,10 +248,15 @@ def _run(factory: Callable[..., object] | str, settings: Settings, course: _Cour
     measure = _loaded_measure(settings.measure)
     course.stage = "search"
     course.device = resolve_device(settings.device, near=(*work.state, work.model))
+    course.known.update(
+        device=course.device.name,
+        device_model=_model(course.device),
+        device_bytes=course.device.total_bytes(),
+    )
     estimate, start = _start(work, settings, course)
     if start is not None:
         start = ranks.minimum(start, doing=f"where to begin with {label(course.configuration)}")
-    course.known.update(estimate=estimate, start=start, device=course.device.name)
+    course.known.update(estimate=estimate, start=start)
     course.tell("search", estimate=estimate, start=start)
     begun = time.perf_counter()
     fit = _found(work, settings, course, start)
@@ -220,6 +277,13 @@ def _run(factory: Callable[..., object] | str, settings: Settings, course: _Cour
         _measure(measure, work, fit, settings, course, ranks)
     finally:
         course.known["measure_s"] = time.perf_counter() - begun
+
+
+def _model(device: Device) -> str:
+    """What kind of device it is, without its number: `cpu`, `NVIDIA H200`."""
+    if isinstance(device, CudaDevice | XpuDevice):
+        return str(device.backend.get_device_name(device.index))
+    return device.name.partition(":")[0]
 
 
 def _made(factory: Callable[..., object] | str, configuration: Configuration) -> Workload:
@@ -297,7 +361,8 @@ def _measure(
     ran = [trial.size for trial in fit.trials if trial.fits]
     device = course.device
     assert device is not None
-    asking = partial(measure, **_wanted(measure, course.configuration))
+    asking = partial(measure, **wanted_knobs(measure, course.configuration))
+    verdicts = set[str]()
     while True:
         sizes.append(size)
         course.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
@@ -306,7 +371,12 @@ def _measure(
         if settings.budget is not None:
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
         with limit:
-            measured = _attempt(asking, work, size)
+            try:
+                measured = _attempt(asking, work, size, verdicts)
+            except Exception:
+                if verdicts == {"ambiguous"}:  # down to 1: it was never the memory, and the size found stands
+                    course.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
+                raise
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
         if not ranks.any(measured is None, doing=f"the measurement at {size}"):
@@ -318,24 +388,26 @@ def _measure(
         size = lower
 
 
-def _wanted(measure: Measure, configuration: Configuration) -> dict[str, Any]:
+def wanted_knobs(measure: Measure, configuration: Configuration) -> dict[str, Any]:
     """The knobs that a measure asks for, by the names of its arguments after the first two."""
     try:
         parameters = list(inspect.signature(measure).parameters.values())
     except (TypeError, ValueError):
         return {}  # a builtin without a signature
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return dict(configuration)
+        taken = {one.name for one in parameters[:2] if one.kind is one.POSITIONAL_OR_KEYWORD}
+        return {name: value for name, value in configuration.items() if name not in taken}
     return {one.name: configuration[one.name] for one in parameters[2:] if one.name in configuration}
 
 
-def _attempt(measure: Measure, work: Workload, size: int) -> Mapping[str, Any] | None:
-    """What it measured; None where it ran out of memory and a smaller size is left."""
+def _attempt(measure: Measure, work: Workload, size: int, verdicts: set[str]) -> Mapping[str, Any] | None:
+    """What it measured; None where it ran out of memory and a smaller size is left. `verdicts`: why not."""
     ambient = sys.exception()
     try:
         measured: Any = measure(work, size)
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
+        verdicts.add(verdict)
         if size == 1 or verdict not in ("oom", "too_large", "ambiguous"):
             raise
         return None

@@ -396,6 +396,27 @@ def test_json_is_alone_on_stdout(project: Path) -> None:
     assert "the factory prints" in err
 
 
+def test_a_reader_that_goes_away_does_not_end_the_sweep(project: Path) -> None:
+    """`batchfit sweep sweep.yaml 2>&1 | head -1`, with a factory that writes to stderr too."""
+    text = MODEL.replace('print("the factory prints")', 'import os; os.write(2, b"the factory writes")')
+    (project / "model.py").write_text(text)
+    command = [sys.executable, "-m", "batchfit", "sweep", "sweep.yaml"]
+    ends = os.pipe()
+    os.close(ends[0])
+    process = subprocess.Popen(
+        command,
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"},
+        stdout=ends[1],
+        stderr=ends[1],
+    )
+    os.close(ends[1])
+    assert process.wait(timeout=120) == 0
+    kept = SweepResult.from_json((project / "sweep-results.json").read_text())
+    assert [one["batch_size_used"] for one in kept.summary] == [3, 5, 6]
+    assert not kept.failed
+
+
 @pytest.mark.parametrize("name", ["moe", pytest.param("crops", marks=pytest.mark.slow)])
 def test_an_example_killed_in_the_middle_and_resumed_gives_the_same_file(name: str, tmp_path: Path) -> None:
     if name == "crops":

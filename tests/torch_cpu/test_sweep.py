@@ -8,12 +8,14 @@ import itertools
 import json
 import logging
 import pickle
+import random
 import runpy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ import batchfit
 from batchfit import SweepEvent, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
+from batchfit._sweep_asked import _plain
 from batchfit._sweep_run import Job, Settings, here, run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
@@ -204,6 +207,44 @@ def test_a_measurement_that_never_fits_is_an_error_and_keeps_the_size_it_ended_a
     assert (record.failed_in, record.measure_sizes[-1], record.batch_size_used) == ("measure", 1, 1)
 
 
+def test_an_ambiguous_error_at_every_size_is_one_error_and_no_oom() -> None:
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in")
+
+    result = sweep(limited, {"most": [8]}, measure=measure)
+    (record,) = result.records
+    assert record.error is not None
+    assert record.error.startswith("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+    assert (record.batch_size_used, record.measure_sizes, record.measure_retries) == (8, (8,), 0)
+    assert "out of memory" not in result.headline
+
+
+def test_a_measure_that_cannot_be_called_is_refused_before_a_search() -> None:
+    def make(most: int) -> Workload:
+        raise AssertionError("called")
+
+    def measure(workload: Workload, size: int, loader: object) -> dict[str, Any]:
+        raise AssertionError("called")
+
+    with pytest.raises(
+        TypeError, match=r"measure must take \(workload, size\) and knobs \(most\) only, not "
+    ):
+        sweep(make, {"most": [3]}, measure=measure)
+    with pytest.raises(TypeError, match=r"measure must take .* too many positional arguments"):
+        sweep(make, {"most": [3]}, measure=lambda workload: {})
+
+
+def test_a_knob_may_bear_the_name_of_an_argument_of_the_measure() -> None:
+    def make(size: int, most: int) -> Workload:
+        return limited(most)
+
+    def measure(workload: Workload, size: int, **knobs: Any) -> dict[str, Any]:
+        return {"at": size, "knobs": str(knobs)}
+
+    (record,) = sweep(make, {"size": [224], "most": [5]}, measure=measure).records
+    assert record.measures == {"at": 5, "knobs": "{'most': 5}"}
+
+
 def test_the_measurement_has_the_budget_too() -> None:
     def measure(workload: Workload, size: int) -> dict[str, Any]:
         torch.zeros(size, 12 * KIB // 4)  # half as much again as a step
@@ -359,7 +400,7 @@ def test_memory_of_one_configuration_is_gone_before_the_next() -> None:
         sweep(make, {"number": [0, 1, 2, 3]}, batch_size=4, measure=measure, on_event=on_event)
     finally:
         gc.enable()
-    assert live_at_begin[:3] == [0, 0, 0]
+    assert live_at_begin == [0, 0, 0, 0]
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4
 
@@ -376,6 +417,36 @@ def test_a_user_who_interrupts_keeps_what_is_there(tmp_path: Path) -> None:
     kept = SweepResult.from_json(file.read_text())
     assert [one.knobs["number"] for one in kept.records] == [1]
     assert not kept.complete
+
+
+KINDS = ("begin", "search", "trying", "trial", "using", "measure", "measure_oom", "record")
+
+
+@pytest.mark.parametrize("error", [OSError("the tracker's disk is full"), SystemExit(3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_listener_that_raises_is_not_a_failure_of_the_configuration(
+    kind: str, error: BaseException, tmp_path: Path
+) -> None:
+    def listening(event: SweepEvent) -> None:
+        if event.kind == kind and event.knobs["most"] == 5:
+            raise error
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        if size > 2:
+            raise simulated_oom()
+        return {"size": size}
+
+    file = tmp_path / "out.json"
+    how: dict[str, Any] = {"output": file, "measure": measure, "batch_size": 8}
+    with pytest.raises(type(error)) as caught:
+        sweep(limited, {"most": [3, 5, 7]}, on_event=listening, **how)
+    assert caught.value is error
+    kept = SweepResult.from_json(file.read_text())
+    # A record is told once it is on disk: that one is whole.
+    assert [one.knobs["most"] for one in kept.records] == ([3, 5] if kind == "record" else [3])
+    assert not kept.failed
+    resumed = sweep(limited, {"most": [3, 5, 7]}, resume=True, **how)
+    assert [one["size"] for one in resumed.summary] == [2, 2, 2]
 
 
 # Files
@@ -480,6 +551,94 @@ def test_a_sweep_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
     )
     assert "the sweep in" in str(caught.value)
     assert file.read_text() == before
+
+
+def test_another_range_is_another_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    done = sweep(limited, {"most": range(2, 5)}, output=file)
+    before = file.read_text()
+    with pytest.raises(SettingsDifferError, match=r"knobs.most: \[2, 3, 4\] then, \[4, 5\] now"):
+        sweep(limited, {"most": range(4, 6)}, output=file, resume=True)
+    assert file.read_text() == before
+    assert sweep(limited, {"most": [2, 3, 4]}, output=file, resume=True) == done
+
+
+def test_what_a_file_cannot_say_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"knobs must hold numbers, .* and functions only, not 2j"):
+        _plain("knobs", {"most": [2j]})
+
+
+def test_no_record_of_a_file_is_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    sweep(limited, {"most": [1, 2]}, output=file)
+    told = json.loads(file.read_text())
+    told["records"][0]["knobs"] = {"most": 9}  # of an older version, or edited by hand
+    file.write_text(json.dumps(told))
+    before = file.read_text()
+    with pytest.raises(ResultFileError, match=r"has records that this sweep does not ask for \(most=9\)"):
+        sweep(limited, {"most": [1, 2]}, output=file, resume=True)
+    assert file.read_text() == before
+
+
+def test_going_on_with_other_memory_is_told_once(tmp_path: Path) -> None:
+    class Stop(Exception): ...
+
+    def stop(record: Any) -> None:
+        raise Stop
+
+    how: dict[str, Any] = {"output": tmp_path / "out.json", "budget": None, "batch_size": None}
+    with batchfit.virtual_memory("1MiB"), pytest.raises(Stop):
+        sweep(made, {"kib": [64, 128, 256]}, on_record=stop, **how)
+    told = r"goes on with another device, .* cpu with 1.00 MiB before, cpu with 2.00 MiB now \(kib=128\)"
+    with batchfit.virtual_memory("2MiB"), pytest.warns(UserWarning, match=told) as seen:
+        result = sweep(made, {"kib": [64, 128, 256]}, resume=True, **how)
+    assert len(seen) == 1
+    assert [(one.device_model, one.device_bytes) for one in result.records] == [
+        ("cpu", 2**20), ("cpu", 2**21), ("cpu", 2**21),
+    ]  # fmt: skip
+
+
+def drawn() -> list[float]:
+    return [torch.rand(()).item(), random.random(), numpy.random.rand()]
+
+
+def test_random_numbers_are_those_of_the_configuration_and_the_programs_go_on(tmp_path: Path) -> None:
+    """Whatever was run before, and however often the sweep was stopped."""
+
+    def make(number: int) -> Workload:
+        first.append(drawn())
+        torch.manual_seed(7)  # stays in its configuration
+        return limited(number)
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        return {"drawn": drawn()}
+
+    class Stop(Exception): ...
+
+    def stop(record: Any) -> None:
+        drawn()
+        raise Stop
+
+    def reseed() -> None:
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+
+    first: list[list[float]] = []
+    reseed()
+    expected = drawn()
+    reseed()
+    whole = sweep(make, {"number": [1, 2, 3]}, measure=measure, output=tmp_path / "whole.json")
+    assert drawn() == expected
+    straight, first = first, []
+    how: dict[str, Any] = {"measure": measure, "output": tmp_path / "part.json"}
+    with pytest.raises(Stop):
+        sweep(make, {"number": [1, 2, 3]}, on_record=stop, **how)
+    resumed = sweep(make, {"number": [1, 2, 3]}, resume=True, **how)
+    assert first == straight
+    assert len({tuple(one) for one in first}) == 3  # each has its own
+    assert resumed.without_timings() == whole.without_timings()
+    assert whole.settings["seed"] == 0
 
 
 def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:

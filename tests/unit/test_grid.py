@@ -228,3 +228,13 @@ def test_an_estimate_is_between_one_and_the_full_size(batch_size: int, crops: in
     assert 1 <= both <= alone <= batch_size
     assert CROPS(crops, {}) <= 1
     assert TOP_K(top_k, {}) <= 1
+
+
+@pytest.mark.parametrize("formula", ["min", "1 / max", "min(sqrt, 2)"])
+def test_a_function_that_is_not_called_is_no_factor(formula: str) -> None:
+    with pytest.raises(GridError, match=r"estimate for 'width' must be .* is no knob"):
+        estimate_of({"width": formula}, ("width",))
+
+
+def test_a_knob_may_be_called_like_a_function() -> None:
+    assert estimate_of({"min": "min(1, 8 / min)"}, ("min",))({"min": 16}, 64) == 32

@@ -68,10 +68,9 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
                 _show_plan(asked, _keeper(asked, output, flags, stack), stdout)
             return Code.FOUND
         keeper, engine = _together(asked, alone, output, flags, stack)
-        if speaks():
-            count = sum(not entry.why_not for entry in entries)
-            sys.stderr.write(f"{path}: {count} configurations, results go to {output}\n")
-        code, why = _run(asked, keeper, engine)
+        count = sum(not entry.why_not for entry in entries)
+        heading = f"{path}: {count} configurations, results go to {output}"
+        code, why = _run(asked, keeper, engine, heading)
         with uninterrupted():
             result = keeper.result()
             if speaks():
@@ -183,11 +182,13 @@ def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.Exi
         raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
 
 
-def _run(asked: Asked, keeper: Keeper, engine: Engine) -> tuple[Code, str]:
+def _run(asked: Asked, keeper: Keeper, engine: Engine, heading: str) -> tuple[Code, str]:
     """Run what waits; how it ended, and why where it ended early."""
     from batchfit._sweep import run_sweep
 
     screen = screen_here(asked.wanted, keeper.records, at_once=lambda: getattr(engine, "at_once", 1))
+    if speaks():
+        screen.note(heading)
     if keeper.resumed:
         screen.note(f"going on with {keeper.path}: {keeper.resumed} configurations are in it")
     try:

@@ -211,8 +211,9 @@ def _check_formula(name: str, text: str, knobs: tuple[str, ...]) -> None:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError):
         raise wrong("it cannot be read") from None
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in knobs and node.id not in _FUNCTIONS:
+        if isinstance(node, ast.Name) and node.id not in knobs and id(node) not in called:
             raise wrong(f"{node.id!r} is no knob{did_you_mean(node.id, (*knobs, *TABLES))}")
         if isinstance(node, ast.Call) and not (
             isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
