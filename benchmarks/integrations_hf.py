@@ -101,7 +101,7 @@ def _trained(trainer: Any, watch: Any, tokens: int) -> dict[str, Any]:
         return {"outcome": "out of memory", "message": str(error).splitlines()[0][:200]}
     seconds = statistics.median(watch.step_s[WARM_STEPS:])
     batch_size = round(statistics.median(watch.batch_sizes[WARM_STEPS:]))
-    fit = getattr(trainer, "fit", None)
+    fit = getattr(trainer, "found", None)
     return {
         "outcome": "trained",
         "microbatch_size": watch.largest,

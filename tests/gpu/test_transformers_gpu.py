@@ -74,7 +74,7 @@ def test_a_capped_run_ends_as_an_uncapped_one(find: bool, tmp_path: Path) -> Non
     assert (weights(ours) - expected).norm() < 1e-3 * moved
     assert 0 < loss < 20
     if find:
-        assert 1 <= ours.fit.batch_size < BATCH
+        assert 1 <= ours.found.batch_size < BATCH
     else:
         assert any("out_of_memory" in entry for entry in ours.state.log_history)
 

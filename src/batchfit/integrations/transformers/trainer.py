@@ -67,15 +67,6 @@ class BatchfitMixin:
         """The `FitResult` of the search before training, or None."""
         return self._batchfit.fit
 
-    def __getattr__(self, name: str) -> Any:
-        """`fit`, the earlier name of `found`: only where no class of the user's has one."""
-        if name == "fit" and "_batchfit" in vars(self):
-            return self._batchfit.fit
-        theirs = getattr(super(), "__getattr__", None)
-        if theirs is not None:
-            return theirs(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     # --- around training
 
     def _inner_training_loop(self: Any, *given: Any, **named: Any) -> Any:
