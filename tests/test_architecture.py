@@ -83,6 +83,7 @@ THIRD_PARTY = {
         "batchfit._rerun",
         "batchfit._sweep",
         "batchfit._sweep_engines",
+        "batchfit._sweep_run",
         "batchfit._cli",
         "batchfit.integrations",
     ),

@@ -84,7 +84,7 @@ def find_with_less_on_one_rank(rank: int) -> Any:
         live = sum(parameter.nbytes for parameter in model.parameters())
         adapt(trainer, budget=2**30 if rank == 0 else 12 * live + 150_000)
         trainer.train()
-        return [trainer.fit.batch_size, trainer.state.global_step]
+        return [trainer.found.batch_size, trainer.state.global_step]
 
 
 def follow_a_schedule(folder: Path) -> Any:
