@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import Results, in_child, run_rows
 
 GIB = 2**30
 CAP_GIB, SMOKE_BYTES = 24, 3 * 2**20
 BATCHES, WARMUP = 30, 10
 FITS, TOO_LARGE = 16, 512  # given sizes: one that fits, and one that does not by far
-Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -247,18 +244,6 @@ CASES: dict[str, Case] = {
 # --- all rows
 
 
-def child(row: str, given: argparse.Namespace) -> Results:
-    command = [sys.executable, __file__, "one", row, *(["--smoke"] if given.smoke else [])]
-    begun = time.perf_counter()
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-    if done.returncode != 0:
-        return {"error": done.stderr.strip()[-800:] or f"exit {done.returncode}"}
-    answer: Results = json.loads(done.stdout.splitlines()[-1])
-    answer["process_s"] = round(time.perf_counter() - begun, 1)
-    return answer
-
-
 def about(given: argparse.Namespace) -> Results:
     import torch
 
@@ -281,21 +266,13 @@ def _version(name: str) -> str:
 
 
 def run_all(given: argparse.Namespace) -> None:
-    results: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["about"] = about(given)
-    begun = time.perf_counter()
-    wanted = given.rows or list(CASES)
-    for row in wanted:
-        if row in results and "error" not in results[row]:
-            continue
-        if time.perf_counter() - begun > given.deadline_s:
-            print(f"{row}: left for another call", flush=True)
-            continue
-        results[row] = child(row, given)
-        given.out.write_text(json.dumps(results))
-        print(row, json.dumps(results[row]), flush=True)
-    left = [row for row in wanted if row not in results or "error" in results[row]]
-    print(f"{len(left)} rows left")
+    run_rows(
+        given.out,
+        about(given),
+        given.rows or list(CASES),
+        deadline_s=given.deadline_s,
+        run=lambda row, _: in_child(__file__, row, smoke=given.smoke),
+    )
 
 
 def page(results: Results) -> str:

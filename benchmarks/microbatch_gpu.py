@@ -20,12 +20,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import Results, in_child, run_rows
 
 GIB = 2**30
 PARTS = (
@@ -50,7 +48,6 @@ SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 40
 STEPS, PEER_STEPS = 1000, 200
 # Of the free run's peaks, and what the allocator's rests take on top of live tensors.
 QUANTILE, RESTS = 0.9, 1.05
-Results = dict[str, Any]
 
 
 # ---- what it costs
@@ -349,19 +346,6 @@ def one(part: str, given: argparse.Namespace) -> Results:
     return curve(name, steps, given.cap_bytes, given.smoke)
 
 
-def child(part: str, cap_bytes: int | None, given: argparse.Namespace) -> Results:
-    command = [sys.executable, __file__, "one", part, *(["--smoke"] if given.smoke else [])]
-    command += [] if cap_bytes is None else ["--cap-bytes", str(cap_bytes)]
-    begun = time.perf_counter()
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-    if done.returncode != 0:
-        return {"error": done.stderr.strip()[-800:] or f"exit {done.returncode}"}
-    answer: Results = json.loads(done.stdout.splitlines()[-1])
-    answer["process_s"] = time.perf_counter() - begun
-    return answer
-
-
 def about(given: argparse.Namespace) -> Results:
     import torch
 
@@ -380,28 +364,28 @@ def about(given: argparse.Namespace) -> Results:
     return found
 
 
+def is_capped(part: str) -> bool:
+    return part not in ("curve/free", "curve/control") and not part.startswith("overhead")
+
+
 def run_all(given: argparse.Namespace) -> None:
-    results: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["about"] = about(given)
-    begun = time.perf_counter()
-    for part in given.parts:
-        if part in results and "error" not in results[part]:
-            continue
-        if time.perf_counter() - begun > given.deadline_s:
-            print(f"{part}: left for another call", flush=True)
-            continue
-        cap_bytes = None
-        if part not in ("curve/free", "curve/control") and not part.startswith("overhead"):
-            if "peaks" not in results.get("curve/free", {}):
-                print(f"{part}: needs curve/free", flush=True)
-                continue
-            cap_bytes = cap_of(results)
-        results[part] = child(part, cap_bytes, given)
-        given.out.write_text(json.dumps(results))
-        told = {name: value for name, value in results[part].items() if name not in ("losses", "peaks")}
-        print(part, json.dumps(told), flush=True)
-    left = [part for part in given.parts if part not in results or "error" in results[part]]
-    print(f"{len(left)} parts left")
+    def run(part: str, results: Results) -> Results:
+        cap = ("--cap-bytes", str(cap_of(results))) if is_capped(part) else ()
+        return in_child(__file__, part, *cap, smoke=given.smoke)
+
+    def not_yet(part: str, results: Results) -> str:
+        return "needs curve/free" if is_capped(part) and "peaks" not in results.get("curve/free", {}) else ""
+
+    run_rows(
+        given.out,
+        about(given),
+        given.parts,
+        deadline_s=given.deadline_s,
+        run=run,
+        not_yet=not_yet,
+        shown=lambda found: {name: one for name, one in found.items() if name not in ("losses", "peaks")},
+        called="parts",
+    )
 
 
 def page(results: Results) -> str:

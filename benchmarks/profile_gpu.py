@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import Results, in_child, run_rows
 
 MODELS = {"gpt2": "GPT-2 small", "resnet50": "ResNet-50", "vit": "ViT-B/16"}
 CAPS = {"uncapped": None, "24GiB": "24GiB"}
 WAYS = ("sweep", "ours/1", "ours/2", "ours/3")
-Results = dict[str, Any]
 
 
 def rows(smoke: bool) -> list[str]:
@@ -81,18 +77,6 @@ def one(row: str, given: argparse.Namespace) -> Results:
     return run(work, None if cap == "uncapped" else cap, given.smoke)
 
 
-def child(row: str, given: argparse.Namespace) -> Results:
-    command = [sys.executable, __file__, "one", row, *(["--smoke"] if given.smoke else [])]
-    begun = time.perf_counter()
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-    if done.returncode != 0:
-        return {"error": done.stderr.strip()[-800:] or f"exit {done.returncode}"}
-    answer: Results = json.loads(done.stdout.splitlines()[-1])
-    answer["process_s"] = time.perf_counter() - begun
-    return answer
-
-
 def about(given: argparse.Namespace) -> Results:
     import torch
 
@@ -106,23 +90,15 @@ def about(given: argparse.Namespace) -> Results:
 
 
 def run_all(given: argparse.Namespace) -> None:
-    results: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["about"] = about(given)
-    begun = time.perf_counter()
-    wanted = given.rows or rows(given.smoke)
-    for row in wanted:
-        if row in results and "error" not in results[row]:
-            continue
-        if time.perf_counter() - begun > given.deadline_s:
-            print(f"{row}: left for another call", flush=True)
-            continue
-        results[row] = child(row, given)
-        given.out.write_text(json.dumps(results))
-        found = results[row]
-        told = {key: found[key] for key in ("error", "best", "recommended", "elapsed_s") if key in found}
-        print(row, json.dumps(told), flush=True)
-    left = [row for row in wanted if row not in results or "error" in results[row]]
-    print(f"{len(left)} rows left")
+    keys = ("error", "best", "recommended", "elapsed_s")
+    run_rows(
+        given.out,
+        about(given),
+        given.rows or rows(given.smoke),
+        deadline_s=given.deadline_s,
+        run=lambda row, _: in_child(__file__, row, smoke=given.smoke),
+        shown=lambda found: {key: found[key] for key in keys if key in found},
+    )
 
 
 def compared(swept: Results, run: Results) -> Results:

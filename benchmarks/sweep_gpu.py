@@ -17,17 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pages import add_page, write_page
-
-Results = dict[str, Any]
+from rows import Results, in_child, run_rows
 
 
 class Setup(NamedTuple):
@@ -227,19 +223,6 @@ def one(row: str, given: argparse.Namespace) -> Results:
     return with_accelerate(wanted, given.smoke) if name == "accelerate" else swept(name, wanted, given.smoke)
 
 
-def child(row: str, given: argparse.Namespace) -> Results:
-    command = [sys.executable, __file__, "one", row, "--out", str(given.out)]
-    quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    command += ["--smoke"] if given.smoke else []
-    begun = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-    if done.returncode != 0:
-        return {"error": done.stderr.strip()[-800:] or f"exit {done.returncode}"}
-    answer: Results = json.loads(done.stdout.splitlines()[-1])
-    answer["process_s"] = time.perf_counter() - begun
-    return answer
-
-
 def about(given: argparse.Namespace) -> Results:
     import torch
     import transformers
@@ -259,28 +242,23 @@ def about(given: argparse.Namespace) -> Results:
     }
 
 
+def not_yet(row: str, results: Results) -> str:
+    """A truth begins where the sweeps ended."""
+    missing = [
+        way for way in WAYS if "error" in results.get(f"sweep/{way}", {"error": "it has not been run"})
+    ]
+    return f"after {', '.join(missing)}" if row.startswith("truth/") and missing else ""
+
+
 def run_all(given: argparse.Namespace) -> None:
-    results: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
-    results["about"] = about(given)
-    begun = time.perf_counter()
-    wanted = given.rows or rows(given.smoke)
-    for row in wanted:
-        if row in results and "error" not in results[row]:
-            continue
-        missing = [
-            way for way in WAYS if "error" in results.get(f"sweep/{way}", {"error": "it has not been run"})
-        ]
-        if row.startswith("truth/") and missing:
-            print(f"{row}: after {', '.join(missing)}", flush=True)
-            continue
-        if time.perf_counter() - begun > given.deadline_s:
-            print(f"{row}: left for another call", flush=True)
-            continue
-        results[row] = child(row, given)
-        given.out.write_text(json.dumps(results))
-        print(row, json.dumps(results[row])[:300], flush=True)
-    left = [row for row in wanted if row not in results or "error" in results[row]]
-    print(f"{len(left)} rows left")
+    run_rows(
+        given.out,
+        about(given),
+        given.rows or rows(given.smoke),
+        deadline_s=given.deadline_s,
+        run=lambda row, _: in_child(__file__, row, "--out", str(given.out), smoke=given.smoke),
+        not_yet=not_yet,
+    )
 
 
 def page(results: Results) -> str:
