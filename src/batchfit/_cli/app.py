@@ -16,178 +16,20 @@ import typer
 
 import batchfit
 from batchfit._cli.ending import end, show_help
-from batchfit._cli.exits import MEANINGS
+from batchfit._cli.flags import OUTPUT, OutputFile, Target, WholeTracebacks, json_flag, plot_flag
+from batchfit._cli.help_texts import (
+    DEMO_HELP,
+    DOCTOR_HELP,
+    EXPLAIN_HELP,
+    FIND_HELP,
+    INIT_HELP,
+    MAIN_HELP,
+    PREDICT_HELP,
+    PROFILE_HELP,
+    REPORT_HELP,
+    SWEEP_HELP,
+)
 from batchfit._cli.schedule_flags import schedule_app
-
-# In the help text and not in the epilog: versions of typer differ in what they do to an epilog's lines.
-CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
-
-MAIN_HELP = f"""\
-Find the right batch size for a PyTorch program, and keep it from running out of memory.
-
-Examples:
-  batchfit demo
-  batchfit find train.py:make_workload --budget 24GiB
-  batchfit predict train.py:make_workload --gpu h100
-  batchfit explain train.py:make_workload --batch-size 32 --gpu h100
-  batchfit profile train.py:make_workload
-  batchfit sweep sweep.yaml
-  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
-  batchfit report fit.json -o report.html
-  batchfit init train.py
-  batchfit doctor
-
-{CODES}
-"""
-
-FIND_HELP = f"""\
-Find the largest batch size that TARGET can run without running out of memory.
-
-Sizes are really run, a few steps each, and the answer survives a soak of more steps. Model,
-optimizer and random state are put back after every trial.
-
-Examples:
-  batchfit find train.py:make_workload
-  batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
-  batchfit find mypackage.train:make --strategy grow --start 19 --max-size 4096
-  batchfit find train.py:make_workload --isolate --timeout-s 120 --resume search.json
-  batchfit find train.py:make_workload --json | jq .batch_size
-
-where train.py has:
-  def make_workload():
-      ...
-      return batchfit.training(model, optimizer, loss_fn, make_batch)
-
-{CODES}
-"""
-
-PREDICT_HELP = f"""\
-Predict the largest batch size of TARGET, for any card and without a GPU.
-
-The step is traced with fake tensors, which take no memory, and replayed
-through a model of the CUDA allocator. On a GPU, and without --gpu, two small
-sizes are run to correct it.
-
-Examples:
-  batchfit predict train.py:make --gpu h100
-  batchfit predict train.py:make --gpu h100 --gpu a100-40gb --gpu rtx4090
-  batchfit predict train.py:make --budget 24GiB --budget 80GiB
-  batchfit predict train.py:make --gpu h100 --json | jq .batch_size
-  batchfit predict --list-gpus
-
-{CODES}
-"""
-
-EXPLAIN_HELP = f"""\
-Show what holds the memory of a step of TARGET, and what would change it.
-
-The peak with its phase and operation; weights, gradients, optimizer and
-activations; the modules and source lines that hold the most; and the largest
-batch with each change that may help. Traced: no GPU is needed.
-
-Examples:
-  batchfit explain train.py:make --batch-size 32 --gpu h100
-  batchfit explain train.py:make --batch-size 32 --budget 24GiB --plot s.svg
-
-{CODES}
-"""
-
-PROFILE_HELP = f"""\
-Measure the throughput of TARGET by batch size, and recommend one.
-
-Steps are warmed up and timed until the time is known, at few sizes. The
-recommended size is the smallest within --within of the best throughput: past
-it a larger batch only takes more memory. What holds throughput back is named,
-with its figures and what to change.
-
-Examples:
-  batchfit profile train.py:make
-  batchfit profile train.py:make --budget 24GiB --plot throughput.png
-  batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64
-  batchfit profile train.py:make --target-batch-size 4096 --json > profile.json
-
-{CODES}
-"""
-
-SWEEP_HELP = f"""\
-Find the largest batch size for every configuration, and measure there.
-
-FILE names a factory, the knobs and their values, and how to search. Each
-configuration stands for itself; one that fails is recorded, and the sweep
-goes on. The result is saved after each; a stopped sweep goes on with --resume.
-
-Examples:
-  batchfit sweep sweep.yaml --dry-run
-  batchfit sweep sweep.yaml --output results.json --csv results.csv
-  batchfit sweep sweep.yaml --resume
-  batchfit sweep sweep.yaml --set start_from.max_crops=12
-  batchfit sweep sweep.yaml --set batch_size=32 --set auto=false
-  batchfit sweep sweep.yaml --devices cuda:0,cuda:1
-  batchfit sweep sweep.yaml --engine ray --set num_gpus=1
-  torchrun --nproc-per-node 2 -m batchfit sweep sweep.yaml
-  batchfit report sweep-results.json
-
-where sweep.yaml has:
-  factory: model.py:make      # make(max_crops=...) returns a workload
-  measure: model.py:accuracy  # accuracy(workload, size) returns a mapping
-  batch_size: 64
-  knobs:
-    max_crops: [2, 4, 8, 12, 13]
-  estimate:
-    max_crops: crops
-
-{CODES}
-"""
-
-REPORT_HELP = """\
-Make one HTML page of result files: charts, tables, verdict.
-
-Results are what --json and --output of find, predict, explain, profile, sweep
-and schedule show write, one or several side by side. The page needs no network.
-
-Examples:
-  batchfit report fit.json
-  batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
-  batchfit report sweep-results.json -o sweep.html
-  batchfit report fit.json --plot memory.png
-"""
-
-INIT_HELP = f"""\
-Show the few lines that let FILE use batchfit, as a diff. FILE is read and never run.
-
-Known are training loops in plain PyTorch (batches then run in microbatches that fit), Lightning,
-Hugging Face's Trainer, Accelerate's find_executable_batch_size, and torchtune's configs.
-
-Examples:
-  batchfit init train.py
-  batchfit init train.py | git apply
-  batchfit init train.py --write
-  batchfit init llama3_lora.yaml
-
-{CODES}
-"""
-
-DOCTOR_HELP = """\
-Show what batchfit finds on this machine, and test that it works here.
-
-Versions, devices, allocator settings, optional packages, and a small find under virtual memory.
-Exits with 1 if something is broken.
-
-Examples:
-  batchfit doctor
-  batchfit doctor --json > doctor.json
-"""
-
-DEMO_HELP = """\
-Find the largest batch of a small GPT, on a GPU if there is one, and predict it for other cards.
-
-Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's. Under a minute.
-It times the sizes up to there too, and ends with a report of it all as an HTML page.
-
-Examples:
-  batchfit demo
-  batchfit demo --output fit.json --report demo.html
-"""
 
 app = typer.Typer(
     name="batchfit",
@@ -223,27 +65,7 @@ def batchfit_command(
 SEARCH = "Search"
 TRIAL = "Trials"
 STORE = "Store"
-OUTPUT = "Output"
 PLACE = "Where"
-
-# Arguments that commands share.
-TARGET_HELP = (
-    "file.py:function or package.module:function: a function without required arguments that returns a "
-    "Workload or a step(batch_size) callable."
-)
-Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-    ),
-]
-WholeTracebacks = Annotated[
-    bool,
-    typer.Option(
-        "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
-    ),
-]
 
 
 @app.command(help=FIND_HELP)
@@ -391,7 +213,7 @@ def find(
     ] = None,
     json: Annotated[
         bool,
-        typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout."),
+        json_flag("The result as JSON, alone on stdout."),
     ] = False,
     output: OutputFile = None,
     traceback: WholeTracebacks = False,
@@ -488,21 +310,12 @@ def predict(
     ] = None,
     json: Annotated[
         bool,
-        typer.Option(
-            "--json",
-            rich_help_panel=OUTPUT,
-            help="The prediction as JSON, alone on stdout; a list where there are several cards.",
-        ),
+        json_flag("The prediction as JSON, alone on stdout; a list where there are several cards."),
     ] = False,
     output: OutputFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Draw memory against size into FILE.png or FILE.svg (needs matplotlib).",
-        ),
+        plot_flag("memory against size"),
     ] = None,
     traceback: WholeTracebacks = False,
     list_gpus: Annotated[
@@ -557,17 +370,12 @@ def explain(
     ] = True,
     json: Annotated[
         bool,
-        typer.Option("--json", rich_help_panel=OUTPUT, help="The explanation as JSON, alone on stdout."),
+        json_flag("The explanation as JSON, alone on stdout."),
     ] = False,
     output: OutputFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Draw memory over one step into FILE.png or FILE.svg (needs matplotlib).",
-        ),
+        plot_flag("memory over one step"),
     ] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
@@ -636,18 +444,11 @@ def profile(
     diagnose: Annotated[
         bool, typer.Option("--diagnose/--no-diagnose", help="Look for what holds throughput back.")
     ] = True,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The profile as JSON, alone on stdout.")
-    ] = False,
+    json: Annotated[bool, json_flag("The profile as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Draw throughput against size into FILE.png or FILE.svg (needs matplotlib).",
-        ),
+        plot_flag("throughput against size"),
     ] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
@@ -735,9 +536,7 @@ def sweep(
             metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the table as CSV too."
         ),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The result as JSON, alone on stdout.")
-    ] = False,
+    json: Annotated[bool, json_flag("The result as JSON, alone on stdout.")] = False,
     dry_run: Annotated[
         bool,
         typer.Option(

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from batchfit._cli.ending import end, show_help
+from batchfit._cli.flags import OutputFile, json_flag, plot_flag
 
 HELP = "Look at batch-size schedules."
 SHOW_HELP = """\
@@ -25,7 +26,6 @@ Examples:
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits fit.json
 """
-OUTPUT = "Output"
 
 schedule_app = typer.Typer(help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich")
 
@@ -91,23 +91,11 @@ def show(
     drop_last: Annotated[
         bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="The plan as JSON, alone on stdout.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
-        ),
-    ] = None,
+    json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            show_default=False,
-            help="Draw sizes and learning rate into FILE.png or FILE.svg (needs matplotlib).",
-        ),
+        plot_flag("sizes and learning rate"),
     ] = None,
 ) -> None:
     from batchfit._cli.schedule import ShowSettings, show_schedule

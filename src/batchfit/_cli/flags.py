@@ -1,0 +1,41 @@
+"""Flags that several commands have.
+
+Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `batchfit --help` pays for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+OUTPUT = "Output"
+TARGET_HELP = (
+    "file.py:function or package.module:function: a function without required arguments that returns a "
+    "Workload or a step(batch_size) callable."
+)
+Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help="Write the JSON to FILE too."
+    ),
+]
+WholeTracebacks = Annotated[
+    bool,
+    typer.Option(
+        "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
+    ),
+]
+
+
+def json_flag(help_text: str) -> Any:
+    """`--json`."""
+    return typer.Option("--json", rich_help_panel=OUTPUT, help=help_text)
+
+
+def plot_flag(what: str) -> Any:
+    """`--plot FILE`, which draws that."""
+    help_text = f"Draw {what} into FILE.png or FILE.svg (needs matplotlib)."
+    return typer.Option(metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help=help_text)
