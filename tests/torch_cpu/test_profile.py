@@ -204,6 +204,19 @@ def test_tokens_and_accumulation(fake_time: list[float]) -> None:
     assert planted.profile(target_batch_size=50).accumulation is None
 
 
+def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[float]) -> None:
+    """Sizes that the caller did not want timed say nothing about what fits."""
+    planted = Planted(fake_time)  # 1 GiB holds 1014 samples
+    assert planted.profile(largest=16, target_batch_size=64).accumulation is None
+    assert planted.profile(sizes=[1, 16], target_batch_size=64).accumulation is None
+    made = planted.profile(sizes=[1, 16], target_batch_size=5000).accumulation
+    assert made is not None
+    assert "5000 is more than is known to fit at once" in made.advice
+    made = planted.profile(sizes=[16, 2000], target_batch_size=5000).accumulation
+    assert made is not None
+    assert "5000 does not fit at once" in made.advice
+
+
 # ---- state, faults, refusals
 
 
