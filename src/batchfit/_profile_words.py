@@ -22,6 +22,10 @@ from batchfit._torch.inputs_seen import is_compiled
 from batchfit.results import Accumulation, ThroughputPoint
 
 _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
+_FAR, _SAME = (
+    64,
+    1.1,
+)  # times the smallest size, and times its time: a step that takes no more ignores its size
 
 
 @final
@@ -102,6 +106,11 @@ def notes(
         yield "time_limit_s was reached: other sizes may be better"
     if stopped == "interrupted":
         yield "it was interrupted: other sizes may be better, and nothing was diagnosed"
+    if _ignores_its_size(points[0], points[-1]):
+        yield (
+            f"neither time nor memory grows from batch size {points[0].size} to {points[-1].size}: "
+            "does the step use its batch size?"
+        )
     compiled = sum(point.recompilations for point in points)
     if compiled:
         yield f"{compiled} functions were compiled during warm-up, which is not timed"
@@ -115,3 +124,8 @@ def notes(
         )
     if isinstance(bench.place, CpuDevice) and counts_memory(bench.place):
         yield "timed under virtual_memory, which makes every operation slower"
+
+
+def _ignores_its_size(one: ThroughputPoint, last: ThroughputPoint) -> bool:
+    same_memory = one.peak_bytes is not None and one.peak_bytes == last.peak_bytes
+    return same_memory and last.size >= _FAR * one.size and last.step_s < _SAME * one.step_s

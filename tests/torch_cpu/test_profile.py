@@ -217,6 +217,20 @@ def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[flo
     assert "5000 does not fit at once" in made.advice
 
 
+def test_a_step_that_ignores_its_size_is_told(fake_time: list[float]) -> None:
+    class Constant(Planted):
+        def seconds(self, size: int) -> float:
+            return 0.01
+
+    constant = Constant(fake_time)
+    constant.device = FakeDevice("1GiB", peak=lambda size: 10 * MIB)
+    profile = constant.profile()
+    assert any("does the step use its batch size?" in note for note in profile.notes)
+    assert profile.largest <= 2**30
+    flat = Constant(fake_time)  # as a small model on a large device, whose memory grows
+    assert not any("does the step use" in note for note in flat.profile().notes)
+
+
 # ---- state, faults, refusals
 
 
