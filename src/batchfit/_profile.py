@@ -30,7 +30,7 @@ from batchfit._diagnosis import Diagnosis, diagnosed
 from batchfit._find import usable_bytes
 from batchfit._profile_words import Room, accumulation, notes, reason
 from batchfit._torch.bench import Bench
-from batchfit._torch.bottlenecks import loader_pace
+from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
 from batchfit._torch.clock import Run
 from batchfit._torch.device import CudaDevice, Device, DeviceSpec, resolve_device
 from batchfit._torch.lost import telling_others
@@ -109,12 +109,12 @@ def profile_throughput(
         with Bench(work, place, ranks, budget_bytes=budget_bytes, deadline_s=deadline_s) as bench:
             measuring = _Measuring(bench, knee, largest, tokens_per_sample, on_point)
             if loader is not None:
-                pace = bench.briefly(lambda: loader_pace(loader))
-                measuring.pace = pace
+                # First, so that a loader that cannot be used is told at once; with a small part of the time.
+                patience_s = PATIENCE_S if time_limit_s is None else min(PATIENCE_S, time_limit_s / 5)
+                measuring.pace = bench.briefly(lambda: loader_pace(loader, patience_s=patience_s))
             try:
                 measuring.to_the_end()
-                found = Diagnosis(bench, measuring.knee, measuring.runs, loader, measuring.pace)
-                told = diagnosed(found, measuring.points(), cut_off=measuring.is_cut_off) if diagnose else ()
+                told = measuring.diagnosed(loader) if diagnose else ()
             except KeyboardInterrupt as stop:
                 measuring.hand_over(stop, target_batch_size, elapsed_s=time.perf_counter() - begun)
                 raise
@@ -136,12 +136,15 @@ def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, wi
     given: object = sizes
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
-    named = tuple(dict.fromkeys(sizes))
+    named = tuple(sizes)
     if not named:
         raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
     if largest is not None:
         raise ValueError(f"largest must be None where sizes are given, not {largest!r}")
-    return Knee(within=within, sizes=named)
+    if smallest != 1:
+        raise ValueError(f"smallest must be left out where sizes are given, not {smallest!r}")
+    Knee(sizes=named)
+    return Knee(within=within, sizes=tuple(dict.fromkeys(named)))
 
 
 def _check(
@@ -163,6 +166,10 @@ def _check(
         raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
     if type(diagnose) is not bool:
         raise TypeError(f"diagnose must be True or False, not {diagnose!r}")
+    if loader is not None and not diagnose:
+        raise ValueError(
+            "diagnose must be True where a loader is given, which nothing else looks at, not False"
+        )
     if on_point is not None and not callable(on_point):
         raise TypeError(f"on_point must be a callable on_point(point), not {on_point!r}")
 
@@ -181,11 +188,15 @@ class _Measuring:
         self._flops_per_sample: float | None = None
         self._first_s: dict[int, float] = {}
         self._stopped = "measured"
+        self._aside: Sequence[str] = ()  # what the diagnosis could not look at
 
     def to_the_end(self) -> None:
         """Ask, time and tell until there is nothing more to learn, or the time is over."""
         bench = self.bench
-        while (ask := self.knee.ask()) is not None and self._may_begin():
+        while (ask := self.knee.ask()) is not None:
+            if self._is_late():
+                self._stopped = "time_limit"
+                break
             run = bench.time(ask.size, FINE if ask.fine else LOOK, smallest=self._is_smallest(ask.size))
             if not run.fits:
                 self._too_large.append(run)
@@ -198,6 +209,15 @@ class _Measuring:
                 self.knee = replace(self.knee, limit=self._limit())
         if not self.runs:
             self._nothing_ran()
+        if any(run.stopped == "time" for run in self.runs.values()):
+            self._stopped = "time_limit"
+
+    def diagnosed(self, loader: Iterable[Any] | None) -> tuple[Bottleneck, ...]:
+        """What holds the recommended size back, from a few more steps, or without them where time is over."""
+        found = Diagnosis(self.bench, self.knee, self.runs, loader, self.pace, self.is_cut_off)
+        told = diagnosed(found, self.points(), may_step=not self._is_late())
+        self._aside = told.notes
+        return told.bottlenecks
 
     def _keep(self, run: Run, *, fine: bool) -> None:
         interval = run.interval
@@ -219,13 +239,11 @@ class _Measuring:
     def _is_smallest(self, size: int) -> bool:
         return size == (min(self.knee.sizes) if self.knee.sizes else self.knee.smallest)
 
-    def _may_begin(self) -> bool:
+    def _is_late(self) -> bool:
+        """Whether the time is over, on any rank."""
         deadline_s = self.bench.deadline_s
         late = deadline_s is not None and time.perf_counter() >= deadline_s
-        if self.bench.ranks.any(late, doing="the time that is left"):
-            self._stopped = "time_limit"
-            return False
-        return True
+        return self.bench.ranks.any(late, doing="the time that is left")
 
     def _limit(self) -> int | None:
         """The largest size worth asking for: what the caller said, and what memory allows."""
@@ -327,7 +345,7 @@ class _Measuring:
             device=bench.place.name,
             device_model=device_model(bench.place),
             world_size=bench.ranks.world_size,
-            notes=tuple(notes(bench, self.runs, points, stopped=self._stopped)),
+            notes=(*notes(bench, self.runs, points, stopped=self._stopped), *self._aside),
             elapsed_s=elapsed_s,
             batchfit_version=batchfit.__version__,
             torch_version=torch.__version__,
