@@ -141,8 +141,9 @@ def _loaded(found: Diagnosis) -> Loaded | None:
     return Loaded(
         size=size,
         loader_s=pace.batch_s,
-        step_s=alone.interval.median,
-        # The mean: workers give several batches at once and then let the step wait.
+        # Means: workers give several batches at once and then let the step wait. Of both, since a mean
+        # counts stalls that a median does not, and those are not the loader's.
+        step_s=statistics.fmean(alone.times_s),
         both_s=statistics.fmean(both.times_s),
         batches=pace.batches,
         shapes=pace.shapes,

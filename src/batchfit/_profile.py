@@ -325,20 +325,18 @@ class _Measuring:
         self, diagnosis: tuple[Bottleneck, ...], target: int | None, *, elapsed_s: float
     ) -> ThroughputProfile:
         """The profile."""
-        points, bench = self.points(), self.bench
+        points, bench, room = self.points(), self.bench, self._room()
         chosen = self.knee.recommended
         assert chosen is not None
         return ThroughputProfile(
             points=points,
             recommended=chosen,
             largest=points[-1].size,
-            limit=self.knee.ceiling,
+            limit=room.known if room.failed is not None or bench.limit() is not None else None,
             within=self.knee.within,
             reason=reason(points, chosen, within=self.knee.within),
             diagnosis=diagnosis,
-            accumulation=accumulation(
-                points, chosen, target, self._room(), world_size=bench.ranks.world_size
-            ),
+            accumulation=accumulation(points, chosen, target, room, world_size=bench.ranks.world_size),
             too_large=tuple(sorted(run.size for run in self._too_large)),
             stopped_because=self._stopped,
             budget_bytes=bench.budget_bytes,

@@ -238,6 +238,8 @@ def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[flo
     planted = Planted(fake_time)  # 1 GiB holds 1014 samples
     assert planted.profile(largest=16, target_batch_size=64).accumulation is None
     assert planted.profile(sizes=[1, 16], target_batch_size=64).accumulation is None
+    assert planted.profile(largest=16).limit == planted.profile(sizes=[1, 4, 16]).limit  # of memory, both
+    assert 16 < (planted.profile(largest=16).limit or 0) <= 1014
     made = planted.profile(sizes=[1, 16], target_batch_size=5000).accumulation
     assert made is not None
     assert "5000 is more than is known to fit at once" in made.advice
@@ -458,6 +460,20 @@ def test_a_loader_whose_batches_do_not_fit_is_told(fake_time: list[float]) -> No
     profile = planted.profile(loader=[torch.zeros(512, 4)] * 8)
     assert any("its batches of 512 do not fit" in note for note in profile.notes)
     assert 512 not in planted.sizes
+
+
+def test_stalls_of_the_step_are_not_the_loaders(fake_time: list[float]) -> None:
+    class Stalling(Planted):
+        def seconds(self, size: int) -> float:
+            return 0.18 if len(self.sizes) % 10 == 0 else 0.1
+
+    class Quick:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for _ in range(30):
+                fake_time[0] += 0.008  # 7 % of the time that loading and stepping take
+                yield torch.zeros(4, 4)
+
+    assert Stalling(fake_time).profile(sizes=[4], loader=Quick()).bottlenecks == ()
 
 
 def test_copying_an_example_batch_is_not_the_programs_loss() -> None:
