@@ -465,12 +465,12 @@ def test_a_loader_whose_batches_do_not_fit_is_told(fake_time: list[float]) -> No
 def test_stalls_of_the_step_are_not_the_loaders(fake_time: list[float]) -> None:
     class Stalling(Planted):
         def seconds(self, size: int) -> float:
-            return 0.18 if len(self.sizes) % 10 == 0 else 0.1
+            return 0.14 if len(self.sizes) % 5 == 0 else 0.1
 
     class Quick:
         def __iter__(self) -> Iterator[torch.Tensor]:
             for _ in range(30):
-                fake_time[0] += 0.008  # 7 % of the time that loading and stepping take
+                fake_time[0] += 0.009  # 8 % of the time that loading and stepping take
                 yield torch.zeros(4, 4)
 
     assert Stalling(fake_time).profile(sizes=[4], loader=Quick()).bottlenecks == ()
