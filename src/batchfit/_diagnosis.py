@@ -69,7 +69,7 @@ def diagnosed(found: Diagnosis, points: Sequence[ThroughputPoint], *, may_step: 
 def _left_out(found: Diagnosis, facts: Facts, *, may_step: bool) -> Iterator[str]:
     """What the caller asked about and does not hear of otherwise."""
     if not may_step:
-        yield "time_limit_s left no time to look for what holds throughput back"
+        yield "time_limit_s left no time to look at data, host, shapes and ranks"
     elif found.pace is not None and facts.loaded is None:
         yield f"the loader was not timed with the step: its batches of {found.pace.size} do not fit"
     share = (facts.batch_s or 0.0) / facts.step_s
