@@ -8,7 +8,8 @@ Rules:
   the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
   which of two to believe; where they are not, the timings count (`_estimates`).
 - The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
-  finely, and, where times are noisy, what it is compared with. Sizes are powers of two and their midpoints, as people use them.
+  finely, and, where times are noisy, what it is compared with. Sizes are powers of two and their midpoints,
+  as people use them.
 """
 
 from __future__ import annotations
