@@ -1,20 +1,22 @@
 """The readings behind a diagnosis, taken at the recommended size after the sizes were timed.
 
 Rules: each reading is a few steps and leaves the state as it was; one that cannot be taken is left out, and
-then nothing is said about what it would have shown. `_decide.diagnose` judges.
+then nothing is said about what it would have shown, except that something that the caller gave was not looked
+at. Where the time is over no further step is run. `_decide.diagnose` judges.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, final
 
-from batchfit._decide.diagnose import Facts, Loaded, Shapes, diagnose
+from batchfit._decide.diagnose import MAKING, BatchFrom, Facts, Loaded, Shapes, diagnose, ms
 from batchfit._decide.knee import Knee
 from batchfit._decide.steady import FINE
+from batchfit._torch.batches import Longest, Repeated
 from batchfit._torch.bench import Bench
 from batchfit._torch.bottlenecks import LoaderPace, batch_time, busy_time, fed_by, without_exchange
 from batchfit._torch.clock import Run
@@ -25,6 +27,7 @@ from batchfit.results import Bottleneck, ThroughputPoint
 
 _RAGGED_STEPS = 8
 _OWN_STEPS = 5
+_SOURCES: Mapping[type, BatchFrom] = {Repeated: "example", Longest: "dataset"}
 
 
 @final
@@ -37,45 +40,83 @@ class Diagnosis:
     runs: Mapping[int, Run]
     loader: Iterable[Any] | None
     pace: LoaderPace | None
+    cut_off_by_memory: bool
 
 
-def diagnosed(
-    found: Diagnosis, points: Sequence[ThroughputPoint], *, cut_off: bool
-) -> tuple[Bottleneck, ...]:
-    """Take the readings and judge."""
-    bench, size = found.bench, found.knee.recommended
+@final
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """What was found, and what could not be looked at."""
+
+    bottlenecks: tuple[Bottleneck, ...]
+    notes: tuple[str, ...]
+
+
+def diagnosed(found: Diagnosis, points: Sequence[ThroughputPoint], *, may_step: bool) -> Diagnosed:
+    """Take the readings and judge; without `may_step` from what was measured already."""
+    size = found.knee.recommended
     assert size is not None
-    run, point = found.runs[size], next(one for one in points if one.size == size)
-    step = bench.work.step
-    busy = bench.briefly(lambda: busy_time(step, size, device=bench.place))
-    source = bench.work._parts.get("source")
-    facts = Facts(
+    facts = _measured(found, next(one for one in points if one.size == size))
+    if may_step:
+        facts = _read(found, facts)
+    bottlenecks = tuple(
+        Bottleneck(kind=one.kind, share=one.share, evidence=one.evidence, advice=one.advice, size=one.size)
+        for one in diagnose(facts)
+    )
+    return Diagnosed(bottlenecks, tuple(_left_out(found, facts, may_step=may_step)))
+
+
+def _left_out(found: Diagnosis, facts: Facts, *, may_step: bool) -> Iterator[str]:
+    """What the caller asked about and does not hear of otherwise."""
+    if not may_step:
+        yield "time_limit_s left no time to look at data, host, shapes and ranks"
+    elif found.pace is not None and facts.loaded is None:
+        yield f"the loader was not timed with the step: its batches of {found.pace.size} do not fit"
+    share = (facts.batch_s or 0.0) / facts.step_s
+    if facts.batch_from == "example" and share >= MAKING:
+        yield (
+            f"copying the example batch takes {ms(facts.batch_s or 0.0)} of a step's {ms(facts.step_s)}: "
+            "give a function make_batch(n) that makes batches as the program does"
+        )
+
+
+def _measured(found: Diagnosis, point: ThroughputPoint) -> Facts:
+    """What the timed sizes say already."""
+    size, run = point.size, found.runs[point.size]
+    return Facts(
         size=size,
         step_s=point.step_s,
         steps=point.steps_timed,
-        has_own_clock=isinstance(bench.place, CudaDevice),
-        busy_s=None if busy is None else busy.busy_s,
-        kernels=None if busy is None else busy.kernels,
+        has_own_clock=isinstance(found.bench.place, CudaDevice),
         host_s=point.host_s,
-        batch_s=bench.briefly(lambda: batch_time(source, size, device=bench.place)),
         alloc_retries=run.alloc_retries,
         reserved_bytes=point.reserved_bytes,
-        budget_bytes=bench.budget_bytes,
+        budget_bytes=found.bench.budget_bytes,
         growth=None if point.gain is None else 2 / point.gain,
-        cut_off_by_memory=cut_off,
+        cut_off_by_memory=found.cut_off_by_memory,
         flops_share=point.flops_share,
-        loaded=_loaded(found),
-        shapes=_shapes(found, size),
-        own_s=_own_times(found, size),
         crowded=[
-            (one.size, one.alloc_retries, one.steps_timed)
-            for one in points
+            (one.size, one.alloc_retries, len(one.times_s))
+            for one in sorted(found.runs.values(), key=lambda one: one.size)
             if one.size > size and one.alloc_retries
         ],
     )
-    return tuple(
-        Bottleneck(kind=one.kind, share=one.share, evidence=one.evidence, advice=one.advice, size=one.size)
-        for one in diagnose(facts)
+
+
+def _read(found: Diagnosis, facts: Facts) -> Facts:
+    """What a few more steps say."""
+    bench, size = found.bench, facts.size
+    busy = bench.briefly(lambda: busy_time(bench.work.step, size, device=bench.place))
+    source = bench.work._parts.get("source")
+    return replace(
+        facts,
+        busy_s=None if busy is None else busy.busy_s,
+        kernels=None if busy is None else busy.kernels,
+        batch_s=bench.briefly(lambda: batch_time(source, size, device=bench.place)),
+        batch_from=_SOURCES.get(type(source), "make_batch"),
+        loaded=_loaded(found),
+        shapes=_shapes(found, size),
+        own_s=_own_times(found, size),
     )
 
 
@@ -87,7 +128,7 @@ def _loaded(found: Diagnosis) -> Loaded | None:
     size = bench.ranks.minimum(pace.size, doing="the loader's batch size")
     ceiling = found.knee.ceiling
     if ceiling is not None and size > max(ceiling, max(found.runs)):
-        size = max(found.runs)  # it would not fit: the loader's pace is per sample then
+        return None  # it would not fit
     alone = found.runs.get(size)
     if alone is None:
         alone = bench.time(size, FINE)
@@ -100,8 +141,9 @@ def _loaded(found: Diagnosis) -> Loaded | None:
     return Loaded(
         size=size,
         loader_s=pace.batch_s,
-        step_s=alone.interval.median,
-        # The mean: workers give several batches at once and then let the step wait.
+        # Means: workers give several batches at once and then let the step wait. Of both, since a mean
+        # counts stalls that a median does not, and those are not the loader's.
+        step_s=statistics.fmean(alone.times_s),
         both_s=statistics.fmean(both.times_s),
         batches=pace.batches,
         shapes=pace.shapes,

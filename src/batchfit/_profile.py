@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,23 +28,20 @@ from batchfit._decide.steady import FINE, LOOK, verdict
 from batchfit._decide.units import parse_bytes
 from batchfit._diagnosis import Diagnosis, diagnosed
 from batchfit._find import usable_bytes
-from batchfit._throughput_screen import format_rate
+from batchfit._profile_words import Room, accumulation, notes, reason
 from batchfit._torch.bench import Bench
-from batchfit._torch.bottlenecks import loader_pace
-from batchfit._torch.clock import Run, counts_memory
-from batchfit._torch.device import CpuDevice, CudaDevice, Device, DeviceSpec, resolve_device
-from batchfit._torch.inputs_seen import is_compiled
+from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
+from batchfit._torch.clock import Run
+from batchfit._torch.device import CudaDevice, Device, DeviceSpec, resolve_device
 from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import NothingFitsError, SearchStoppedError
-from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, ThroughputProfile
+from batchfit.results import Bottleneck, ThroughputPoint, ThroughputProfile
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
 OnPoint = Callable[[ThroughputPoint], object]
-
-_SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
 
 
 def profile_throughput(
@@ -113,12 +109,12 @@ def profile_throughput(
         with Bench(work, place, ranks, budget_bytes=budget_bytes, deadline_s=deadline_s) as bench:
             measuring = _Measuring(bench, knee, largest, tokens_per_sample, on_point)
             if loader is not None:
-                pace = bench.briefly(lambda: loader_pace(loader))
-                measuring.pace = pace
+                # First, so that a loader that cannot be used is told at once; with a small part of the time.
+                patience_s = PATIENCE_S if time_limit_s is None else min(PATIENCE_S, time_limit_s / 5)
+                measuring.pace = bench.briefly(lambda: loader_pace(loader, patience_s=patience_s))
             try:
                 measuring.to_the_end()
-                found = Diagnosis(bench, measuring.knee, measuring.runs, loader, measuring.pace)
-                told = diagnosed(found, measuring.points(), cut_off=measuring.is_cut_off) if diagnose else ()
+                told = measuring.diagnosed(loader) if diagnose else ()
             except KeyboardInterrupt as stop:
                 measuring.hand_over(stop, target_batch_size, elapsed_s=time.perf_counter() - begun)
                 raise
@@ -140,12 +136,15 @@ def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, wi
     given: object = sizes
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
-    named = tuple(dict.fromkeys(sizes))
+    named = tuple(sizes)
     if not named:
         raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
     if largest is not None:
         raise ValueError(f"largest must be None where sizes are given, not {largest!r}")
-    return Knee(within=within, sizes=named)
+    if smallest != 1:
+        raise ValueError(f"smallest must be left out where sizes are given, not {smallest!r}")
+    Knee(sizes=named)
+    return Knee(within=within, sizes=tuple(dict.fromkeys(named)))
 
 
 def _check(
@@ -167,6 +166,10 @@ def _check(
         raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
     if type(diagnose) is not bool:
         raise TypeError(f"diagnose must be True or False, not {diagnose!r}")
+    if loader is not None and not diagnose:
+        raise ValueError(
+            "diagnose must be True where a loader is given, which nothing else looks at, not False"
+        )
     if on_point is not None and not callable(on_point):
         raise TypeError(f"on_point must be a callable on_point(point), not {on_point!r}")
 
@@ -185,11 +188,15 @@ class _Measuring:
         self._flops_per_sample: float | None = None
         self._first_s: dict[int, float] = {}
         self._stopped = "measured"
+        self._aside: Sequence[str] = ()  # what the diagnosis could not look at
 
     def to_the_end(self) -> None:
         """Ask, time and tell until there is nothing more to learn, or the time is over."""
         bench = self.bench
-        while (ask := self.knee.ask()) is not None and self._may_begin():
+        while (ask := self.knee.ask()) is not None:
+            if self._is_late():
+                self._stopped = "time_limit"
+                break
             run = bench.time(ask.size, FINE if ask.fine else LOOK, smallest=self._is_smallest(ask.size))
             if not run.fits:
                 self._too_large.append(run)
@@ -202,6 +209,15 @@ class _Measuring:
                 self.knee = replace(self.knee, limit=self._limit())
         if not self.runs:
             self._nothing_ran()
+        if any(run.stopped == "time" for run in self.runs.values()):
+            self._stopped = "time_limit"
+
+    def diagnosed(self, loader: Iterable[Any] | None) -> tuple[Bottleneck, ...]:
+        """What holds the recommended size back, from a few more steps, or without them where time is over."""
+        found = Diagnosis(self.bench, self.knee, self.runs, loader, self.pace, self.is_cut_off)
+        told = diagnosed(found, self.points(), may_step=not self._is_late())
+        self._aside = told.notes
+        return told.bottlenecks
 
     def _keep(self, run: Run, *, fine: bool) -> None:
         interval = run.interval
@@ -223,18 +239,22 @@ class _Measuring:
     def _is_smallest(self, size: int) -> bool:
         return size == (min(self.knee.sizes) if self.knee.sizes else self.knee.smallest)
 
-    def _may_begin(self) -> bool:
+    def _is_late(self) -> bool:
+        """Whether the time is over, on any rank."""
         deadline_s = self.bench.deadline_s
         late = deadline_s is not None and time.perf_counter() >= deadline_s
-        if self.bench.ranks.any(late, doing="the time that is left"):
-            self._stopped = "time_limit"
-            return False
-        return True
+        return self.bench.ranks.any(late, doing="the time that is left")
 
     def _limit(self) -> int | None:
         """The largest size worth asking for: what the caller said, and what memory allows."""
         known = [one for one in (self._largest, self.bench.limit()) if one is not None]
         return max(min(known), max(self.runs)) if known else None
+
+    def _room(self) -> Room:
+        """What is known about the sizes that fit, whatever sizes the caller wanted timed."""
+        failed = min((run.size for run in self._too_large), default=None)
+        known = max(self.bench.limit() or 0, max(self.runs))
+        return Room(known if failed is None else min(known, failed - 1), failed)
 
     def _nothing_ran(self) -> None:
         if not self._too_large:
@@ -305,105 +325,29 @@ class _Measuring:
         self, diagnosis: tuple[Bottleneck, ...], target: int | None, *, elapsed_s: float
     ) -> ThroughputProfile:
         """The profile."""
-        points, bench = self.points(), self.bench
+        points, bench, room = self.points(), self.bench, self._room()
         chosen = self.knee.recommended
         assert chosen is not None
         return ThroughputProfile(
             points=points,
             recommended=chosen,
             largest=points[-1].size,
-            limit=self.knee.ceiling,
+            limit=room.known if room.failed is not None or bench.limit() is not None else None,
             within=self.knee.within,
-            reason=_reason(points, chosen, self.knee),
+            reason=reason(points, chosen, within=self.knee.within),
             diagnosis=diagnosis,
-            accumulation=_accumulation(points, chosen, target, self.knee, bench.ranks.world_size),
+            accumulation=accumulation(points, chosen, target, room, world_size=bench.ranks.world_size),
             too_large=tuple(sorted(run.size for run in self._too_large)),
             stopped_because=self._stopped,
             budget_bytes=bench.budget_bytes,
             device=bench.place.name,
             device_model=device_model(bench.place),
             world_size=bench.ranks.world_size,
-            notes=tuple(self._notes(points)),
+            notes=(*notes(bench, self.runs, points, stopped=self._stopped), *self._aside),
             elapsed_s=elapsed_s,
             batchfit_version=batchfit.__version__,
             torch_version=torch.__version__,
         )
-
-    def _notes(self, points: Sequence[ThroughputPoint]) -> Iterable[str]:
-        why = {
-            "drifting": "the times go one way (clocks, another program)",
-            "stalling": "some steps stall",
-            "noisy": "the times vary",
-        }
-        for kind, text in why.items():
-            sizes = [str(size) for size, run in sorted(self.runs.items()) if run.verdict == kind]
-            if sizes:
-                yield f"not steady at batch size {', '.join(sizes)}: {text}"
-        if self._stopped == "time_limit":
-            yield "time_limit_s was reached: other sizes may be better"
-        if self._stopped == "interrupted":
-            yield "it was interrupted: other sizes may be better, and nothing was diagnosed"
-        compiled = sum(point.recompilations for point in points)
-        if compiled:
-            yield f"{compiled} functions were compiled during warm-up, which is not timed"
-        late = [run.size for run in self.runs.values() if run.late_recompilations]
-        if late:
-            yield f"torch.compile compiled again while batch size {late[0]} was timed"
-        if self.bench.model is not None and is_compiled(self.bench.model) and len(points) >= _SIZES_MANY:
-            yield (
-                f"{len(points)} sizes of a compiled model: past recompile_limit "
-                f"({getattr(torch._dynamo.config, 'recompile_limit', 8)}) torch runs new ones eagerly"
-            )
-        if isinstance(self.bench.place, CpuDevice) and counts_memory(self.bench.place):
-            yield "timed under virtual_memory, which makes every operation slower"
-
-
-def _reason(points: Sequence[ThroughputPoint], chosen: int, knee: Knee) -> str:
-    """Why this size, in one sentence."""
-    by_size = {point.size: point for point in points}
-    here, best = by_size[chosen], max(points, key=lambda point: point.samples_per_s)
-    rate = f"{format_rate(here.samples_per_s)} samples/s"
-    if len(points) == 1:
-        return f"{chosen} is the only size that was measured ({rate})"
-    if best.size == chosen:
-        why = f"{chosen} has the best throughput of {len(points)} sizes ({rate})"
-        return f"{why}, and it is the smallest within {knee.within:.0%} of it"
-    share = here.samples_per_s / best.samples_per_s
-    text = (
-        f"{chosen} is the smallest size within {knee.within:.0%} of the best throughput: {rate}, "
-        f"{share:.1%} of what {best.size} gives"
-    )
-    if here.peak_bytes and best.peak_bytes and best.peak_bytes > here.peak_bytes:
-        text += f" with {here.peak_bytes / best.peak_bytes:.0%} of the memory"
-    if share < 1 - knee.within:
-        text += "; the times vary, and a curve through all of them puts it closer"
-    return text
-
-
-def _accumulation(
-    points: Sequence[ThroughputPoint], chosen: int, target: int | None, knee: Knee, world_size: int
-) -> Accumulation | None:
-    """How to make a batch that does not fit."""
-    if target is None:
-        return None
-    local = math.ceil(target / world_size)
-    if local <= max(points[-1].size, knee.ceiling or points[-1].size):
-        return None
-    count = math.ceil(local / chosen)
-    size = math.ceil(local / count)
-    rate = next(point.samples_per_s for point in points if point.size == chosen)
-    ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
-    return Accumulation(
-        target_batch_size=target,
-        microbatch_size=size,
-        microbatches=count,
-        samples_per_s=rate,
-        advice=(
-            f"a batch of {target} does not fit at once: accumulate {count} microbatches of {size}{ranks} "
-            f"(batchfit.Microbatcher). This adds no throughput, which stays at about {format_rate(rate)} "
-            "samples/s: use it only where the training itself wants the larger batch"
-        ),
-    )
 
 
 def device_model(place: Device) -> str:

@@ -181,6 +181,35 @@ def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
         _profile._Measuring.to_the_end(_late_measuring(slow))
 
 
+def test_a_time_limit_within_the_last_size_is_told(fake_time: list[float]) -> None:
+    class Wobbling(Planted):
+        def seconds(self, size: int) -> float:
+            return 0.05 if len(self.sizes) % 2 else 0.1
+
+    profile = Wobbling(fake_time).profile(sizes=[4], time_limit_s=0.6)
+    assert profile.stopped_because == "time_limit"
+    assert profile.at(4).steps_timed < FINE.most
+    assert Wobbling(fake_time).profile(sizes=[4]).stopped_because == "measured"
+
+
+def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[float]) -> None:
+    class Ragged:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for length in range(1, 30):
+                fake_time[0] += 0.1
+                yield torch.zeros(4, length)
+
+    planted = Planted(fake_time)
+    begun = fake_time[0]
+    profile = planted.profile(sizes=[4], time_limit_s=0.5, loader=Ragged())
+    assert len(planted.sizes) == profile.at(4).steps_timed + profile.at(4).steps_warmed + 1  # FLOPs counted
+    assert any("no time to look at data" in note for note in profile.notes)
+    assert fake_time[0] - begun < 1.0
+    profile = planted.profile(sizes=[4], loader=Ragged())
+    assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
+    assert profile.notes == ()
+
+
 def _late_measuring(planted: Planted) -> Any:
     from batchfit._decide.knee import Knee
     from batchfit._torch.bench import Bench
@@ -202,6 +231,35 @@ def test_tokens_and_accumulation(fake_time: list[float]) -> None:
     assert made.microbatch_size * made.microbatches >= 1000 > made.microbatch_size * (made.microbatches - 1)
     assert "adds no throughput" in made.advice
     assert planted.profile(target_batch_size=50).accumulation is None
+
+
+def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[float]) -> None:
+    """Sizes that the caller did not want timed say nothing about what fits."""
+    planted = Planted(fake_time)  # 1 GiB holds 1014 samples
+    assert planted.profile(largest=16, target_batch_size=64).accumulation is None
+    assert planted.profile(sizes=[1, 16], target_batch_size=64).accumulation is None
+    assert planted.profile(largest=16).limit == planted.profile(sizes=[1, 4, 16]).limit  # of memory, both
+    assert 16 < (planted.profile(largest=16).limit or 0) <= 1014
+    made = planted.profile(sizes=[1, 16], target_batch_size=5000).accumulation
+    assert made is not None
+    assert "5000 is more than is known to fit at once" in made.advice
+    made = planted.profile(sizes=[16, 2000], target_batch_size=5000).accumulation
+    assert made is not None
+    assert "5000 does not fit at once" in made.advice
+
+
+def test_a_step_that_ignores_its_size_is_told(fake_time: list[float]) -> None:
+    class Constant(Planted):
+        def seconds(self, size: int) -> float:
+            return 0.01
+
+    constant = Constant(fake_time)
+    constant.device = FakeDevice("1GiB", peak=lambda size: 10 * MIB)
+    profile = constant.profile()
+    assert any("does the step use its batch size?" in note for note in profile.notes)
+    assert profile.largest <= 2**30
+    flat = Constant(fake_time)  # as a small model on a large device, whose memory grows
+    assert not any("does the step use" in note for note in flat.profile().notes)
 
 
 # ---- state, faults, refusals
@@ -334,6 +392,10 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"sizes": []}, r"sizes must name at least one batch size, not \[\]"),
         ({"sizes": [4, -1]}, r"sizes must hold positive integers, not \(4, -1\)"),
         ({"sizes": [4], "largest": 8}, "largest must be None where sizes are given, not 8"),
+        ({"sizes": [4], "smallest": 2}, "smallest must be left out where sizes are given, not 2"),
+        ({"sizes": [[4]]}, r"sizes must hold positive integers, not \(\[4\],\)"),
+        ({"sizes": [1, True]}, r"sizes must hold positive integers, not \(1, True\)"),
+        ({"loader": [1], "diagnose": False}, "diagnose must be True where a loader is given"),
         ({"within": 1.5}, "within must be above 0 and below 1, not 1.5"),
         ({"budget": "lots"}, "budget must be bytes"),
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
@@ -391,6 +453,41 @@ def test_a_batch_that_takes_long_to_make_is_named() -> None:
     profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB")
     assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
     assert "making a batch" in profile.diagnosis[0].evidence
+
+
+def test_a_loader_whose_batches_do_not_fit_is_told(fake_time: list[float]) -> None:
+    planted = Planted(fake_time, capacity="100MiB")
+    profile = planted.profile(loader=[torch.zeros(512, 4)] * 8)
+    assert any("its batches of 512 do not fit" in note for note in profile.notes)
+    assert 512 not in planted.sizes
+
+
+def test_stalls_of_the_step_are_not_the_loaders(fake_time: list[float]) -> None:
+    class Stalling(Planted):
+        def seconds(self, size: int) -> float:
+            return 0.14 if len(self.sizes) % 5 == 0 else 0.1
+
+    class Quick:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for _ in range(30):
+                fake_time[0] += 0.009  # 8 % of the time that loading and stepping take
+                yield torch.zeros(4, 4)
+
+    assert Stalling(fake_time).profile(sizes=[4], loader=Quick()).bottlenecks == ()
+
+
+def test_copying_an_example_batch_is_not_the_programs_loss() -> None:
+    """The copies are ours: the program makes its batches otherwise. A dataset's loader may be quicker."""
+    model = nn.Flatten()  # next to nothing beside the copy
+    example = torch.randn(2, 4096)
+    profile = batchfit.profile_throughput(batchfit.inference(model, example), sizes=[256], budget="1GiB")
+    assert profile.bottlenecks == ()
+    assert any("copying the example batch takes" in note for note in profile.notes)
+    dataset = [(one,) for one in example]
+    work = batchfit.inference(model, dataset, collate_fn=lambda some: torch.stack([one[0] for one in some]))
+    profile = batchfit.profile_throughput(work, sizes=[256], budget="1GiB")
+    assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
+    assert "pass loader=" in profile.bottlenecks[0].advice
 
 
 PLANS: set[tuple[int, ...]] = set()  # as in a library, where no snapshot reaches

@@ -163,6 +163,27 @@ def test_a_brief_look_is_not_the_answer() -> None:
     assert any(one.fine and one.size == knee.recommended for one in knee.told)
 
 
+@given(
+    steps=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=8),
+    spread=st.floats(0.0, 0.5),
+    fixed=st.floats(0.001, 1.0),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_smaller_size_was_timed_as_faster(steps: list[float], spread: float, fixed: float) -> None:
+    """However noisy: a size is not recommended over a smaller one that has the better figure beside it."""
+    knee = Knee(sizes=tuple(4**number for number in range(len(steps))))
+    for number, factor in enumerate(steps):
+        knee = knee.tell(Timed(4**number, (fixed + 0.001 * 4**number) * factor, spread, fine=True))
+    rates = {one.size: one.size / one.step_s for one in knee.told}
+    chosen = knee.recommended
+    assert chosen is not None
+    assert all(rate < rates[chosen] for size, rate in rates.items() if size < chosen)
+
+
+def test_a_step_that_ignores_its_size_is_not_followed_for_ever() -> None:
+    assert max(one.size for one in searched(lambda size: 0.01, None).told) <= 2**30
+
+
 def test_gains_are_those_of_a_doubling() -> None:
     rates = {size: size / (0.01 + 0.001 * size) for size in (1, 4, 16, 64)}
     gains = marginal_gains(rates)

@@ -6,6 +6,7 @@ import base64
 import copy
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -373,6 +374,24 @@ class TestReading:
             read_file(tmp_path / "b.json")
         with pytest.raises(ResultFileError, match="Is a directory"):
             read_file(tmp_path)
+
+    def test_a_pipe_is_read_and_one_without_an_end_is_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def through_a_pipe(text: str) -> list[Source]:
+            there, here = os.pipe()
+            with os.fdopen(here, "w") as writer:
+                writer.write(text)
+            try:
+                return read_file(Path(f"/dev/fd/{there}"))
+            finally:
+                os.close(there)
+
+        text = TEXTS["fit"]
+        assert [one.result for one in through_a_pipe(text)] == [result("fit")]
+        monkeypatch.setattr("batchfit._report.read.LARGEST_FILE_BYTES", len(text) - 1)
+        with pytest.raises(ResultFileError, match="bytes are too many for a result"):
+            through_a_pipe(text)
 
     @pytest.mark.parametrize("wrong", [None, 7, [], {}, [7], b"fit.json", [None]])
     def test_what_is_no_result_is_refused(self, wrong: Any) -> None:

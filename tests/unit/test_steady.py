@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._decide.flops import peak_flops
-from batchfit._decide.steady import FINE, LOOK, Interval, is_warm, verdict
+from batchfit._decide.steady import FINE, LOOK, Interval, Timing, is_warm, verdict
 
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=80)
 
@@ -78,6 +78,16 @@ def test_steps_are_repeated_until_the_interval_is_narrow() -> None:
         assert (verdict(series, target=FINE.target) == "steady") is few
     assert not LOOK.is_enough([1.0])
     assert LOOK.is_enough([1.0, 1.001])
+
+
+@pytest.mark.parametrize("timing", [LOOK, FINE])
+def test_long_steps_that_vary_are_not_repeated_for_minutes(timing: Timing) -> None:
+    rng = random.Random(3)
+    series: list[float] = []
+    while not timing.is_enough(series):
+        series.append(4 * rng.uniform(0.7, 1.3))
+    assert len(series) == max(timing.least, 3)
+    assert verdict(series, target=timing.target) != "steady"
 
 
 def test_planted_series_are_told_apart() -> None:

@@ -8,7 +8,8 @@ Rules:
   the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
   which of two to believe; where they are not, the timings count (`_estimates`).
 - The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
-  finely. Sizes are powers of two and their midpoints, as people use them.
+  finely, and, where times are noisy, what it is compared with. Sizes are powers of two and their midpoints,
+  as people use them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _BEYOND = 4  # how far above the knee it is worth looking for more
 _ROOMY = 0.9  # a brief look stays below the limit: memory at the very end says nothing about speed
 _QUIET = 0.01  # no timing is trusted to be better than this
 _TIMES = 3  # how often one size is timed at most
+LARGEST = 2**30  # where nothing else ends the sizes; who gets there has a step that does not use its size
 _LONGEST = 64  # asks; a bound that no run has come near
 
 
@@ -110,7 +112,13 @@ class Knee:
     def recommended(self) -> int | None:
         """The smallest size within `within` of the best throughput; None before any size was timed."""
         points = _joined(self.told)
-        return self._smallest_within(points) if points else None
+        if not points:
+            return None
+        chosen = self._smallest_within(points)
+        # Noisy times may lie so that the line prefers a size to a smaller one that was timed as faster, and
+        # finely: what was timed counts then, for nobody would take the larger one.
+        rates = {one.size: one.size / one.step_s for one in points if one.fine or one.size == chosen}
+        return min(size for size in rates if rates[size] >= rates[chosen])
 
     @property
     def best(self) -> int | None:
@@ -374,7 +382,7 @@ def _on_grid(wanted: float, ceiling: int | None, smallest: int) -> int:
     """The largest grid size that is not above `wanted`; the ceiling itself where `wanted` is above that."""
     if ceiling is not None and wanted >= ceiling:
         return max(ceiling, 1)
-    whole = int(min(wanted, 2**40))
+    whole = int(min(wanted, LARGEST))
     sizes = grid(smallest, max(whole, smallest))
     return sizes[bisect_right(sizes, whole) - 1] if sizes and sizes[0] <= whole else smallest
 

@@ -34,13 +34,18 @@ class Timing:
     target: float  # the half-width of the interval to reach, as a share of the median
     least: int  # steps to time at least
     most: int  # and at most
+    most_s: float = 10.0  # and for so long: steps that take seconds and vary would take a quarter of an hour
     most_warmup: int = 12
 
     def is_enough(self, times: Sequence[float]) -> bool:
         """Whether these times say what was asked for, or no more of them may be taken."""
-        if len(times) >= self.most:
-            return True
-        return len(times) >= self.least and Interval.of(times).spread <= self.target
+        if len(times) < self.least:
+            return False
+        return (
+            len(times) >= self.most
+            or math.fsum(times) >= self.most_s
+            or Interval.of(times).spread <= self.target
+        )
 
 
 LOOK = Timing(target=0.03, least=2, most=6)

@@ -102,11 +102,13 @@ def sources_of(given: object) -> list[Source]:
 def read_file(path: Path) -> list[Source]:
     """The results in a file."""
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
+        with path.open("rb") as stream:  # not by its size: a pipe has none, and a device no end
+            data = stream.read(LARGEST_FILE_BYTES + 1)
+        if len(data) > LARGEST_FILE_BYTES:
             raise ResultFileError(
-                f"{path}: {path.stat().st_size:,} bytes are too many for a result of batchfit"
+                f"{path}: more than {LARGEST_FILE_BYTES:,} bytes are too many for a result of batchfit"
             )
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8")
     except OSError as error:
         raise ResultFileError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -1,0 +1,32 @@
+"""Tables of results, as text and for a notebook.
+
+Rules: cells come as texts and are escaped where they go into HTML; columns are as wide as what is in them.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Right-aligned columns under their names."""
+    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (columns, *rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> str:
+    """The same table for a notebook."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table>"
+    )
