@@ -184,6 +184,11 @@ class ResizableLoader:
         return self._dealer.current
 
     @property
+    def current_progress(self) -> Progress | None:
+        """How far the run had come when that batch began: what a schedule was asked with for it."""
+        return self._dealer.current_progress
+
+    @property
     def weight(self) -> float:
         """What this rank's mean loss must be multiplied with, so that DDP's mean over ranks is the batch's.
 
@@ -264,9 +269,9 @@ class ResizableLoader:
         if epoch is None:
             epoch = done.epoch + 1 if self._next_epoch is None else self._next_epoch
         begun = Progress(epoch, done.step, done.samples)
-        current = self._dealer.current
-        self._dealer = self._new_dealer(begun, self._dealer.ledger.next_epoch())
-        self._dealer.current = current
+        last = self._dealer
+        self._dealer = self._new_dealer(begun, last.ledger.next_epoch())
+        self._dealer.current, self._dealer.current_progress = last.current, last.current_progress
         self._begun, self._next_epoch = False, None
 
     def _changed(self, defer: bool | None) -> None:

@@ -119,7 +119,7 @@ class BatchSizeScheduler:
         self._progress = Progress()
         self._on_event = on_event
         self._said = ""
-        self._epochs_told = False
+        self._epochs_told = self._late_told = False
         self._loader = loader
         self._updates_known = updates_known
         self._lr: ScaledLR | None = None
@@ -195,21 +195,7 @@ class BatchSizeScheduler:
         """Go there: (the size from now on, whether it changed). Moves the loader and the learning rate."""
         at = self._located(epoch, step, samples, tokens)
         self._compare_epochs(epoch)
-        why = ""
-        if self._noise is not None:
-            size, why = self._noise.choose(self._size, at)
-        else:
-            size = self._plan.size_at(at)
-        self._progress = at
-        before, self._size = self._size, size
-        if size != before:
-            self._move_loader()
-        factors = self._follow()
-        if size != before:
-            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
-        else:
-            self._tell_limit(at, why, factors)
-        return size, size != before
+        return self._go(at)
 
     @contextmanager
     def lr_untouched(self) -> Iterator[None]:
@@ -340,12 +326,30 @@ class BatchSizeScheduler:
         count_in(at, self._unit)  # tokens that nobody counts
         return at
 
+    def _go(self, at: Progress) -> tuple[int, bool]:
+        why = ""
+        if self._noise is not None:
+            size, why = self._noise.choose(self._size, at)
+        else:
+            size = self._plan.size_at(at)
+        self._progress = at
+        before, self._size = self._size, size
+        if size != before:
+            self._move_loader()
+            self._compare_sizes(before)
+        factors = self._follow()
+        if size != before:
+            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
+        else:
+            self._tell_limit(at, why, factors)
+        return size, size != before
+
     def _compare_epochs(self, epoch: int | None) -> None:
         """A loader that asks our plan by its own count must not be at another epoch than the caller."""
         counted = getattr(self._loader, "progress", None)
         if epoch is None or self._epochs_told or not isinstance(counted, Progress):
             return
-        if getattr(self._loader, "schedule", None) is self._plan and epoch - counted.epoch not in (0, 1):
+        if self._loader_has_plan() and epoch - counted.epoch not in (0, 1):
             self._epochs_told = True
             log.warning(
                 "%s",
@@ -353,12 +357,36 @@ class BatchSizeScheduler:
                 "from there. Load the loader's state too, or call its set_epoch",
             )
 
+    def _compare_sizes(self, before: int) -> None:
+        """A loader that changes by itself must not have had the new size before the rates did."""
+        began = getattr(self._loader, "current_progress", None)
+        if self._late_told or self._lr is None or not isinstance(began, Progress):
+            return
+        if not self._lr.is_moved_by(self._size / self.initial_batch_size) or not self._loader_has_plan():
+            return
+        if (size := self._plan.size_at(began)) != before:
+            self._late_told = True
+            log.warning(
+                "%s",
+                f"the loader was at a batch size of {size} before step() was called: until now the learning "
+                f"rate was that of {before}. A size may change in the middle of an epoch here: call "
+                "scheduler.step() after each optimizer.step()",
+            )
+
+    def _loader_has_plan(self) -> bool:
+        return self._loader is not None and getattr(self._loader, "schedule", None) is self._plan
+
     def _give_plan(self) -> None:
         loader = self._loader
         if loader is None:
             return
         if isinstance(self._plan, BoundPlan) and self._noise is None and hasattr(loader, "schedule"):
             loader.schedule = self._plan
+            # It has the plan's first size from now on, which rounding or a function may have changed.
+            if isinstance(getattr(loader, "progress", None), Progress):
+                at = self._located(None, None, None, None)
+                if self._plan.size_at(at) != self._size:
+                    self._go(at)
         else:
             if hasattr(loader, "schedule"):
                 loader.schedule = None
@@ -374,7 +402,7 @@ class BatchSizeScheduler:
     def _move_loader(self) -> None:
         """Tell a loader that follows no plan of ours."""
         loader = self._loader
-        if loader is None or getattr(loader, "schedule", None) is self._plan:
+        if loader is None or self._loader_has_plan():
             return
         if loader.batch_size != self._size:
             loader.batch_size = self._size

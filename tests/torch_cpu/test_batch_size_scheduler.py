@@ -533,6 +533,53 @@ class TestCheckpoints:
             scheduler.load_state_dict(BatchSizeScheduler(STEP, 128).state_dict())
 
 
+class TestTogether:
+    """A loader changes by itself: the rate must be that of the batch which is trained with."""
+
+    @staticmethod
+    def made(config: Any, **keywords: Any) -> tuple[Any, BatchSizeScheduler, torch.optim.Optimizer]:
+        optimizer = optimizer_of()
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(100)), 10, **keywords)
+        return loader, BatchSizeScheduler(config, loader=loader, lr="linear", optimizer=optimizer), optimizer
+
+    @pytest.mark.parametrize("config", [{"type": "step", "step_size": 30, "gamma": 2, "multiple_of": 4}, "f"])
+    def test_the_first_batch_has_its_rate(self, config: Any) -> None:
+        if config == "f":
+            config = CustomBatchSizeConfig(
+                function=lambda progress: 8 + progress.samples // 25, unit="samples"
+            )
+        else:
+            config = {**config, "unit": "samples"}
+        loader, scheduler, optimizer = self.made(config)
+        for (x,) in loader:
+            wanted = scheduler.plan.size_at(loader.current_progress)
+            assert len(x) <= wanted
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * wanted / 10)
+            scheduler.step()
+
+    def test_a_rate_that_comes_late_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = CustomBatchSizeConfig(function=lambda progress: 10 if progress.samples < 50 else 20)
+        loader, scheduler, _ = self.made(config)
+        for epoch in range(3):  # right for a schedule by epochs, and this one is not
+            scheduler.step(epoch)
+            list(loader)
+        said = [record.message for record in caplog.records if "was at a batch size of 20" in record.message]
+        assert len(said) == 1
+        assert "call scheduler.step() after each optimizer.step()" in said[0]
+
+    @pytest.mark.parametrize("unit", ["epoch", "step", "samples"])
+    def test_a_rate_in_time_is_not(self, unit: str, caplog: pytest.LogCaptureFixture) -> None:
+        count = {"epoch": 1, "step": 7, "samples": 45}[unit]
+        loader, scheduler, _ = self.made({"type": "step", "step_size": count, "gamma": 2, "unit": unit})
+        for epoch in range(3):
+            scheduler.step(epoch)
+            for _ in loader:
+                if unit != "epoch":
+                    scheduler.step()
+        assert scheduler.batch_size > 20
+        assert not [record for record in caplog.records if "was at a batch size" in record.message]
+
+
 class TestNoise:
     class Readings:
         def __init__(self, scale: float | None) -> None:

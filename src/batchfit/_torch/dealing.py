@@ -178,6 +178,7 @@ class Dealer(Iterator[Any]):
         self.begun = begun  # when the epoch did
         self.ledger = ledger
         self.current: Deal | None = None  # what was handed out last
+        self.current_progress: Progress | None = None  # when that began
         self.failure: Exception | None = None
         self.order: Order = FixedOrder(0, None)  # until the epoch begins
         self.saved = saved  # what the state of the order was, until then
@@ -231,10 +232,13 @@ class Dealer(Iterator[Any]):
         if ledger.is_void(serial):
             self.ledger = ledger.throw_away()
             return ()
-        self.current = ledger.in_flight[0]
+        self._note(ledger.in_flight[0])
         self.ledger = ledger.hand()
         self.order.forget(self.ledger.handed)
         return (data,)
+
+    def _note(self, deal: Deal) -> None:
+        self.current, self.current_progress = deal, self.progress_at(deal.number, deal.start)
 
     def cancel(self) -> None:
         """Make void what is in flight, if the sizes of now are not those that it was dealt with."""
@@ -301,7 +305,7 @@ class StreamDealer(Dealer):
         if batch.place is None:
             self.ledger = ledger.hand_part(0)
             return ()
-        self.current = deal = ledger.in_flight[0]
+        self._note(deal := ledger.in_flight[0])
         self.places[batch.worker] = batch.place
         start, stop = share(deal.size, self.settings.rank, self.settings.world_size)
         # Other ranks are taken to be as far as this one: nobody can know.
