@@ -457,6 +457,26 @@ def test_a_schedule_that_leaves_a_rank_without_a_sample_is_said_before_training(
         ResizableLoader(Numbers(100), schedule=Sizes(lambda progress: 2), rank=0, world_size=4)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_schedule_that_outgrows_the_epoch_is_said_once(
+    drop_last: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = batchfit.MilestoneBatchSizeConfig(milestones="0:8 1:64")
+    loader = ResizableLoader(Numbers(20), schedule=schedule, drop_last=drop_last)
+    sizes = [[len(batch) for batch in loader] for _ in range(3)]
+    assert sizes == ([[8, 8], [], []] if drop_last else [[8, 8, 4], [20], [20]])
+    (said,) = [record.message for record in caplog.records]
+    words = (
+        "epoch 1 has no batch: its 20 samples are fewer than the 64" if drop_last else "max_batch_size to 20"
+    )
+    assert words in said
+
+
+def test_a_fixed_size_that_is_larger_than_the_data_is_dataloaders(caplog: pytest.LogCaptureFixture) -> None:
+    assert [len(batch) for batch in ResizableLoader(Numbers(20), 64)] == [20]
+    assert not caplog.records
+
+
 def test_a_size_that_is_set_ends_the_schedule_and_the_last_size_stays_without_one() -> None:
     loader = ResizableLoader(Numbers(100), schedule=Sizes(lambda progress: 10))
     loop = iter(loader)

@@ -63,6 +63,7 @@ class Shown:
     updates: int
     constant_updates: int
     over: tuple[str, ...] = field(default=())  # where it asks for more than fits, and what to do
+    beyond: tuple[str, ...] = field(default=())  # where it asks for more than an epoch has
     world_size: int = 1
     room: Room | None = None
 
@@ -104,6 +105,7 @@ class Shown:
             "updates_at_constant_size": self.constant_updates,
             "updates_saved": self.saved,
             "more_than_fits": list(self.over),
+            "more_than_an_epoch": list(self.beyond),
         }
         if self.room is not None:
             whole |= {"fits": self.room.largest, "budget_bytes": self.room.budget_bytes}
@@ -155,6 +157,11 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         "world_size": settings.world_size,
     }
     found = phases(plan, **how)
+    if updates_of(found) == 0:
+        raise ValueError(
+            f"samples must be at least a batch of {found[0].size} with --drop-last, not {samples}: there "
+            "would be no update at all"
+        )
     return Shown(
         config=config,
         initial=initial,
@@ -166,6 +173,7 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         updates=updates_of(found),
         constant_updates=updates_of(phases(BoundPlan(Constant(), initial), **how)),
         over=over_what_fits(found, None if room is None else room.largest, settings.world_size),
+        beyond=beyond_an_epoch(found, samples),
         world_size=settings.world_size,
         room=room,
     )
@@ -222,6 +230,21 @@ def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) ->
     return tuple(told.values())
 
 
+def beyond_an_epoch(found: Sequence[Phase], samples: int) -> tuple[str, ...]:
+    """Where no batch of an epoch is as large as the schedule says; each size once."""
+    told: dict[int, str] = {}
+    for phase in found:
+        if phase.size <= samples or phase.size in told:
+            continue
+        what = f"from epoch {phase.from_epoch} on {phase.size} is more than the {samples} samples of an epoch"
+        told[phase.size] = (
+            f"{what}, and --drop-last leaves them out: nothing is trained. Set max_batch_size"
+            if phase.updates == 0
+            else f"{what}, which are one batch, with the learning rate of {phase.size}. Set max_batch_size"
+        )
+    return tuple(told.values())
+
+
 def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     """The plan as a table: phases, then what they add up to."""
     rows = list(zip(shown.phases, shown.factors, strict=True))
@@ -253,7 +276,7 @@ def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     short = sum(phase.short_batches for phase in shown.phases)
     if short:
         lines.append([(f"  {short:,} of them with a short last batch of an epoch", "dim")])
-    for text in shown.over:
+    for text in (*shown.over, *shown.beyond):
         parts = textwrap.wrap(text, width - 4, break_on_hyphens=False)
         lines += [[(("  " if n == 0 else "    ") + part, "warn")] for n, part in enumerate(parts)]
     return lines
