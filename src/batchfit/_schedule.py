@@ -32,6 +32,7 @@ from batchfit._schedule_base import BatchSizeConfig, PlannedConfig
 from batchfit._torch.lr import ScaledLR
 from batchfit._torch.lr_clock import LRClock
 from batchfit._torch.noise_choice import NoiseChoice
+from batchfit.results import ThroughputProfile
 from batchfit.schedules import (
     IncreaseBatchSizeConfig,
     NoiseBatchSizeConfig,
@@ -69,7 +70,8 @@ class BatchSizeScheduler:
         world_size, microbatch_size: where given, sizes are multiples of their product.
         tokens_per_sample: for schedules in tokens, where nobody counts them.
         noise: for `NoiseBatchSizeConfig`: a `GradientNoise`.
-        throughput: for `NoiseBatchSizeConfig`: samples per second at a size, `throughput(size)`.
+        throughput: for `NoiseBatchSizeConfig`: what `profile_throughput` answered, or a function
+            `throughput(size)` that gives samples per second.
         on_event: called with each `ScheduleEvent` (the size changed, or did not, and why).
         updates_known: the LR scheduler was made for `updates(...)` steps, so that it may count batches.
     """
@@ -88,7 +90,7 @@ class BatchSizeScheduler:
         microbatch_size: int | None = None,
         tokens_per_sample: int | None = None,
         noise: Any = None,
-        throughput: Callable[[int], float] | None = None,
+        throughput: Callable[[int], float] | ThroughputProfile | None = None,
         on_event: Callable[[ScheduleEvent], object] | None = None,
         updates_known: bool = False,
     ) -> None:
@@ -113,7 +115,14 @@ class BatchSizeScheduler:
         ranks = self._world_size = world_size or _world_size()
         multiple = (world_size or 1) * (microbatch_size or 1)
         self._plan = self._bind(
-            initial_batch_size, largest, ranks, multiple, tokens_per_sample, noise, throughput
+            initial_batch_size,
+            largest,
+            ranks,
+            multiple,
+            tokens_per_sample,
+            noise,
+            throughput,
+            microbatch_size,
         )
         self._size = self.initial_batch_size
         self._progress = Progress()
@@ -273,7 +282,8 @@ class BatchSizeScheduler:
         multiple: int,
         tokens_per_sample: int | None,
         noise: Any,
-        throughput: Callable[[int], float] | None,
+        throughput: Callable[[int], float] | ThroughputProfile | None,
+        microbatch_size: int | None,
     ) -> BoundPlan | Increases:
         config = self.config
         if isinstance(config, PlannedConfig):
@@ -287,7 +297,14 @@ class BatchSizeScheduler:
         bound.check()
         if isinstance(config, NoiseBatchSizeConfig):
             self._noise = NoiseChoice(
-                config, initial, bound.cap, noise, throughput, world_size=ranks, multiple_of=bound.multiple
+                config,
+                initial,
+                bound.cap,
+                noise,
+                throughput,
+                world_size=ranks,
+                multiple_of=bound.multiple,
+                microbatch_size=microbatch_size,
             )
         elif noise is not None or throughput is not None:
             raise ValueError("noise and throughput must be given with a NoiseBatchSizeConfig only")

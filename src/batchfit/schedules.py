@@ -245,7 +245,8 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
 
     `hysteresis`: the part by which another size must be better; `min_steps`: optimizer steps between changes;
     `target`: the size aimed for, in noise scales, where samples/s are not known. Only a reading whose whole
-    interval agrees changes the size.
+    interval agrees changes the size; `use_bound`: a lower bound is enough to grow, which is all there is
+    while the batch is far smaller than the noise scale.
     """
 
     type: Literal["noise"] = "noise"
@@ -255,6 +256,7 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
     min_steps: Count = 50
     target: Annotated[float, positive_number()] = 1.0
     can_shrink: bool = True
+    use_bound: bool = False
     unit: Literal["step"] = "step"
 
     @model_validator(mode="after")

@@ -588,7 +588,7 @@ class TestNoise:
 
         def reading(self) -> Any:
             self.asked += 1
-            return _reading(NoiseReading, self.scale)
+            return replace(_reading(NoiseReading, self.scale), steps=self.asked)
 
     def test_the_size_follows_the_noise_in_ratios(self) -> None:
         noise, events = self.Readings(10_000.0), []
@@ -626,6 +626,58 @@ class TestNoise:
         assert {event.kind for event in events} == {"kept"}
         with pytest.raises(ValueError, match="must be a schedule that can be foreseen, not one by noise"):
             scheduler.updates(samples=10, epochs=1)
+
+    def test_a_reading_to_which_nothing_is_added_changes_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        noise, events = self.Readings(10_000.0), []
+        noise.reading = lambda: _reading(NoiseReading, 10_000.0)  # type: ignore[method-assign]
+        config = NoiseBatchSizeConfig(min_steps=0)
+        scheduler = BatchSizeScheduler(config, 64, noise=noise, on_event=events.append)
+        assert [scheduler.step(step=step)[0] for step in range(200)] == [128] * 200
+        assert "no step was measured since step 0" in events[-1].why
+        (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert "the noise was not measured in 50 steps, and the batch size stays 128" in said
+        assert "microbatch_size=...) with at most half" in said
+
+    def test_a_noise_that_nobody_tells_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        noise = batchfit.GradientNoise(torch.nn.Linear(2, 1))
+        scheduler = BatchSizeScheduler(NoiseBatchSizeConfig(), 64, noise=noise)
+        for step in range(60):
+            scheduler.step(step=step)
+        assert [record.message for record in caplog.records if "was not measured in 50" in record.message]
+
+    def test_a_lower_bound_is_enough_where_that_is_asked_for(self) -> None:
+        class Bound(self.Readings):  # type: ignore[name-defined, misc]
+            def reading(self) -> Any:
+                return replace(super().reading(), low=9_000.0)
+
+        for use_bound, size in ((False, 64), (True, 128)):
+            config = NoiseBatchSizeConfig(use_bound=use_bound, max_batch_size=128)
+            scheduler = BatchSizeScheduler(config, 64, noise=Bound(None))
+            assert [scheduler.step(step=step)[0] for step in range(20)][-1] == size
+
+    @pytest.mark.parametrize(
+        ("keywords", "size"),
+        [
+            ({}, 256),  # four times as many samples/s at 256 as at 64
+            ({"microbatch_size": 64}, 64),  # accumulated: no faster
+            ({"world_size": 4}, 1024),  # 256 on each
+        ],
+    )
+    def test_samples_per_second_of_a_profile(self, keywords: dict[str, Any], size: int) -> None:
+        points = [
+            {"size": n, "step_s": t, "step_s_low": t, "step_s_high": t, "samples_per_s": n / t}
+            for n, t in ((512, 2.0), (64, 1.0), (256, 1.0))
+        ]
+        profile = batchfit.ThroughputProfile(
+            points=points, recommended=256, largest=512, within=0.05, reason="", budget_bytes=1, device="cpu"
+        )
+        config = NoiseBatchSizeConfig(min_steps=0, max_batch_size=4096, can_shrink=False)
+        scheduler = BatchSizeScheduler(
+            config, 64, noise=self.Readings(10_000.0), throughput=profile, **keywords
+        )
+        assert [scheduler.step(step=step)[0] for step in range(0, 200, 10)][-1] == size
 
 
 def _reading(kind: Any, scale: float | None) -> Any:

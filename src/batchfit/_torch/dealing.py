@@ -244,7 +244,7 @@ class Dealer(Iterator[Any]):
             _log.warning(
                 "%s",
                 f"the schedule wants a batch of {wanted} in epoch {self.begun.epoch}, and an epoch has "
-                f"{left} samples: they are one batch, and a learning rate that follows the batch size is that of "
+                f"{left} samples: they are one batch, and a learning rate that follows the size is that of "
                 f"{wanted}. Set max_batch_size to {left} or less",
             )
 
