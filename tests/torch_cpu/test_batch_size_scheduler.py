@@ -266,6 +266,23 @@ class TestLimits:
         clamped = BatchSizeScheduler(config.model_copy(update={"clamp": True}), 100, largest=500)
         assert [clamped.step(epoch)[0] for epoch in range(5)] == [200, 400, 500, 500, 500]
 
+    def test_ranks_are_those_of_the_loader_or_of_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = TensorDataset(torch.arange(50))
+        loader = batchfit.ResizableLoader(data, 8, rank=1, world_size=4)
+        with pytest.raises(ValueError, match="world_size must be that of the loader, 4, not 2"):
+            BatchSizeScheduler("0:8", loader=loader, world_size=2)
+        with pytest.raises(ValueError, match="milestones must be at least 4, so that no rank of 4"):
+            BatchSizeScheduler("0:8 5:2", loader=loader)
+        # The last batch is one short, or a rank would have no sample.
+        scheduler = BatchSizeScheduler("0:7 1:9", loader=loader)
+        assert scheduler.updates(samples=50, epochs=2) == sum(len(list(loader)) for _ in range(2))
+        # A microbatch is of one rank, whoever says how many there are.
+        assert BatchSizeScheduler("0:64 1:100", loader=loader, microbatch_size=8).get_batch_size(1) == 96
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+        assert BatchSizeScheduler("0:64 1:100", microbatch_size=8).get_batch_size(1) == 96
+        assert BatchSizeScheduler("0:64 1:100").get_batch_size(1) == 100
+
     def test_ranks_and_microbatches_round(self) -> None:
         config = LinearBatchSizeConfig(final_batch_size=1000, over=10)
         scheduler = BatchSizeScheduler(config, 250, world_size=4, microbatch_size=8)
@@ -523,6 +540,12 @@ class TestCheckpoints:
         expected = epochs(*straight, range(1, 4))
         assert expected[:2] == [[6, 6, 6, 6]] * 2
         assert epochs(*parts, range(1, 4)) == expected
+
+    @pytest.mark.parametrize("keywords", [{}, {"tokens_per_sample": 4}])
+    def test_a_state_from_before_the_first_step(self, keywords: dict[str, Any]) -> None:
+        scheduler, again = (BatchSizeScheduler("0:8 1k:16 tokens", **keywords) for _ in range(2))
+        again.load_state_dict(through_a_file(scheduler.state_dict()))
+        assert again.batch_size == 8
 
     def test_what_is_no_state(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)

@@ -244,6 +244,11 @@ def test_ranks_microbatches_and_the_last_batch() -> None:
     assert "224 (28 on a rank) is more than the 20 that fit: run it as 2 microbatches of 14" in shown.over[0]
 
 
+def test_sizes_are_shared_by_the_ranks_as_the_scheduler_would() -> None:
+    shown = followed("0:10 2:22", ShowSettings(samples="500", epochs=4, world_size=4))
+    assert [phase.size for phase in shown.phases] == [8, 20]
+
+
 def test_more_updates_are_told_as_such() -> None:
     shown = followed("0:512 1:256", ShowSettings(samples="1024", epochs=3))
     assert shown.saved == pytest.approx(1 - 10 / 6)

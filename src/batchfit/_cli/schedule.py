@@ -20,7 +20,6 @@ from batchfit._cli.schedule_room import Room
 from batchfit._cli.tracing import Delivery, Told, deliver
 from batchfit._decide.bound import BoundPlan
 from batchfit._decide.counts import parse_count
-from batchfit._decide.increase import Increases
 from batchfit._decide.lr_rules import LRRule
 from batchfit._decide.plan import Constant, Foreseen, Phase, phases, updates_of
 from batchfit._decide.split import balanced
@@ -180,38 +179,24 @@ def followed(config: str, settings: ShowSettings) -> Shown:
 
 
 def bound(schedule: AnyConfig, settings: ShowSettings) -> tuple[int, Foreseen]:
-    """The initial size, and the plan from there."""
-    from batchfit._schedule_base import PlannedConfig
-    from batchfit.schedules import IncreaseBatchSizeConfig
+    """The initial size, and the plan from there, as `BatchSizeScheduler` would make it."""
+    from batchfit._schedule_plan import multiple, plan_of, starts_by_itself
 
-    ranks, per_sample = settings.world_size, settings.tokens_per_sample
-    multiple = settings.microbatch_size * ranks if settings.microbatch_size is not None else 1
-    if isinstance(schedule, PlannedConfig):
-        if settings.initial is None and not getattr(schedule, "milestones", ((1, 1),))[0][0] == 0:
-            raise ValueError("initial must be given, such as --initial 256, not None")
-        initial = schedule.checked_initial(settings.initial)
-        plan = schedule.bind(initial, world_size=ranks, multiple_of=multiple, tokens_per_sample=per_sample)
-        return initial, plan
-    if not isinstance(schedule, IncreaseBatchSizeConfig):
+    if schedule.type == "noise":
         raise ValueError(
             "config must be a schedule that can be foreseen, not one by noise: it decides in training"
         )
-    if settings.initial is None:
+    if settings.initial is None and not starts_by_itself(schedule):
         raise ValueError("initial must be given, such as --initial 256, not None")
-    limits = Constant("epoch", schedule.max_batch_size, schedule.multiple_of, schedule.rounding)
-    checked = BoundPlan(limits, settings.initial, None, ranks, multiple, per_sample)
-    checked.check()
-    increases = Increases(
-        schedule.increase,
+    ranks = settings.world_size
+    plan = plan_of(
+        schedule,
         settings.initial,
-        cap=schedule.max_batch_size,
-        clamp=schedule.clamp,
         world_size=ranks,
-        multiple_of=checked.multiple,
-        rounding=schedule.rounding,
-        tokens_per_sample=per_sample,
+        multiple_of=multiple(world_size=ranks, ranks=ranks, microbatch_size=settings.microbatch_size),
+        tokens_per_sample=settings.tokens_per_sample,
     )
-    return settings.initial, increases
+    return plan.initial_batch_size, plan
 
 
 def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
+from batchfit._decide.bound import BoundPlan
 from batchfit._decide.progress import Progress
 from batchfit._decide.speed import Speed
 from batchfit._torch.ranks import Ranks
@@ -31,15 +32,13 @@ class NoiseChoice:
     def __init__(
         self,
         config: NoiseBatchSizeConfig,
-        initial_batch_size: int,
-        cap: int | None,
+        limits: BoundPlan,
         noise: Any,
         throughput: Callable[[int], float] | ThroughputProfile | None,
         *,
-        world_size: int = 1,
-        multiple_of: int = 1,
         microbatch_size: int | None = None,
     ) -> None:
+        initial, world_size, multiple_of = limits.initial_batch_size, limits.world_size, limits.multiple
         if not callable(getattr(noise, "reading", None)):
             raise TypeError(f"noise must be a GradientNoise for a NoiseBatchSizeConfig, not {noise!r:.80}")
         if isinstance(throughput, ThroughputProfile):
@@ -50,19 +49,17 @@ class NoiseChoice:
                 "throughput must be a ThroughputProfile or a callable, throughput(size) -> samples/s, "
                 f"not {throughput!r}"
             )
-        if config.min_batch_size is not None and config.min_batch_size > initial_batch_size:
+        if config.min_batch_size is not None and config.min_batch_size > initial:
             raise ValueError(
-                f"min_batch_size must be at most the initial batch size {initial_batch_size}, "
+                f"min_batch_size must be at most the initial batch size {initial}, "
                 f"not {config.min_batch_size}"
             )
-        if initial_batch_size % multiple_of:
-            raise ValueError(
-                f"initial_batch_size must be a multiple of {multiple_of}, not {initial_batch_size}"
-            )
+        if initial % multiple_of:
+            raise ValueError(f"initial_batch_size must be a multiple of {multiple_of}, not {initial}")
         self._config = config
-        sizes = config.candidates(initial_batch_size, cap)
+        sizes = config.candidates(initial, limits.cap)
         self._candidates = [size for size in sizes if size % multiple_of == 0 and size >= world_size]
-        self._cap = cap
+        self._cap = limits.cap
         self._noise = noise
         self._throughput = throughput
         self._changed_at: int | None = None
