@@ -613,6 +613,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         ResizableLoader(Numbers(11), 8).load_state_dict(state)
     with pytest.raises(ValueError, match="state must be of a loader that is shuffled, not 'sequential'"):
         ResizableLoader(Numbers(10), 8, shuffle=True).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"state must be what state_dict\(\) returned, not None"):
+        ResizableLoader(Numbers(10), 8).load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epoch must be 0 or more, not -1"):
+        ResizableLoader(Numbers(10), 8).set_epoch(-1)
     with pytest.raises(ValueError, match="state must be of version 1, not 2"):
         ResizableLoader(Numbers(10), 8).load_state_dict({**state, "version": 2})
 
@@ -982,15 +986,25 @@ def test_the_example_grows_and_goes_on_from_its_checkpoint() -> None:
         ),
         ({"rank": 0}, ValueError, "rank and world_size must be given together, not 0 and None"),
         ({"rank": 4, "world_size": 4}, ValueError, "rank must be from 0 to 3, not 4"),
-        ({"rank": 0, "world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
+        ({"rank": 0, "world_size": 0}, ValueError, "world_size must be a positive integer, not 0"),
         (
             {"rank": 0, "world_size": 11, "batch_size": 20},
             ValueError,
             "dataset must have at least 11 samples",
         ),
-        ({"schedule": 256}, TypeError, r"schedule must have a method size_at\(progress\), not 256"),
+        ({"schedule": 256}, TypeError, r"schedule must be one .* with size_at\(progress\), not 256"),
+        ({"schedule": "0:8 1:16"}, TypeError, r"not '0:8 1:16': batchfit.load_schedule\(...\) makes"),
+        (
+            {"schedule": batchfit.IncreaseBatchSizeConfig(function=max)},
+            TypeError,
+            r"not IncreaseBatchSizeConfig: use BatchSizeScheduler\(config, batch_size, loader=loader\)",
+        ),
+        ({"schedule": batchfit.BatchSizeScheduler("0:8")}, TypeError, "use its plan, or give the loader to"),
+        ({"seed": 1.5}, ValueError, "seed must be an integer, not 1.5"),
+        ({"rank": 0.0, "world_size": 2}, ValueError, "rank must be an integer, not 0.0"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must be False where a sampler is given"),
-        ({"tokens_per_sample": 0}, ValueError, "tokens_per_sample must be at least 1, not 0"),
+        ({"tokens_per_sample": 0}, ValueError, "tokens_per_sample must be a positive integer, not 0"),
+        ({"tokens_per_sample": 1.5}, ValueError, "tokens_per_sample must be a positive integer, not 1.5"),
         ({"dataset": Stream(4), "shuffle": True}, ValueError, "shuffle and sampler must not be given"),
         ({"dataset": iter(())}, TypeError, "dataset must have __getitem__ or be an IterableDataset"),
         ({"num_workers": -1}, ValueError, "num_workers"),
