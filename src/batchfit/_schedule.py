@@ -349,7 +349,9 @@ class BatchSizeScheduler:
     def _lr_stepped(self, lr_scheduler: Any) -> None:
         # A constant size makes as many steps as ever.
         if self.config is not None and not self._updates_known:
-            self._clock.stepped(lr_scheduler, self._now(), self._size)
+            # Of the last batch: at the end of a loop the loader is at the next epoch, but not after a `break`.
+            now = self._loader.last_began or self._now()
+            self._clock.stepped(lr_scheduler, now, self._size)
 
     def _now(self) -> Progress:
         return self._loader.progress or self._progress

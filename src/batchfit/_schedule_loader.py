@@ -47,6 +47,12 @@ class FollowingLoader:
         return counted if isinstance(counted, Progress) else None
 
     @property
+    def last_began(self) -> Progress | None:
+        """How far the run had come when the last batch began, where it says so."""
+        began = getattr(self._loader, "current_progress", None)
+        return began if isinstance(began, Progress) else None
+
+    @property
     def has_plan(self) -> bool:
         """Whether it changes sizes by itself, by the plan that it was given."""
         return self._plan is not None and getattr(self._loader, "schedule", None) is self._plan
@@ -96,8 +102,8 @@ class FollowingLoader:
 
     def compare_sizes(self, before: int) -> None:
         """One that changes by itself must not have had another size than `before`, which the rates are of."""
-        began = getattr(self._loader, "current_progress", None)
-        if self._late_told or self._plan is None or not self.has_plan or not isinstance(began, Progress):
+        began = self.last_began
+        if self._late_told or self._plan is None or not self.has_plan or began is None:
             return
         if (size := self._plan.size_at(began)) != before:
             self._late_told = True

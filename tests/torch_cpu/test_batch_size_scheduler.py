@@ -439,6 +439,22 @@ class TestLearningRate:
                 scheduler.step(**{unit: number * apart})
         assert len(caplog.records) == often
 
+    def test_an_epoch_that_was_left_early_is_no_batch(self, caplog: pytest.LogCaptureFixture) -> None:
+        optimizer = optimizer_of()
+        decay = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(60)), 10)
+        scheduler = BatchSizeScheduler(
+            "0:10 2:20", loader=loader, lr="linear", optimizer=optimizer, lr_scheduler=decay
+        )
+        for epoch in range(3):
+            scheduler.step(epoch)
+            for number, _ in enumerate(loader):
+                optimizer.step()
+                if epoch == 1 and number == 2:
+                    break
+            decay.step()
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
     def test_the_remedy(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)
         assert scheduler.updates(samples=50_000, epochs=100) == 20 * (196 + 98 + 49) + 40 * 25
