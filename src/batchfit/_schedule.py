@@ -349,7 +349,7 @@ class BatchSizeScheduler:
     def _lr_stepped(self, lr_scheduler: Any) -> None:
         # A constant size makes as many steps as ever.
         if self.config is not None and not self._updates_known:
-            # Of the last batch: a loop that has ended leaves the loader at the next epoch, a `break` does not.
+            # Of the last batch: a loop that ends leaves the loader at the next epoch, a `break` does not.
             now = self._loader.last_began or self._now()
             self._clock.stepped(lr_scheduler, now, self._size)
 
