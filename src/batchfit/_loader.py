@@ -204,6 +204,11 @@ class ResizableLoader:
         return self._collate_fn
 
     @property
+    def drop_last(self) -> bool:
+        """Whether the short last batch of an epoch is left out."""
+        return self._settings.drop_last
+
+    @property
     def rank(self) -> int:
         """Which of the ranks this one is."""
         return self._settings.rank

@@ -183,12 +183,16 @@ class BatchSizeScheduler:
         """Whether `step` would change the size; changes nothing."""
         return self.get_batch_size(epoch, step=step, samples=samples, tokens=tokens) != self._size
 
-    def updates(self, *, samples: int, epochs: int, drop_last: bool = False) -> int:
-        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length."""
+    def updates(self, *, samples: int, epochs: int, drop_last: bool | None = None) -> int:
+        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length.
+
+        `drop_last`: whether the short last batch of an epoch is left out; as the loader does, if not given.
+        """
         if self._noise is not None:
             raise ValueError("config must be a schedule that can be foreseen, not one by noise")
+        dropped = self._loader.drop_last if drop_last is None else drop_last
         found = phases(
-            self._plan, samples=samples, epochs=epochs, drop_last=drop_last, world_size=self._world_size
+            self._plan, samples=samples, epochs=epochs, drop_last=dropped, world_size=self._world_size
         )
         return updates_of(found)
 

@@ -41,6 +41,11 @@ class FollowingLoader:
         return size if isinstance(size, int) else None
 
     @property
+    def drop_last(self) -> bool:
+        """Whether it leaves out the short last batch of an epoch."""
+        return getattr(self._loader, "drop_last", None) is True
+
+    @property
     def progress(self) -> Progress | None:
         """How far the run has come, where it counts that."""
         counted = getattr(self._loader, "progress", None)

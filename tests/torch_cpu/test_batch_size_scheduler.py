@@ -455,6 +455,14 @@ class TestLearningRate:
             decay.step()
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_updates_are_those_of_the_loader(self, drop_last: bool) -> None:
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(50)), 8, drop_last=drop_last)
+        scheduler = BatchSizeScheduler("0:8 1:20", loader=loader)
+        count = scheduler.updates(samples=50, epochs=2)
+        assert count == sum(len(list(loader)) for _ in range(2)) == (8 if drop_last else 10)
+        assert scheduler.updates(samples=50, epochs=2, drop_last=not drop_last) != count
+
     def test_the_remedy(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)
         assert scheduler.updates(samples=50_000, epochs=100) == 20 * (196 + 98 + 49) + 40 * 25
