@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +24,13 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from batchfit._decide.counts import whole
 from batchfit._decide.deal import Deal, Ledger, count_batches, share
 from batchfit._decide.progress import Plan, Progress
 from batchfit._schedule_base import PlannedConfig
 from batchfit._torch.dealing import Dealer, FixedOrder, SampledOrder, Settings, StreamDealer, checked_size
 from batchfit._torch.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
-from batchfit._torch.loadable import check_data, look_ahead, place_among_ranks
+from batchfit._torch.loadable import check_data, check_schedule, look_ahead, place_among_ranks
 
 _log = logging.getLogger("batchfit")
 
@@ -84,8 +84,8 @@ class ResizableLoader:
         rank, world_size = place_among_ranks(rank, world_size)
         self._streams = isinstance(dataset, IterableDataset)
         check_data(dataset, self._streams, shuffle, sampler, world_size)
-        if tokens_per_sample is not None and operator.index(tokens_per_sample) < 1:
-            raise ValueError(f"tokens_per_sample must be at least 1, not {tokens_per_sample!r}")
+        if tokens_per_sample is not None:
+            tokens_per_sample = whole(tokens_per_sample, name="tokens_per_sample", at_least=1)
         size = checked_size("batch_size", batch_size, world_size)
         self._settings = Settings(size, None, rank, world_size, drop_last, tokens_per_sample)
         self.dataset = dataset
@@ -93,7 +93,7 @@ class ResizableLoader:
         self.defer = defer
         self.num_workers = num_workers
         self._shuffle = shuffle
-        self._seed = operator.index(seed)
+        self._seed = whole(seed, name="seed")
         self._collate_fn = default_collate if collate_fn is None else collate_fn
         self._keywords: dict[str, Any] = {
             "num_workers": num_workers,
@@ -155,8 +155,7 @@ class ResizableLoader:
             schedule = schedule.bind(
                 initial, world_size=self.world_size, tokens_per_sample=self._settings.tokens_per_sample
             )
-        if schedule is not None and not callable(getattr(schedule, "size_at", None)):
-            raise TypeError(f"schedule must have a method size_at(progress), not {schedule!r}")
+        check_schedule(schedule)
         with self._lock:
             before, size = self._settings.schedule, self._settings.batch_size
             if before is not None:
@@ -184,6 +183,11 @@ class ResizableLoader:
         return self._dealer.current
 
     @property
+    def current_progress(self) -> Progress | None:
+        """How far the run had come when that batch began: what a schedule was asked with for it."""
+        return self._dealer.current_progress
+
+    @property
     def weight(self) -> float:
         """What this rank's mean loss must be multiplied with, so that DDP's mean over ranks is the batch's.
 
@@ -200,6 +204,11 @@ class ResizableLoader:
         return self._collate_fn
 
     @property
+    def drop_last(self) -> bool:
+        """Whether the short last batch of an epoch is left out."""
+        return self._settings.drop_last
+
+    @property
     def rank(self) -> int:
         """Which of the ranks this one is."""
         return self._settings.rank
@@ -214,7 +223,7 @@ class ResizableLoader:
 
         After `load_state_dict` the epoch that was loaded goes on where it was, unless another one is set.
         """
-        epoch = operator.index(epoch)
+        epoch = whole(epoch, name="epoch", at_least=0)
         with self._lock:
             if self._begun:
                 self._next_epoch = epoch
@@ -264,9 +273,9 @@ class ResizableLoader:
         if epoch is None:
             epoch = done.epoch + 1 if self._next_epoch is None else self._next_epoch
         begun = Progress(epoch, done.step, done.samples)
-        current = self._dealer.current
-        self._dealer = self._new_dealer(begun, self._dealer.ledger.next_epoch())
-        self._dealer.current = current
+        last = self._dealer
+        self._dealer = self._new_dealer(begun, last.ledger.next_epoch())
+        self._dealer.current, self._dealer.current_progress = last.current, last.current_progress
         self._begun, self._next_epoch = False, None
 
     def _changed(self, defer: bool | None) -> None:
@@ -333,6 +342,8 @@ class ResizableLoader:
 
         The numbers of workers and of ranks may differ; for an iterable dataset that of workers may not.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         if state.get("version") != 1:
             raise ValueError(f"state must be of version 1, not {state.get('version')!r}")
         if state["order"] != self._order_name:

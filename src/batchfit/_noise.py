@@ -92,7 +92,8 @@ class GradientNoise:
 
         Gradients must have been cleared before the first. `share` is the factor that its mean loss had in
         the backward, where that is not its part of the batch's samples (tokens: the estimate is then for the
-        token mean, in samples of average length). `scaler`: the GradScaler whose `scale` was applied.
+        token mean, in samples of average length). With `watch_ranks` it is the factor of this rank's loss,
+        such as `loader.weight`, and 1 if it is not given. `scaler`: the GradScaler whose `scale` was applied.
         """
         _check_count("samples", samples, 1)
         if share is not None and not (_is_number(share) and math.isfinite(share) and share > 0):
@@ -102,7 +103,10 @@ class GradientNoise:
         if not self._open:
             self._parts.begin(self._leaves())
         self._open.append((samples, share))
-        self._parts.look(scaler)
+        if self._ranks is None:
+            self._parts.look(scaler)
+        else:  # what is in `.grad` is of all ranks by now
+            self._ranks.look(scaler)
 
     def total(self, *, norm: torch.Tensor | float | None = None, scaler: Any = None) -> None:
         """Call when the whole gradient is there, before it is clipped.
@@ -120,7 +124,7 @@ class GradientNoise:
         sizes = [samples for samples, _ in given]
         whole = self._parts.whole(scaler, norm)
         if self._ranks is not None:
-            self._tell_of_ranks(sum(sizes), whole)
+            self._tell_of_ranks(given, whole)
             return
         shares = [share for _, share in given if share is not None]
         factors = shares or [size / sum(sizes) for size in sizes]
@@ -214,18 +218,25 @@ class GradientNoise:
 
         self._later.send(values, use)
 
-    def _tell_of_ranks(self, samples: int, whole: torch.Tensor) -> None:
+    def _tell_of_ranks(self, given: Sequence[tuple[int, float | None]], whole: torch.Tensor) -> None:
         assert self._ranks is not None
         count = self._ranks.world_size
         if count < 2:
             self._state = self._state.told_single()
             self._ranks.take()
             return
-        gathered = self._ranks.gathered(samples, whole.device)
+        samples = float(sum(size for size, _ in given))
+        shares = [share for _, share in given if share is not None]
+        factor = math.fsum(shares) if shares else 1.0
+        if len(shares) > 1:  # as many samples of equal weight would be as precise
+            samples = factor**2 / math.fsum(share**2 / size for size, share in given if share is not None)
+        gathered = self._ranks.gathered(samples, factor, whole.device)
 
         def use(numbers: list[float]) -> None:
-            sizes, norms = numbers[:count], numbers[count:-1]
-            self._told(sizes, norms, numbers[-1], [1.0] * count)  # DDP averages ranks, whatever they hold
+            sizes, factors, norms = (numbers[row * count : (row + 1) * count] for row in range(3))
+            means = [norm / factor**2 for norm, factor in zip(norms, factors, strict=True)]
+            # DDP averages ranks, whatever they hold.
+            self._told(sizes, means, numbers[-1] / (math.fsum(factors) / count) ** 2, factors)
 
         self._later.send(together([gathered], whole), use)
 

@@ -3,7 +3,6 @@
 Rules
 - The size is a function of progress. Asking twice changes nothing; a run that goes on from a checkpoint has
   the sizes and learning rates of one that was never stopped.
-- A loader that takes a plan gets it, and changes sizes by itself; any other is told at the change.
 - Every change is one line (`Epoch 20: Updating batch size from 256 to 512`) and one event, on rank 0.
 - What is wrong with sizes, ranks and limits is told before training, where it can be known.
 """
@@ -23,20 +22,19 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from batchfit._decide.bound import BoundPlan, checked_size, count_in
+from batchfit._decide.bound import BoundPlan, count_in
 from batchfit._decide.counts import parse_count, whole
 from batchfit._decide.increase import Increases
-from batchfit._decide.plan import Constant, EventKind, ScheduleEvent, phases, updates_of
+from batchfit._decide.plan import EventKind, ScheduleEvent, phases, updates_of
 from batchfit._decide.progress import Plan, Progress
-from batchfit._schedule_base import BatchSizeConfig, PlannedConfig
+from batchfit._schedule_base import BatchSizeConfig
+from batchfit._schedule_loader import FollowingLoader
+from batchfit._schedule_plan import multiple, plan_of, starts_by_itself
 from batchfit._torch.lr import ScaledLR
 from batchfit._torch.lr_clock import LRClock
 from batchfit._torch.noise_choice import NoiseChoice
-from batchfit.schedules import (
-    IncreaseBatchSizeConfig,
-    NoiseBatchSizeConfig,
-    load_schedule,
-)
+from batchfit.results import ThroughputProfile
+from batchfit.schedules import NoiseBatchSizeConfig, load_schedule
 
 log = logging.getLogger("batchfit")
 
@@ -66,10 +64,12 @@ class BatchSizeScheduler:
         lr_scheduler: torch's LR scheduler (or several) of that optimizer: our factor is taken out before it
             steps, and put back after.
         largest: the largest batch that fits. A schedule is capped there; an increase past it is left out.
-        world_size, microbatch_size: where given, sizes are multiples of their product.
+        world_size, microbatch_size: where given, sizes are multiples of the first, and of the second on every
+            rank. The number of ranks is otherwise the loader's, or that of `torch.distributed`.
         tokens_per_sample: for schedules in tokens, where nobody counts them.
         noise: for `NoiseBatchSizeConfig`: a `GradientNoise`.
-        throughput: for `NoiseBatchSizeConfig`: samples per second at a size, `throughput(size)`.
+        throughput: for `NoiseBatchSizeConfig`: what `profile_throughput` answered, or a function
+            `throughput(size)` that gives samples per second.
         on_event: called with each `ScheduleEvent` (the size changed, or did not, and why).
         updates_known: the LR scheduler was made for `updates(...)` steps, so that it may count batches.
     """
@@ -88,7 +88,7 @@ class BatchSizeScheduler:
         microbatch_size: int | None = None,
         tokens_per_sample: int | None = None,
         noise: Any = None,
-        throughput: Callable[[int], float] | None = None,
+        throughput: Callable[[int], float] | ThroughputProfile | None = None,
         on_event: Callable[[ScheduleEvent], object] | None = None,
         updates_known: bool = False,
     ) -> None:
@@ -104,29 +104,39 @@ class BatchSizeScheduler:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event must be a callable, not {on_event!r}")
         _check_lr(lr, optimizer, lr_scheduler)
-        _check_loader(loader)
+        self._loader = FollowingLoader(loader)
         self.config = load_schedule(config)
-        if initial_batch_size is None and not self._starts_by_itself():
-            initial_batch_size = getattr(loader, "batch_size", None)
+        if initial_batch_size is None and not starts_by_itself(self.config):
+            initial_batch_size = self._loader.batch_size
         self._unit = "epoch" if self.config is None else self.config.unit
-        self._noise: NoiseChoice | None = None
-        ranks = self._world_size = world_size or _world_size()
-        multiple = (world_size or 1) * (microbatch_size or 1)
-        self._plan = self._bind(
-            initial_batch_size, largest, ranks, multiple, tokens_per_sample, noise, throughput
+        ranks = self._world_size = _world_size(world_size, self._loader.world_size)
+        self._plan = plan_of(
+            self.config,
+            initial_batch_size,
+            largest=largest,
+            world_size=ranks,
+            multiple_of=multiple(world_size=world_size, ranks=ranks, microbatch_size=microbatch_size),
+            tokens_per_sample=tokens_per_sample,
         )
+        self.initial_batch_size = self._plan.initial_batch_size
+        self._noise: NoiseChoice | None = None
+        if isinstance(self.config, NoiseBatchSizeConfig):
+            assert isinstance(self._plan, BoundPlan)
+            self._noise = NoiseChoice(
+                self.config, self._plan, noise, throughput, microbatch_size=microbatch_size
+            )
+        elif noise is not None or throughput is not None:
+            raise ValueError("noise and throughput must be given with a NoiseBatchSizeConfig only")
         self._size = self.initial_batch_size
         self._progress = Progress()
         self._on_event = on_event
         self._said = ""
-        self._epochs_told = False
-        self._loader = loader
         self._updates_known = updates_known
         self._lr: ScaledLR | None = None
         if optimizer is not None and lr is not None:
             several = lr_scheduler if isinstance(lr_scheduler, tuple | list) else [lr_scheduler]
             watched = [one for one in several if one is not None]
-            self._clock = LRClock(self._unit, counts=isinstance(getattr(loader, "progress", None), Progress))
+            self._clock = LRClock(self._unit, counts=self._loader.progress is not None)
             # Weak: an LR scheduler that outlives this object is then itself again.
             told = weakref.WeakMethod(self._lr_stepped)
             self._lr = ScaledLR(optimizer, lr, lr_schedulers=watched, on_lr_step=told)
@@ -173,12 +183,16 @@ class BatchSizeScheduler:
         """Whether `step` would change the size; changes nothing."""
         return self.get_batch_size(epoch, step=step, samples=samples, tokens=tokens) != self._size
 
-    def updates(self, *, samples: int, epochs: int, drop_last: bool = False) -> int:
-        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length."""
+    def updates(self, *, samples: int, epochs: int, drop_last: bool | None = None) -> int:
+        """How many optimizer steps `epochs` epochs of `samples` samples take: an LR scheduler's length.
+
+        `drop_last`: whether the short last batch of an epoch is left out; as the loader does, if not given.
+        """
         if self._noise is not None:
             raise ValueError("config must be a schedule that can be foreseen, not one by noise")
+        dropped = self._loader.drop_last if drop_last is None else drop_last
         found = phases(
-            self._plan, samples=samples, epochs=epochs, drop_last=drop_last, world_size=self._world_size
+            self._plan, samples=samples, epochs=epochs, drop_last=dropped, world_size=self._world_size
         )
         return updates_of(found)
 
@@ -194,22 +208,8 @@ class BatchSizeScheduler:
     ) -> tuple[int, bool]:
         """Go there: (the size from now on, whether it changed). Moves the loader and the learning rate."""
         at = self._located(epoch, step, samples, tokens)
-        self._compare_epochs(epoch)
-        why = ""
-        if self._noise is not None:
-            size, why = self._noise.choose(self._size, at)
-        else:
-            size = self._plan.size_at(at)
-        self._progress = at
-        before, self._size = self._size, size
-        if size != before:
-            self._move_loader()
-        factors = self._follow()
-        if size != before:
-            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
-        else:
-            self._tell_limit(at, why, factors)
-        return size, size != before
+        self._loader.compare_epochs(epoch)
+        return self._go(at)
 
     @contextmanager
     def lr_untouched(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class BatchSizeScheduler:
             "batch_size": self._size,
             "progress": asdict(self._progress),
         }
-        if (told := self._told_loader()) is not None:
+        if (told := self._loader.told_by_others(self._size)) is not None:
             state["loader_batch_size"] = told
         if isinstance(self._plan, Increases):
             state["sizes"] = self._plan.sizes(before_epoch=self._progress.epoch + 1)
@@ -257,14 +257,14 @@ class BatchSizeScheduler:
             self._plan.restore(state.get("sizes", ()))
         if self._noise is not None:
             self._noise.load_state_dict(state["noise"])
-        elif count_in(self._progress, self._unit) > 0 or size != self.initial_batch_size:
+        elif any(asdict(self._progress).values()) or size != self.initial_batch_size:  # it had begun
             size = self._plan.size_at(self._progress)
         self._size = size
         by_hand = state.get("loader_batch_size")
-        if self._loader is not None and by_hand is not None and size == state["batch_size"]:
-            self._loader.batch_size = by_hand  # until the schedule changes the size again, as it was
+        if by_hand is not None and size == state["batch_size"]:
+            self._loader.restore(by_hand)
         else:
-            self._move_loader()
+            self._loader.move(size)
         factors = self._follow()
         if size != state["batch_size"]:
             why = "the schedule or its limits are others than in the checkpoint"
@@ -276,48 +276,6 @@ class BatchSizeScheduler:
 
     # --- how
 
-    def _starts_by_itself(self) -> bool:
-        return isinstance(self.config, PlannedConfig) and self.config.starts_by_itself
-
-    def _bind(
-        self,
-        initial: int | None,
-        largest: int | None,
-        ranks: int,
-        multiple: int,
-        tokens_per_sample: int | None,
-        noise: Any,
-        throughput: Callable[[int], float] | None,
-    ) -> BoundPlan | Increases:
-        config = self.config
-        if isinstance(config, PlannedConfig):
-            initial = config.checked_initial(initial)
-        else:
-            initial = checked_size(initial, name="initial_batch_size")
-        self.initial_batch_size = initial
-        # What is true of every schedule is checked in one place, whether its sizes are a function or not.
-        limits = config if isinstance(config, PlannedConfig) else _as_constant(config)
-        bound = BoundPlan(limits, initial, largest, ranks, multiple, tokens_per_sample)
-        bound.check()
-        if isinstance(config, NoiseBatchSizeConfig):
-            self._noise = NoiseChoice(
-                config, initial, bound.cap, noise, throughput, world_size=ranks, multiple_of=bound.multiple
-            )
-        elif noise is not None or throughput is not None:
-            raise ValueError("noise and throughput must be given with a NoiseBatchSizeConfig only")
-        if isinstance(config, IncreaseBatchSizeConfig):
-            return Increases(
-                config.increase,
-                initial,
-                cap=bound.cap,
-                clamp=config.clamp,
-                world_size=ranks,
-                multiple_of=bound.multiple,
-                rounding=config.rounding,
-                tokens_per_sample=tokens_per_sample,
-            )
-        return bound
-
     def _located(
         self, epoch: int | None, step: int | None, samples: int | None, tokens: int | None
     ) -> Progress:
@@ -326,12 +284,11 @@ class BatchSizeScheduler:
         given = {
             name: whole(value, name=name, at_least=0) for name, value in named.items() if value is not None
         }
-        counts = isinstance(getattr(self._loader, "progress", None), Progress)
         at = replace(self._now(), **given)
         per_sample = getattr(self._plan, "tokens_per_sample", None)
         if tokens is None and per_sample is not None and (at.tokens is None or samples is not None):
             at = replace(at, tokens=at.samples * per_sample)
-        enough = self._unit in given or counts
+        enough = self._unit in given or self._loader.progress is not None
         if not enough and not (self._unit == "tokens" and samples is not None and per_sample is not None):
             how = "step(epoch)" if self._unit == "epoch" else f"step({self._unit}=...)"
             raise ValueError(
@@ -340,44 +297,33 @@ class BatchSizeScheduler:
         count_in(at, self._unit)  # tokens that nobody counts
         return at
 
-    def _compare_epochs(self, epoch: int | None) -> None:
-        """A loader that asks our plan by its own count must not be at another epoch than the caller."""
-        counted = getattr(self._loader, "progress", None)
-        if epoch is None or self._epochs_told or not isinstance(counted, Progress):
-            return
-        if getattr(self._loader, "schedule", None) is self._plan and epoch - counted.epoch not in (0, 1):
-            self._epochs_told = True
-            log.warning(
-                "%s",
-                f"step({epoch}) was called, and the loader is at epoch {counted.epoch}: it takes its sizes "
-                "from there. Load the loader's state too, or call its set_epoch",
-            )
+    def _go(self, at: Progress) -> tuple[int, bool]:
+        why = ""
+        if self._noise is not None:
+            size, why = self._noise.choose(self._size, at)
+        else:
+            size = self._plan.size_at(at)
+        self._progress = at
+        before, self._size = self._size, size
+        if size != before:
+            self._loader.move(size)
+            if self._lr is not None and self._lr.is_moved_by(size / self.initial_batch_size):
+                self._loader.compare_sizes(before)
+        factors = self._follow()
+        if size != before:
+            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
+        else:
+            self._tell_limit(at, why, factors)
+        return size, size != before
 
     def _give_plan(self) -> None:
-        loader = self._loader
-        if loader is None:
-            return
-        if isinstance(self._plan, BoundPlan) and self._noise is None and hasattr(loader, "schedule"):
-            loader.schedule = self._plan
-        else:
-            if hasattr(loader, "schedule"):
-                loader.schedule = None
-            self._move_loader()
-
-    def _told_loader(self) -> int | None:
-        """The size that somebody else has given the loader, if it has another one than the schedule."""
-        loader = self._loader
-        if loader is None or getattr(loader, "schedule", None) is not None or loader.batch_size == self._size:
-            return None
-        return int(loader.batch_size)
-
-    def _move_loader(self) -> None:
-        """Tell a loader that follows no plan of ours."""
-        loader = self._loader
-        if loader is None or getattr(loader, "schedule", None) is self._plan:
-            return
-        if loader.batch_size != self._size:
-            loader.batch_size = self._size
+        foreseen = isinstance(self._plan, BoundPlan) and self._noise is None
+        self._loader.take(self._plan if foreseen else None, self._size)
+        if self._loader.has_plan and self._loader.progress is not None:
+            # It has the plan's first size from now on, which rounding or a function may have changed.
+            at = self._located(None, None, None, None)
+            if self._plan.size_at(at) != self._size:
+                self._go(at)
 
     def _follow(self) -> tuple[float, ...]:
         if self._lr is None:
@@ -407,18 +353,12 @@ class BatchSizeScheduler:
     def _lr_stepped(self, lr_scheduler: Any) -> None:
         # A constant size makes as many steps as ever.
         if self.config is not None and not self._updates_known:
-            self._clock.stepped(lr_scheduler, self._now(), self._size)
+            # Of the last batch: a loop that ends leaves the loader at the next epoch, a `break` does not.
+            now = self._loader.last_began or self._now()
+            self._clock.stepped(lr_scheduler, now, self._size)
 
     def _now(self) -> Progress:
-        counted = getattr(self._loader, "progress", None)
-        return counted if isinstance(counted, Progress) else self._progress
-
-
-def _as_constant(config: BatchSizeConfig | None) -> Constant:
-    if config is None:
-        return Constant()
-    unit = "epoch" if isinstance(config, IncreaseBatchSizeConfig) else "step"
-    return Constant(unit, config.max_batch_size, config.multiple_of, config.rounding)
+        return self._loader.progress or self._progress
 
 
 def _check_lr(lr: object, optimizer: object, lr_scheduler: object) -> None:
@@ -430,19 +370,11 @@ def _check_lr(lr: object, optimizer: object, lr_scheduler: object) -> None:
         raise ValueError("optimizer must be given with lr_scheduler, not None")
 
 
-def _check_loader(loader: Any) -> None:
-    if loader is None or hasattr(loader, "schedule"):
-        return
-    if isinstance(loader, torch.utils.data.DataLoader):
-        raise TypeError(
-            "loader must be one whose batch_size can be set, not a DataLoader. Use batchfit.ResizableLoader, "
-            "or leave loader out and make a new DataLoader when step() says that the size has changed"
-        )
-    if not hasattr(loader, "batch_size"):
-        raise TypeError(f"loader must have an attribute batch_size, not {loader!r:.80}")
-
-
-def _world_size() -> int:
+def _world_size(given: int | None, of_loader: int | None) -> int:
+    if given is not None and of_loader is not None and given != of_loader:
+        raise ValueError(f"world_size must be that of the loader, {of_loader}, not {given}")
+    if given is not None or of_loader is not None:
+        return given or of_loader or 1
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
 

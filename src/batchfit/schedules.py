@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError, field_serializer, mode
 
 from batchfit._decide import seesaw as seesaw_points
 from batchfit._decide.bound import checked_size, count_in, where
-from batchfit._decide.counts import MOST, Rounding, parse_count, round_size
+from batchfit._decide.counts import MOST, Rounding, parse_count, round_size, whole
 from batchfit._decide.functions import as_path, call, resolve
 from batchfit._decide.milestones import looks_like_milestones, parse_milestones, unit_of
 from batchfit._decide.progress import Progress
@@ -173,10 +173,17 @@ class MilestoneBatchSizeConfig(PlannedConfig):
         Without `max_batch_size` a cosine stops at 64 times the initial size: its end would ask for any size.
         """
         initial = checked_size(initial_batch_size, name="initial_batch_size")
+        whole(multiple_of, name="multiple_of", at_least=1)
+        if max_batch_size is not None and whole(max_batch_size, name="max_batch_size") < initial:
+            raise ValueError(
+                f"max_batch_size must be at least the initial batch size {initial}, not {max_batch_size!r}"
+            )
         if isinstance(decay, str):
             points = _smooth(initial, decay, total, ratio, max_batch_size)
-        else:
+        elif isinstance(decay, Mapping):
             points = list(seesaw_points.cut_points(_cuts(decay)))
+        else:
+            raise ValueError(_DECAY_FORMS.format(decay))
         sizes = {0: initial}
         for at, growth in points:
             size = round_size(initial * growth, multiple_of=multiple_of, rounding=rounding)
@@ -245,7 +252,8 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
 
     `hysteresis`: the part by which another size must be better; `min_steps`: optimizer steps between changes;
     `target`: the size aimed for, in noise scales, where samples/s are not known. Only a reading whose whole
-    interval agrees changes the size.
+    interval agrees changes the size; `use_bound`: a lower bound is enough to grow, which is all there is
+    while the batch is far smaller than the noise scale.
     """
 
     type: Literal["noise"] = "noise"
@@ -255,6 +263,7 @@ class NoiseBatchSizeConfig(BatchSizeConfig):
     min_steps: Count = 50
     target: Annotated[float, positive_number()] = 1.0
     can_shrink: bool = True
+    use_bound: bool = False
     unit: Literal["step"] = "step"
 
     @model_validator(mode="after")
@@ -329,16 +338,17 @@ def _from_mapping(data: dict[str, Any]) -> AnyConfig:
         raise ValueError(told(error, known or BatchSizeConfig)) from None
 
 
+_DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {!r}"
+
+
 def _smooth(
-    initial: int, decay: str, total: int | str | None, ratio: float, most: int | None
+    initial: int, decay: str, total: int | str | None, ratio: Any, most: int | None
 ) -> list[tuple[int, float]]:
     if decay not in seesaw_points.DECAYS:
-        raise ValueError(
-            f"decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {decay!r}"
-        )
+        raise ValueError(_DECAY_FORMS.format(decay))
     if total is None:
         raise ValueError(f"total must be given: over how many counts the {decay} falls, not None")
-    if not 1 < ratio < math.inf:
+    if not isinstance(ratio, int | float) or not 1 < ratio < math.inf:
         raise ValueError(f"ratio must be more than 1, not {ratio!r}")
     # Without a limit the last stairs of a cosine ask for batches of any size.
     growth = 64.0 if most is None else most / initial

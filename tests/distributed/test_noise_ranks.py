@@ -93,3 +93,45 @@ def test_two_ranks_are_two_parts_of_a_batch() -> None:
     assert joined["noise"] == pytest.approx((first["noise"] + second["noise"]) / 2)
     assert joined["samples"] == STEPS * sum(SIZES)
     assert "group must be None with watch_ranks" in refused
+
+
+def scaled_and_weighted(rank: int) -> Any:
+    """(the state of plain steps, of the same steps by a GradScaler, of the same with a factor a rank)"""
+    states = []
+    for way in ("plain", "scaler", "weight"):
+        model = nn.parallel.DistributedDataParallel(Dot())
+        noise = GradientNoise(model)
+        noise.watch_ranks(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if way == "scaler" else None
+        share = SIZES[rank] * len(SIZES) / sum(SIZES) if way == "weight" else None
+        for step in range(STEPS):
+            model.zero_grad()
+            batch = samples(rank, step)
+            loss = model(batch) * (share or 1.0)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            noise.microbatch(len(batch), share=share, scaler=scaler)
+            noise.total(scaler=scaler)
+        states.append(noise.state_dict())
+    return states
+
+
+def test_a_scaler_and_the_factors_of_ranks_are_taken_out() -> None:
+    outcomes = run_ranks(scaled_and_weighted, world_size=2, timeout_s=120)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+    assert outcomes[0].value == outcomes[1].value
+    plain, scaler, weight = outcomes[0].value
+    assert scaler == pytest.approx(plain, rel=1e-9)
+    # With its part of the samples as the factor of each rank, the gradient is that of the joined batch.
+    pairs = []
+    for step in range(STEPS):
+        means = [samples(rank, step).mean(0) for rank in range(2)]
+        norms = [float(mean.square().sum()) for mean in means]
+        joined = torch.cat([samples(rank, step) for rank in range(2)]).mean(0)
+        pairs.append(observe(SIZES, norms, float(joined.square().sum())))
+    weights = [math.exp((step - STEPS) / 200) for step in range(STEPS)]
+    for name in ("noise", "signal"):
+        values = [getattr(pair, name) for pair in pairs]
+        mean = sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+        assert weight[name] == pytest.approx(mean, rel=1e-9)
+    assert weight["signal"] != pytest.approx(plain["signal"], rel=1e-3)

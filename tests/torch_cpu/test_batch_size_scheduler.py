@@ -266,6 +266,23 @@ class TestLimits:
         clamped = BatchSizeScheduler(config.model_copy(update={"clamp": True}), 100, largest=500)
         assert [clamped.step(epoch)[0] for epoch in range(5)] == [200, 400, 500, 500, 500]
 
+    def test_ranks_are_those_of_the_loader_or_of_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = TensorDataset(torch.arange(50))
+        loader = batchfit.ResizableLoader(data, 8, rank=1, world_size=4)
+        with pytest.raises(ValueError, match="world_size must be that of the loader, 4, not 2"):
+            BatchSizeScheduler("0:8", loader=loader, world_size=2)
+        with pytest.raises(ValueError, match="milestones must be at least 4, so that no rank of 4"):
+            BatchSizeScheduler("0:8 5:2", loader=loader)
+        # The last batch is one short, or a rank would have no sample.
+        scheduler = BatchSizeScheduler("0:7 1:9", loader=loader)
+        assert scheduler.updates(samples=50, epochs=2) == sum(len(list(loader)) for _ in range(2))
+        # A microbatch is of one rank, whoever says how many there are.
+        assert BatchSizeScheduler("0:64 1:100", loader=loader, microbatch_size=8).get_batch_size(1) == 96
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+        assert BatchSizeScheduler("0:64 1:100", microbatch_size=8).get_batch_size(1) == 96
+        assert BatchSizeScheduler("0:64 1:100").get_batch_size(1) == 100
+
     def test_ranks_and_microbatches_round(self) -> None:
         config = LinearBatchSizeConfig(final_batch_size=1000, over=10)
         scheduler = BatchSizeScheduler(config, 250, world_size=4, microbatch_size=8)
@@ -422,6 +439,30 @@ class TestLearningRate:
                 scheduler.step(**{unit: number * apart})
         assert len(caplog.records) == often
 
+    def test_an_epoch_that_was_left_early_is_no_batch(self, caplog: pytest.LogCaptureFixture) -> None:
+        optimizer = optimizer_of()
+        decay = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(60)), 10)
+        scheduler = BatchSizeScheduler(
+            "0:10 2:20", loader=loader, lr="linear", optimizer=optimizer, lr_scheduler=decay
+        )
+        for epoch in range(3):
+            scheduler.step(epoch)
+            for number, _ in enumerate(loader):
+                optimizer.step()
+                if epoch == 1 and number == 2:
+                    break
+            decay.step()
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    @pytest.mark.parametrize("drop_last", [False, True])
+    def test_updates_are_those_of_the_loader(self, drop_last: bool) -> None:
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(50)), 8, drop_last=drop_last)
+        scheduler = BatchSizeScheduler("0:8 1:20", loader=loader)
+        count = scheduler.updates(samples=50, epochs=2)
+        assert count == sum(len(list(loader)) for _ in range(2)) == (8 if drop_last else 10)
+        assert scheduler.updates(samples=50, epochs=2, drop_last=not drop_last) != count
+
     def test_the_remedy(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)
         assert scheduler.updates(samples=50_000, epochs=100) == 20 * (196 + 98 + 49) + 40 * 25
@@ -524,6 +565,12 @@ class TestCheckpoints:
         assert expected[:2] == [[6, 6, 6, 6]] * 2
         assert epochs(*parts, range(1, 4)) == expected
 
+    @pytest.mark.parametrize("keywords", [{}, {"tokens_per_sample": 4}])
+    def test_a_state_from_before_the_first_step(self, keywords: dict[str, Any]) -> None:
+        scheduler, again = (BatchSizeScheduler("0:8 1k:16 tokens", **keywords) for _ in range(2))
+        again.load_state_dict(through_a_file(scheduler.state_dict()))
+        assert again.batch_size == 8
+
     def test_what_is_no_state(self) -> None:
         scheduler = BatchSizeScheduler(STEP, 256)
         for wrong in ({}, {"version": 99}, 3):
@@ -531,6 +578,53 @@ class TestCheckpoints:
                 scheduler.load_state_dict(wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="initial_batch_size must be 128, as in the checkpoint"):
             scheduler.load_state_dict(BatchSizeScheduler(STEP, 128).state_dict())
+
+
+class TestTogether:
+    """A loader changes by itself: the rate must be that of the batch which is trained with."""
+
+    @staticmethod
+    def made(config: Any, **keywords: Any) -> tuple[Any, BatchSizeScheduler, torch.optim.Optimizer]:
+        optimizer = optimizer_of()
+        loader = batchfit.ResizableLoader(TensorDataset(torch.arange(100)), 10, **keywords)
+        return loader, BatchSizeScheduler(config, loader=loader, lr="linear", optimizer=optimizer), optimizer
+
+    @pytest.mark.parametrize("config", [{"type": "step", "step_size": 30, "gamma": 2, "multiple_of": 4}, "f"])
+    def test_the_first_batch_has_its_rate(self, config: Any) -> None:
+        if config == "f":
+            config = CustomBatchSizeConfig(
+                function=lambda progress: 8 + progress.samples // 25, unit="samples"
+            )
+        else:
+            config = {**config, "unit": "samples"}
+        loader, scheduler, optimizer = self.made(config)
+        for (x,) in loader:
+            wanted = scheduler.plan.size_at(loader.current_progress)
+            assert len(x) <= wanted
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * wanted / 10)
+            scheduler.step()
+
+    def test_a_rate_that_comes_late_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = CustomBatchSizeConfig(function=lambda progress: 10 if progress.samples < 50 else 20)
+        loader, scheduler, _ = self.made(config)
+        for epoch in range(3):  # right for a schedule by epochs, and this one is not
+            scheduler.step(epoch)
+            list(loader)
+        said = [record.message for record in caplog.records if "was at a batch size of 20" in record.message]
+        assert len(said) == 1
+        assert "call scheduler.step() after each optimizer.step()" in said[0]
+
+    @pytest.mark.parametrize("unit", ["epoch", "step", "samples"])
+    def test_a_rate_in_time_is_not(self, unit: str, caplog: pytest.LogCaptureFixture) -> None:
+        count = {"epoch": 1, "step": 7, "samples": 45}[unit]
+        loader, scheduler, _ = self.made({"type": "step", "step_size": count, "gamma": 2, "unit": unit})
+        for epoch in range(3):
+            scheduler.step(epoch)
+            for _ in loader:
+                if unit != "epoch":
+                    scheduler.step()
+        assert scheduler.batch_size > 20
+        assert not [record for record in caplog.records if "was at a batch size" in record.message]
 
 
 class TestNoise:
@@ -541,7 +635,7 @@ class TestNoise:
 
         def reading(self) -> Any:
             self.asked += 1
-            return _reading(NoiseReading, self.scale)
+            return replace(_reading(NoiseReading, self.scale), steps=self.asked)
 
     def test_the_size_follows_the_noise_in_ratios(self) -> None:
         noise, events = self.Readings(10_000.0), []
@@ -579,6 +673,58 @@ class TestNoise:
         assert {event.kind for event in events} == {"kept"}
         with pytest.raises(ValueError, match="must be a schedule that can be foreseen, not one by noise"):
             scheduler.updates(samples=10, epochs=1)
+
+    def test_a_reading_to_which_nothing_is_added_changes_nothing(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        noise, events = self.Readings(10_000.0), []
+        noise.reading = lambda: _reading(NoiseReading, 10_000.0)  # type: ignore[method-assign]
+        config = NoiseBatchSizeConfig(min_steps=0)
+        scheduler = BatchSizeScheduler(config, 64, noise=noise, on_event=events.append)
+        assert [scheduler.step(step=step)[0] for step in range(200)] == [128] * 200
+        assert "no step was measured since step 0" in events[-1].why
+        (said,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert "the noise was not measured in 50 steps, and the batch size stays 128" in said
+        assert "microbatch_size=...) with at most half" in said
+
+    def test_a_noise_that_nobody_tells_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+        noise = batchfit.GradientNoise(torch.nn.Linear(2, 1))
+        scheduler = BatchSizeScheduler(NoiseBatchSizeConfig(), 64, noise=noise)
+        for step in range(60):
+            scheduler.step(step=step)
+        assert [record.message for record in caplog.records if "was not measured in 50" in record.message]
+
+    def test_a_lower_bound_is_enough_where_that_is_asked_for(self) -> None:
+        class Bound(self.Readings):  # type: ignore[name-defined, misc]
+            def reading(self) -> Any:
+                return replace(super().reading(), low=9_000.0)
+
+        for use_bound, size in ((False, 64), (True, 128)):
+            config = NoiseBatchSizeConfig(use_bound=use_bound, max_batch_size=128)
+            scheduler = BatchSizeScheduler(config, 64, noise=Bound(None))
+            assert [scheduler.step(step=step)[0] for step in range(20)][-1] == size
+
+    @pytest.mark.parametrize(
+        ("keywords", "size"),
+        [
+            ({}, 256),  # four times as many samples/s at 256 as at 64
+            ({"microbatch_size": 64}, 64),  # accumulated: no faster
+            ({"world_size": 4}, 1024),  # 256 on each
+        ],
+    )
+    def test_samples_per_second_of_a_profile(self, keywords: dict[str, Any], size: int) -> None:
+        points = [
+            {"size": n, "step_s": t, "step_s_low": t, "step_s_high": t, "samples_per_s": n / t}
+            for n, t in ((512, 2.0), (64, 1.0), (256, 1.0))
+        ]
+        profile = batchfit.ThroughputProfile(
+            points=points, recommended=256, largest=512, within=0.05, reason="", budget_bytes=1, device="cpu"
+        )
+        config = NoiseBatchSizeConfig(min_steps=0, max_batch_size=4096, can_shrink=False)
+        scheduler = BatchSizeScheduler(
+            config, 64, noise=self.Readings(10_000.0), throughput=profile, **keywords
+        )
+        assert [scheduler.step(step=step)[0] for step in range(0, 200, 10)][-1] == size
 
 
 def _reading(kind: Any, scale: float | None) -> Any:

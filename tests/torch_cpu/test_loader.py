@@ -457,6 +457,26 @@ def test_a_schedule_that_leaves_a_rank_without_a_sample_is_said_before_training(
         ResizableLoader(Numbers(100), schedule=Sizes(lambda progress: 2), rank=0, world_size=4)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_schedule_that_outgrows_the_epoch_is_said_once(
+    drop_last: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule = batchfit.MilestoneBatchSizeConfig(milestones="0:8 1:64")
+    loader = ResizableLoader(Numbers(20), schedule=schedule, drop_last=drop_last)
+    sizes = [[len(batch) for batch in loader] for _ in range(3)]
+    assert sizes == ([[8, 8], [], []] if drop_last else [[8, 8, 4], [20], [20]])
+    (said,) = [record.message for record in caplog.records]
+    words = (
+        "epoch 1 has no batch: its 20 samples are fewer than the 64" if drop_last else "max_batch_size to 20"
+    )
+    assert words in said
+
+
+def test_a_fixed_size_that_is_larger_than_the_data_is_dataloaders(caplog: pytest.LogCaptureFixture) -> None:
+    assert [len(batch) for batch in ResizableLoader(Numbers(20), 64)] == [20]
+    assert not caplog.records
+
+
 def test_a_size_that_is_set_ends_the_schedule_and_the_last_size_stays_without_one() -> None:
     loader = ResizableLoader(Numbers(100), schedule=Sizes(lambda progress: 10))
     loop = iter(loader)
@@ -593,6 +613,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
         ResizableLoader(Numbers(11), 8).load_state_dict(state)
     with pytest.raises(ValueError, match="state must be of a loader that is shuffled, not 'sequential'"):
         ResizableLoader(Numbers(10), 8, shuffle=True).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"state must be what state_dict\(\) returned, not None"):
+        ResizableLoader(Numbers(10), 8).load_state_dict(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epoch must be 0 or more, not -1"):
+        ResizableLoader(Numbers(10), 8).set_epoch(-1)
     with pytest.raises(ValueError, match="state must be of version 1, not 2"):
         ResizableLoader(Numbers(10), 8).load_state_dict({**state, "version": 2})
 
@@ -962,15 +986,25 @@ def test_the_example_grows_and_goes_on_from_its_checkpoint() -> None:
         ),
         ({"rank": 0}, ValueError, "rank and world_size must be given together, not 0 and None"),
         ({"rank": 4, "world_size": 4}, ValueError, "rank must be from 0 to 3, not 4"),
-        ({"rank": 0, "world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
+        ({"rank": 0, "world_size": 0}, ValueError, "world_size must be a positive integer, not 0"),
         (
             {"rank": 0, "world_size": 11, "batch_size": 20},
             ValueError,
             "dataset must have at least 11 samples",
         ),
-        ({"schedule": 256}, TypeError, r"schedule must have a method size_at\(progress\), not 256"),
+        ({"schedule": 256}, TypeError, r"schedule must be one .* with size_at\(progress\), not 256"),
+        ({"schedule": "0:8 1:16"}, TypeError, r"not '0:8 1:16': batchfit.load_schedule\(...\) makes"),
+        (
+            {"schedule": batchfit.IncreaseBatchSizeConfig(function=max)},
+            TypeError,
+            r"not IncreaseBatchSizeConfig: use BatchSizeScheduler\(config, batch_size, loader=loader\)",
+        ),
+        ({"schedule": batchfit.BatchSizeScheduler("0:8")}, TypeError, "use its plan, or give the loader to"),
+        ({"seed": 1.5}, ValueError, "seed must be an integer, not 1.5"),
+        ({"rank": 0.0, "world_size": 2}, ValueError, "rank must be an integer, not 0.0"),
         ({"shuffle": True, "sampler": [1]}, ValueError, "shuffle must be False where a sampler is given"),
-        ({"tokens_per_sample": 0}, ValueError, "tokens_per_sample must be at least 1, not 0"),
+        ({"tokens_per_sample": 0}, ValueError, "tokens_per_sample must be a positive integer, not 0"),
+        ({"tokens_per_sample": 1.5}, ValueError, "tokens_per_sample must be a positive integer, not 1.5"),
         ({"dataset": Stream(4), "shuffle": True}, ValueError, "shuffle and sampler must not be given"),
         ({"dataset": iter(())}, TypeError, "dataset must have __getitem__ or be an IterableDataset"),
         ({"num_workers": -1}, ValueError, "num_workers"),

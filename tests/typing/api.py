@@ -249,6 +249,10 @@ whole: list[Any] = [batchfit.__version__, *batchfit.__all__]
 
 # The noise scale.
 noise = batchfit.GradientNoise(model, decay_samples=10_000, mode="exact", min_steps=30)
+by_noise = batchfit.NoiseBatchSizeConfig(max_batch_size=4096, use_bound=True)
+batchfit.BatchSizeScheduler(by_noise, 256, noise=noise, throughput=profile)
+batchfit.BatchSizeScheduler(by_noise, 256, noise=noise, throughput=lambda size: 2.0 * size)
+batchfit.BatchSizeScheduler(by_noise, 256, noise=noise, throughput={256: 1.0})  # type: ignore[arg-type]
 Microbatcher(model, microbatch_size=8, noise=noise)
 noise.microbatch(8, share=0.5, scaler=scaler)
 noise.total(norm=torch.tensor(1.0))

@@ -196,6 +196,12 @@ def test_bad_usage(arguments: tuple[str, ...], words: str, project: Path) -> Non
     assert ran.stdout == ""
 
 
+def test_a_run_without_an_update_is_refused(project: Path) -> None:
+    ran = show("0:256", "--samples", "100", "--epochs", "3", "--drop-last")
+    assert ran.exit_code == Code.USAGE
+    assert "samples must be at least a batch of 256 with --drop-last, not 100" in ran.stderr
+
+
 def test_every_flag_is_a_setting_and_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"config", "json", "output", "plot"}
     flags = {name: one.default for name, one in inspect.signature(schedule_flags.show).parameters.items()}
@@ -238,10 +244,37 @@ def test_ranks_microbatches_and_the_last_batch() -> None:
     assert "224 (28 on a rank) is more than the 20 that fit: run it as 2 microbatches of 14" in shown.over[0]
 
 
+def test_sizes_are_shared_by_the_ranks_as_the_scheduler_would() -> None:
+    shown = followed("0:10 2:22", ShowSettings(samples="500", epochs=4, world_size=4))
+    assert [phase.size for phase in shown.phases] == [8, 20]
+
+
 def test_more_updates_are_told_as_such() -> None:
     shown = followed("0:512 1:256", ShowSettings(samples="1024", epochs=3))
     assert shown.saved == pytest.approx(1 - 10 / 6)
     assert "66.7% more than with a constant 512 (6)" in as_text(schedule_lines(shown, width=80, plain=True))
+
+
+def test_a_batch_that_is_larger_than_an_epoch_is_told() -> None:
+    shown = followed("0:256 1:1024 2:128 3:1024", ShowSettings(samples="300", epochs=4))
+    assert [(phase.size, phase.updates) for phase in shown.phases] == [
+        (256, 2),
+        (1024, 1),
+        (128, 3),
+        (1024, 1),
+    ]
+    assert shown.beyond == (
+        "from epoch 1 on 1024 is more than the 300 samples of an epoch, which are one batch, with the "
+        "learning rate of 1024. Set max_batch_size",
+    )
+    assert "from epoch 1 on 1024 is more than" in as_text(schedule_lines(shown, width=80, plain=True))
+    assert json.loads(shown.to_json())["more_than_an_epoch"] == list(shown.beyond)
+    shown = followed("0:256 1:1024", ShowSettings(samples="300", epochs=4, drop_last=True))
+    assert [(phase.size, phase.updates, phase.to_epoch) for phase in shown.phases] == [
+        (256, 1, 0),
+        (1024, 0, 3),
+    ]
+    assert "--drop-last leaves them out: nothing is trained" in shown.beyond[0]
 
 
 def test_neither_torch_nor_numpy_is_loaded() -> None:

@@ -20,7 +20,6 @@ from batchfit._cli.schedule_room import Room
 from batchfit._cli.tracing import Delivery, Told, deliver
 from batchfit._decide.bound import BoundPlan
 from batchfit._decide.counts import parse_count
-from batchfit._decide.increase import Increases
 from batchfit._decide.lr_rules import LRRule
 from batchfit._decide.plan import Constant, Foreseen, Phase, phases, updates_of
 from batchfit._decide.split import balanced
@@ -63,6 +62,7 @@ class Shown:
     updates: int
     constant_updates: int
     over: tuple[str, ...] = field(default=())  # where it asks for more than fits, and what to do
+    beyond: tuple[str, ...] = field(default=())  # where it asks for more than an epoch has
     world_size: int = 1
     room: Room | None = None
 
@@ -104,6 +104,7 @@ class Shown:
             "updates_at_constant_size": self.constant_updates,
             "updates_saved": self.saved,
             "more_than_fits": list(self.over),
+            "more_than_an_epoch": list(self.beyond),
         }
         if self.room is not None:
             whole |= {"fits": self.room.largest, "budget_bytes": self.room.budget_bytes}
@@ -155,6 +156,11 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         "world_size": settings.world_size,
     }
     found = phases(plan, **how)
+    if updates_of(found) == 0:
+        raise ValueError(
+            f"samples must be at least a batch of {found[0].size} with --drop-last, not {samples}: there "
+            "would be no update at all"
+        )
     return Shown(
         config=config,
         initial=initial,
@@ -166,44 +172,31 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         updates=updates_of(found),
         constant_updates=updates_of(phases(BoundPlan(Constant(), initial), **how)),
         over=over_what_fits(found, None if room is None else room.largest, settings.world_size),
+        beyond=beyond_an_epoch(found, samples),
         world_size=settings.world_size,
         room=room,
     )
 
 
 def bound(schedule: AnyConfig, settings: ShowSettings) -> tuple[int, Foreseen]:
-    """The initial size, and the plan from there."""
-    from batchfit._schedule_base import PlannedConfig
-    from batchfit.schedules import IncreaseBatchSizeConfig
+    """The initial size, and the plan from there, as `BatchSizeScheduler` would make it."""
+    from batchfit._schedule_plan import multiple, plan_of, starts_by_itself
 
-    ranks, per_sample = settings.world_size, settings.tokens_per_sample
-    multiple = settings.microbatch_size * ranks if settings.microbatch_size is not None else 1
-    if isinstance(schedule, PlannedConfig):
-        if settings.initial is None and not getattr(schedule, "milestones", ((1, 1),))[0][0] == 0:
-            raise ValueError("initial must be given, such as --initial 256, not None")
-        initial = schedule.checked_initial(settings.initial)
-        plan = schedule.bind(initial, world_size=ranks, multiple_of=multiple, tokens_per_sample=per_sample)
-        return initial, plan
-    if not isinstance(schedule, IncreaseBatchSizeConfig):
+    if schedule.type == "noise":
         raise ValueError(
             "config must be a schedule that can be foreseen, not one by noise: it decides in training"
         )
-    if settings.initial is None:
+    if settings.initial is None and not starts_by_itself(schedule):
         raise ValueError("initial must be given, such as --initial 256, not None")
-    limits = Constant("epoch", schedule.max_batch_size, schedule.multiple_of, schedule.rounding)
-    checked = BoundPlan(limits, settings.initial, None, ranks, multiple, per_sample)
-    checked.check()
-    increases = Increases(
-        schedule.increase,
+    ranks = settings.world_size
+    plan = plan_of(
+        schedule,
         settings.initial,
-        cap=schedule.max_batch_size,
-        clamp=schedule.clamp,
         world_size=ranks,
-        multiple_of=checked.multiple,
-        rounding=schedule.rounding,
-        tokens_per_sample=per_sample,
+        multiple_of=multiple(world_size=ranks, ranks=ranks, microbatch_size=settings.microbatch_size),
+        tokens_per_sample=settings.tokens_per_sample,
     )
-    return settings.initial, increases
+    return plan.initial_batch_size, plan
 
 
 def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) -> tuple[str, ...]:
@@ -218,6 +211,21 @@ def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) ->
         told[phase.size] = (
             f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it "
             f"as {len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
+        )
+    return tuple(told.values())
+
+
+def beyond_an_epoch(found: Sequence[Phase], samples: int) -> tuple[str, ...]:
+    """Where no batch of an epoch is as large as the schedule says; each size once."""
+    told: dict[int, str] = {}
+    for phase in found:
+        if phase.size <= samples or phase.size in told:
+            continue
+        what = f"from epoch {phase.from_epoch} on {phase.size} is more than the {samples} samples of an epoch"
+        told[phase.size] = (
+            f"{what}, and --drop-last leaves them out: nothing is trained. Set max_batch_size"
+            if phase.updates == 0
+            else f"{what}, which are one batch, with the learning rate of {phase.size}. Set max_batch_size"
         )
     return tuple(told.values())
 
@@ -253,7 +261,7 @@ def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
     short = sum(phase.short_batches for phase in shown.phases)
     if short:
         lines.append([(f"  {short:,} of them with a short last batch of an epoch", "dim")])
-    for text in shown.over:
+    for text in (*shown.over, *shown.beyond):
         parts = textwrap.wrap(text, width - 4, break_on_hyphens=False)
         lines += [[(("  " if n == 0 else "    ") + part, "warn")] for n, part in enumerate(parts)]
     return lines

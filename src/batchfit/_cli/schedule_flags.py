@@ -78,7 +78,9 @@ def show(
             "then with memory.",
         ),
     ] = None,
-    world_size: Annotated[int, typer.Option(metavar="N", help="Ranks that share a batch.")] = 1,
+    world_size: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that share a batch; sizes are multiples of it.")
+    ] = 1,
     microbatch_size: Annotated[
         int | None,
         typer.Option(

@@ -42,6 +42,7 @@ class Increases:
         tokens_per_sample: int | None = None,
     ) -> None:
         self._increase = increase
+        self.initial_batch_size = initial_batch_size
         self._initial = fitted(initial_batch_size, cap, multiple_of, rounding)
         self._cap = cap
         self._clamp = clamp

@@ -42,7 +42,10 @@ class ScheduleEvent:
 @final
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of a run with one batch size; `to_epoch` is the last one that it touches."""
+    """A stretch of a run with one batch size; `to_epoch` is the last one that it touches.
+
+    No updates: epochs that have no batch, since theirs would not be full and such ones are dropped.
+    """
 
     size: int
     begins: Progress
@@ -122,6 +125,8 @@ def phases(
             if batches == 0:
                 batches, dealt = 1, cut(size, left, world_size=world_size, drop_last=drop_last)
                 if dealt == 0:
+                    if left == samples:  # no batch in this epoch
+                        _add(found, size, at, 0, 0, short=False)
                     break
             _add(found, size, at, batches, dealt, short=dealt < size)
             left -= dealt

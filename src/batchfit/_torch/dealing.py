@@ -59,6 +59,7 @@ class Settings:
     drop_last: bool
     tokens_per_sample: int | None
     ended: bool = False  # a size was set while there was a schedule: it counts, and the schedule does not
+    said_too_large: bool = False  # that an epoch has fewer samples than a batch
 
     def wanted(self, progress: Progress) -> int:
         """The size of the batch that comes at `progress`."""
@@ -178,6 +179,7 @@ class Dealer(Iterator[Any]):
         self.begun = begun  # when the epoch did
         self.ledger = ledger
         self.current: Deal | None = None  # what was handed out last
+        self.current_progress: Progress | None = None  # when that began
         self.failure: Exception | None = None
         self.order: Order = FixedOrder(0, None)  # until the epoch begins
         self.saved = saved  # what the state of the order was, until then
@@ -216,6 +218,8 @@ class Dealer(Iterator[Any]):
         world_size = settings.world_size
         left = self.order.left(ledger.cursor, wanted + world_size)
         size = cut(wanted, left, world_size=world_size, drop_last=settings.drop_last)
+        if left < wanted and ledger.number == 0 and settings.rank == 0 and not settings.said_too_large:
+            self._say_too_large(left, wanted)
         if size == 0:
             if left and not settings.drop_last:  # it went on with more ranks than it began with
                 _log.warning("the last %d samples of the epoch are fewer than the ranks: left out", left)
@@ -225,16 +229,38 @@ class Dealer(Iterator[Any]):
         self.ledger = ledger.deal(size)
         return ledger.serial, indices
 
+    def _say_too_large(self, left: int, wanted: int) -> None:
+        """Once: no batch of an epoch is as large as it should be. DataLoader says nothing to a fixed size."""
+        settings = self.settings
+        if settings.drop_last:
+            settings.said_too_large = True
+            _log.warning(
+                "%s",
+                f"epoch {self.begun.epoch} has no batch: its {left} samples are fewer than the {wanted} of "
+                "one, and drop_last leaves them out. Nothing is trained with that size",
+            )
+        elif settings.schedule is not None:
+            settings.said_too_large = True
+            _log.warning(
+                "%s",
+                f"the schedule wants a batch of {wanted} in epoch {self.begun.epoch}, and an epoch has "
+                f"{left} samples: they are one batch, and a learning rate that follows the size is that of "
+                f"{wanted}. Set max_batch_size to {left} or less",
+            )
+
     def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
         """What goes to the user: one batch, or nothing where it is void."""
         ledger = self.ledger.arrived(serial)
         if ledger.is_void(serial):
             self.ledger = ledger.throw_away()
             return ()
-        self.current = ledger.in_flight[0]
+        self._note(ledger.in_flight[0])
         self.ledger = ledger.hand()
         self.order.forget(self.ledger.handed)
         return (data,)
+
+    def _note(self, deal: Deal) -> None:
+        self.current, self.current_progress = deal, self.progress_at(deal.number, deal.start)
 
     def cancel(self) -> None:
         """Make void what is in flight, if the sizes of now are not those that it was dealt with."""
@@ -301,7 +327,7 @@ class StreamDealer(Dealer):
         if batch.place is None:
             self.ledger = ledger.hand_part(0)
             return ()
-        self.current = deal = ledger.in_flight[0]
+        self._note(deal := ledger.in_flight[0])
         self.places[batch.worker] = batch.place
         start, stop = share(deal.size, self.settings.rank, self.settings.world_size)
         # Other ranks are taken to be as far as this one: nobody can know.

@@ -223,28 +223,34 @@ class RankNorms:
         self.world_size = dist.get_world_size(self._group)
         self._rank = dist.get_rank(self._group)
         self._norms: list[torch.Tensor] = []
+        self._raw: list[torch.Tensor] = []  # which a GradScaler's scale may still be in
 
         def hook(group: Any, bucket: Any) -> Any:
-            self._norms.append(squared_norm([bucket.buffer()], bucket.buffer().device))
+            self._raw.append(squared_norm([bucket.buffer()], bucket.buffer().device))
             return allreduce_hook(group, bucket)
 
         hook.__annotations__ = {}  # DDP compares them with its types, and here they are text
         model.register_comm_hook(self._group, hook)
 
+    def look(self, scaler: Any) -> None:
+        """A backward is done; the loss was scaled by `scaler`, if there is one."""
+        raw, self._raw = self._raw, []
+        self._norms += [_unscaled(norm, scaler) for norm in raw]
+
     def take(self) -> list[torch.Tensor]:
-        norms, self._norms = self._norms, []
+        norms, self._norms, self._raw = self._norms, [], []
         return norms
 
-    def gathered(self, samples: float, device: torch.device) -> torch.Tensor:
-        """The samples of each rank, then the squared norm of each: one small all-reduce."""
+    def gathered(self, samples: float, factor: float, device: torch.device) -> torch.Tensor:
+        """The samples of each rank, the factors of their losses, their squared norms: one all-reduce."""
         import torch.distributed as dist
 
-        table = torch.zeros(2, self.world_size, dtype=torch.float64, device=device)
-        table[0, self._rank] = samples
+        table = torch.zeros(3, self.world_size, dtype=torch.float64, device=device)
+        table[0, self._rank], table[1, self._rank] = samples, factor
         norms = self.take()
         if norms:
-            table[1, self._rank] = torch.stack([norm.double() for norm in norms]).sum()
+            table[2, self._rank] = torch.stack([norm.double() for norm in norms]).sum()
         else:  # nothing was reduced: not a number, so that the step is skipped
-            table[1, self._rank] = float("nan")
+            table[2, self._rank] = float("nan")
         dist.all_reduce(table, group=self._group)
         return table.flatten()

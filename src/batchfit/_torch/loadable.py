@@ -8,15 +8,16 @@ Rules
 
 from __future__ import annotations
 
-import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe
 
+from batchfit._decide.counts import whole
 from batchfit._decide.progress import Progress
+from batchfit._schedule_base import BatchSizeConfig
 from batchfit._torch.dealing import Settings
 
 _EPOCHS_LOOKED_AHEAD = 100
@@ -31,9 +32,8 @@ def place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, in
         if not (group.is_available() and group.is_initialized()):
             return 0, 1
         return group.get_rank(), group.get_world_size()
-    if operator.index(world_size) < 1:
-        raise ValueError(f"world_size must be at least 1, not {world_size!r}")
-    if not 0 <= operator.index(rank) < world_size:
+    whole(world_size, name="world_size", at_least=1)
+    if not 0 <= whole(rank, name="rank") < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
     return rank, world_size
 
@@ -65,6 +65,21 @@ def check_data(dataset: Any, streams: bool, shuffle: bool, sampler: Any, world_s
             "sampler must give the order of all ranks, the same on each, for the loader shares batches out "
             f"itself: shuffle=True is what DistributedSampler does, not {sampler!r}"
         )
+
+
+def check_schedule(schedule: Any) -> None:
+    """Refuse what no size can be asked of, with the way to one that it can."""
+    if schedule is None or callable(getattr(schedule, "size_at", None)):
+        return
+    if isinstance(schedule, BatchSizeConfig):
+        way = f"not {type(schedule).__name__}: use BatchSizeScheduler(config, batch_size, loader=loader)"
+    elif isinstance(schedule, str | Mapping):
+        way = f"not {schedule!r}: batchfit.load_schedule(...) makes a schedule of it"
+    elif callable(getattr(getattr(schedule, "plan", None), "size_at", None)):
+        way = f"not {schedule!r}: use its plan, or give the loader to it"
+    else:
+        way = f"not {schedule!r}"
+    raise TypeError(f"schedule must be one whose sizes are known beforehand, with size_at(progress), {way}")
 
 
 def look_ahead(settings: Settings, progress: Progress, length: Callable[[], int], *, stacklevel: int) -> None:

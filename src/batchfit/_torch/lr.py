@@ -75,6 +75,11 @@ class ScaledLR:
             self._put_in()
         return self.factors
 
+    def is_moved_by(self, ratio: float) -> bool:
+        """Whether any learning rate will be another at `ratio` times the initial batch size."""
+        groups = enumerate(self._optimizer.param_groups)
+        return any(self._rule_of(n, group).factor(ratio) != group.get(FACTOR, 1.0) for n, group in groups)
+
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """Inside, the groups hold learning rates without our factor."""
