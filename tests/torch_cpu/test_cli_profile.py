@@ -161,6 +161,12 @@ def test_wrong_flags_are_refused_before_the_target_is_loaded(changes: dict[str, 
     assert "batchfit profile --help" in failed.value.text
 
 
+def test_a_limit_before_any_size_was_timed_has_its_own_exit_code(project: Path) -> None:
+    with pytest.raises(CommandFailed, match="no size was timed") as failed:
+        profile_here("train:make", budget="64MiB", time_limit_s=1e-6)
+    assert failed.value.code == Code.STOPPED
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(project: Path) -> None:
     with pytest.raises(CommandFailed, match="output must be a file that can be written"):
         profile_here("train.py:make", delivery=Delivery(output=project / "no" / "p.json"))

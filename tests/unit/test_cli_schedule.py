@@ -220,8 +220,7 @@ def test_every_flag_is_a_setting_and_reaches_it(monkeypatch: pytest.MonkeyPatch)
         value = getattr(wanted, name)
         arguments += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     assert show("0:256", *arguments).exit_code == 0
-    assert show("0:256", *(a.replace("--fits", "--largest") for a in arguments)).exit_code == 0
-    assert seen == [wanted, wanted]
+    assert seen == [wanted]
 
 
 def test_many_sizes_are_shortened_with_advice() -> None:

@@ -71,7 +71,6 @@ def show(
         str | None,
         typer.Option(
             "--fits",
-            "--largest",
             metavar="N|FILE",
             show_default=False,
             help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "

@@ -49,7 +49,8 @@ class Room:
             return cls(result.batch_size, result.budget_bytes, _by_size(found))
         if isinstance(result, ThroughputProfile) and result.largest:
             found = [(point.size, point.peak_bytes) for point in result.points if point.peak_bytes]
-            return cls(result.largest, result.budget_bytes, _by_size(found))
+            fits = max(result.largest, result.limit or 0)  # the largest that was timed may be less
+            return cls(fits, result.budget_bytes, _by_size(found))
         raise ValueError(f"fits must be a result of find, predict or profile with a size, not {path}")
 
     def peak_bytes_at(self, size: int) -> int | None:

@@ -130,6 +130,8 @@ def _answered(
         raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
     except errors.NothingFitsError as error:
         raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
+    except errors.SearchStoppedError as error:
+        raise CommandFailed(Code.STOPPED, str(error)) from None
     except errors.BatchfitError as error:
         raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
     except (Exception, SystemExit) as error:
