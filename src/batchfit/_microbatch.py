@@ -34,7 +34,8 @@ from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
 from batchfit._torch.lockstep import Turn as InStep
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
-from batchfit._torch.ragged import Lengths, attention_without_plans
+from batchfit._torch.ragged import attention_without_plans
+from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.shortage import owned_bytes
 from batchfit._torch.sizing import Call, Sizing
