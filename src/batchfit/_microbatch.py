@@ -71,6 +71,11 @@ log = logging.getLogger("batchfit")
 Tables = list[dict[str, Any]]
 AnyCall = Call | RaggedCall
 
+_CHANGED = (
+    "fn changed the batch in place and then ran out of memory: a second try would see the changed batch. "
+    "Clone what fn writes into"
+)
+
 
 class _Opened(NamedTuple):
     """A batch and the models, as a call finds them."""
@@ -266,7 +271,17 @@ class Microbatcher:
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
-            return CachedTry(encode, loss_fn, whole, plan, around), float(whole.length)
+            def encoded(micro: Any) -> Any:
+                before = whole.versions()
+                found = encode(micro)
+                if len(plan) > 1 and before != whole.versions():
+                    raise BatchfitError(
+                        "encode changed the batch in place, and each chunk is encoded twice: the second time "
+                        "it would see the changed batch. Clone what encode writes into"
+                    )
+                return found
+
+            return CachedTry(encoded, loss_fn, whole, plan, around), float(whole.length)
 
         fns = {"encode": encode, "loss_fn": loss_fn}
         opened, plan, done, outcome = self._run(batch, "cached", fns, lengths, scaler, make)
@@ -296,7 +311,12 @@ class Microbatcher:
         outputs: list[Any] = []
         done: list[Piece] = []
         marks = Buffers() if self._buffers.busy else self._marks
-        begin = partial(self._rewinding, [], tables, None, marks)
+        versions: list[int] = []
+
+        def begin() -> Rewind:
+            versions[:] = call.whole.versions()
+            return self._rewinding([], tables, None, marks)
+
         with (
             torch.inference_mode(),
             self._sync.quiet(),
@@ -311,6 +331,8 @@ class Microbatcher:
                 del run
                 if failure is not None:
                     if mark is not None:
+                        if versions != call.whole.versions():
+                            raise BatchfitError(_CHANGED)
                         mark.back()
                     sizer.shrink(call, failure, at)
             sizer.finish(call, done)
@@ -496,10 +518,7 @@ class Microbatcher:
                 at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
                 del run
                 if versions != call.whole.versions():
-                    raise BatchfitError(
-                        "fn changed the batch in place and then ran out of memory: a second try would see "
-                        "the changed batch. Clone what fn writes into"
-                    )
+                    raise BatchfitError(_CHANGED)
                 rewind.back()
                 if in_loss:
                     size = max(piece.size for piece in plan)

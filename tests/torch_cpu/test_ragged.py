@@ -149,6 +149,13 @@ def test_samples_that_were_not_collated_are_chosen_and_left_as_they_are() -> Non
     assert trimmer.take((2, 0), 3) == [samples[2], samples[0]]
 
 
+def test_samples_that_were_not_collated_have_containers_of_their_own() -> None:
+    batch = [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
+    for sample in Trimmer.of(batch, lambda some: [len(one["ids"]) for one in some]).take((0, 2), 3):
+        sample["ids"].append(sample.pop("y"))
+    assert batch == [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
+
+
 def test_rows_that_are_neighbours_are_views() -> None:
     batch = padded_batch([4, 3, 2, 1], 6)
     trimmer = Trimmer.of(batch, "attention_mask")

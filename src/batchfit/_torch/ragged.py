@@ -89,13 +89,21 @@ class Trimmer:
                 node = node[(slice(None),) * dim + (slice(begin, begin + length),)]
             return _rows(node, indices)
         if is_samples(node):
-            return [node[index] for index in indices] if len(node) == len(self.lengths) else node
+            return [renewed(node[i]) for i in indices] if len(node) == len(self.lengths) else renewed(node)
         if _is_text(node):
             return tuple(node[index] for index in indices) if len(node) == len(self.lengths) else node
         items = children(node)
         if items is None:
             return node
         return rebuilt(node, [self._taken(value, path + label, indices, length) for label, value in items])
+
+
+def renewed(node: Any) -> Any:
+    """A sample whose containers are its own: who gets it may take things out, and it can be had again."""
+    items = children(node)
+    if items is None:
+        return list(node) if type(node) is list else node
+    return rebuilt(node, [renewed(value) for _, value in items])
 
 
 def _is_text(node: Any) -> bool:
