@@ -60,6 +60,7 @@ from batchfit._torch.tries import (
     Planned,
     Watch,
     judge_loss,
+    tensors_of,
 )
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
@@ -70,6 +71,9 @@ log = logging.getLogger("batchfit")
 
 Tables = list[dict[str, Any]]
 AnyCall = Call | RaggedCall
+
+# Where `reduction` looks wrong, so many more looks, of which most must agree: dropout moves a loss, too.
+_AGAIN = 3
 
 _CHANGED = (
     "fn changed the batch in place and then ran out of memory: a second try would see the changed batch. "
@@ -215,9 +219,10 @@ class Microbatcher:
         `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
         the same samples: after an out-of-memory the whole batch begins anew, with gradients, random numbers,
         buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
-        for two samples and for the same two again twice and four times, to see that `reduction` is right.
-        Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
-        the call found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
+        for two samples and for the same two again twice and four times, to see that `reduction` is right
+        (some more times where it looks wrong). Hooks on parameters see the gradient of each microbatch. An
+        error of your own leaves everything as the call found it. `lengths`, those of this batch's samples,
+        goes before that of `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
@@ -278,6 +283,12 @@ class Microbatcher:
                     raise BatchfitError(
                         "encode changed the batch in place, and each chunk is encoded twice: the second time "
                         "it would see the changed batch. Clone what encode writes into"
+                    )
+                trained = not torch.is_grad_enabled() or any(one.requires_grad for one in tensors_of(found))
+                if not trained and all(leaf.grad is None for leaf in around.rewind.leaves):
+                    raise ValueError(
+                        "encode must return tensors that require grad, not ones without: is the model "
+                        "frozen, or its output detached or made under torch.no_grad?"
                     )
                 return found
 
@@ -367,10 +378,17 @@ class Microbatcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
-        if self._sizing.load_state_dict(state):
-            self._packing.load(state.get("ragged", {}))
-        else:
-            self._packing.forget()
+        before = self._sizing.learned
+        try:
+            if self._sizing.load_state_dict(state):
+                self._packing.load(state.get("ragged", {}))
+            else:
+                self._packing.forget()
+        except (KeyError, TypeError, AttributeError) as error:
+            self._sizing.learned = before
+            raise ValueError(
+                f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
+            ) from None
 
     def _run(
         self,
@@ -387,6 +405,8 @@ class Microbatcher:
         with self._sync.turn(self._device) as turn:
             for name, fn in fns.items():
                 check_callable(fn, name)
+            if scaler is not None and not callable(getattr(scaler, "scale", None)):
+                raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r:.80}")
             if self._sync.in_step and kind == "cached":
                 raise BatchfitError(
                     "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
@@ -644,6 +664,9 @@ class Microbatcher:
         with self._rewinding([], tables, None), self._attention(whole), self._sync.quiet():
             try:
                 found = judge_loss(fn, whole, piece, self._target)
+                if found not in ("unclear", self._reduction):
+                    again = [judge_loss(fn, whole, piece, self._target) for _ in range(_AGAIN)]
+                    found = found if again.count(found) > _AGAIN // 2 else "unclear"
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
         warn_of_reduction(found, self._reduction)
