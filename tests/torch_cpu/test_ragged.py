@@ -388,3 +388,25 @@ def test_targets_that_are_as_wide_by_chance_keep_all_their_tokens(side: str) -> 
     follows = {**batch, "labels": torch.where(mask != 0, place + 1, -100), "decoder_input_ids": mask * 7}
     micro = Trimmer.of(follows, "attention_mask").take((1, 2), 64)
     assert micro["labels"].shape == micro["decoder_input_ids"].shape == (2, 64)
+
+
+def test_features_that_are_as_wide_by_chance_are_left_whole() -> None:
+    tokens = (torch.arange(128) < torch.tensor([128, 30, 20])[:, None]).long()
+    patches = torch.randn(3, 128, 2)
+    batch = {
+        "input_ids": tokens * 7,
+        "attention_mask": tokens,
+        "image": patches,
+        "pixels": torch.rand(3, 1, 128, 4),
+    }
+    micro = Trimmer.of(batch, "attention_mask").take((1, 2), 64)
+    assert micro["input_ids"].shape == (2, 64)
+    assert torch.equal(micro["image"], patches[1:])
+    assert torch.equal(micro["pixels"], batch["pixels"][1:])
+    # Features of each token are filled as those are; and where there are no tokens, the lengths are theirs.
+    filled = {**batch, "image": torch.where(tokens[:, :, None] != 0, patches, torch.tensor([0.5, 2.0]))}
+    assert Trimmer.of(filled, "attention_mask").take((1, 2), 64)["image"].shape == (2, 64, 2)
+    alone = {"attention_mask": tokens, "image": patches}
+    assert Trimmer.of(alone, "attention_mask").take((1, 2), 64)["image"].shape == (2, 64, 2)
+    named = Trimmer.of(batch, "attention_mask", pad_keys=["input_ids", "image", "attention_mask"])
+    assert named.take((1, 2), 64)["image"].shape == (2, 64, 2)

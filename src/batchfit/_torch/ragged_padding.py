@@ -6,8 +6,8 @@ Rules:
 - Nothing but padding is cut: lengths that a mask contradicts, and masks with holes, are errors. What a mask
   means (1 for a token, or for padding) is told by its name, and must not leave a sample without tokens where
   the other reading leaves every one with some.
-- Targets and a decoder's inputs may be as wide as the inputs by chance: where they hold more than a filling
-  behind the lengths, these are not theirs, and they are left whole.
+- Targets, a decoder's inputs, and features beside tokens (an image's) may be as wide as the tokens by chance:
+  where they hold more than a filling behind the lengths, these are not theirs, and they are left whole.
 - Whatever is read from the batch (lengths, a mask, targets) is read once: on a GPU that waits for the device.
 """
 
@@ -175,19 +175,28 @@ def _behind(lengths: Sequence[int], padded: int, side: Side) -> torch.Tensor:
 
 
 def _leave_whole(layout: dict[str, tuple[int, ...]], leaves: Mapping[str, Any], behind: torch.Tensor) -> None:
-    """Take targets that go on where the samples of these lengths end out of `layout`, all of them."""
-    targets = [path for path, dims in layout.items() if dims == (1,) and _TARGETS.search(path)]
-    if any(_goes_on(torch.as_tensor(leaves[path]), behind) for path in targets):
-        for path in targets:
-            del layout[path]
+    """Take out of `layout` what goes on where the samples of these lengths end: all targets, or features."""
+    targets, features, has_ids = [], [], False
+    for path, dims in layout.items():
+        part = torch.as_tensor(leaves[path])
+        if part.is_floating_point():
+            features += [path] if len(dims) == 1 else []
+        elif _TARGETS.search(path):
+            targets += [path] if dims == (1,) else []
+        elif dims == (1,) and part.dim() == 2 and not _is_mask(path, part):
+            has_ids = True
+    wide = [path for path in targets if _goes_on(leaves[path], 1, behind)] and targets
+    if has_ids:  # otherwise it is the features that have these lengths
+        wide = [*wide, *(path for path in features if _goes_on(leaves[path], layout[path][0], behind))]
+    for path in wide:
+        del layout[path]
 
 
-def _goes_on(part: torch.Tensor, behind: torch.Tensor) -> bool:
+def _goes_on(leaf: Any, dim: int, behind: torch.Tensor) -> bool:
     """Whether there is more than one filling behind the samples' lengths."""
-    if part.is_floating_point() or part.is_complex():
-        return False
+    part = torch.as_tensor(leaf).movedim(dim, 1)
     filling = part[behind.to(part.device)]
-    return filling.numel() > 0 and bool((filling != filling[0]).any())
+    return len(filling) > 0 and bool((filling != filling[0]).any())
 
 
 def _padded_length(
