@@ -957,7 +957,7 @@ def test_compiled_models_get_few_sizes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(1000)
-    job.mb._compiled = True
+    job.mb._setting.compiled = True
     assert job.run(100).microbatch_sizes == (32, 32, 32, 4)
     sizes = {size for n in (100, 100, 96, 256) for size in job.run(n).microbatch_sizes}
     assert sizes <= {4, 32, 64, 36, 100}

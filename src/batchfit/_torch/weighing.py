@@ -59,6 +59,10 @@ class Weighing:
             return None, 0.0
         return [weight / total for weight in weights], total
 
+    def weight_of(self, micro: Any) -> float:
+        """What a microbatch of one sample counts."""
+        return self.shares([micro], [Piece(slice(0, 1), 1)])[1]
+
     def check_zero(self) -> None:
         """A batch has no weight, on any rank: an error unless such batches are skipped."""
         if not self._skips:
