@@ -13,11 +13,9 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -26,59 +24,28 @@ from torch.optim import Optimizer
 from batchfit._decide.split import MicrobatchEvent, Piece
 from batchfit._decide.units import parse_bytes
 from batchfit._noise import GradientNoise
-from batchfit._torch.attempt import attempt, recover, twice
+from batchfit._torch.batch_map import map_batch
 from batchfit._torch.batch_parts import Split, Whole
-from batchfit._torch.coverage import Coverage, modules_held
-from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
-from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
-from batchfit._torch.lockstep import Turn as InStep
-from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
-from batchfit._torch.packing import Packing, RaggedCall
-from batchfit._torch.ragged import Lengths, attention_without_plans
-from batchfit._torch.rewind import Buffers, Rewind, leaves_of
+from batchfit._torch.batch_run import run_batch
+from batchfit._torch.device import Device, check_budget, resolve_device
+from batchfit._torch.packing import Packing
+from batchfit._torch.ragged_padding import Lengths
+from batchfit._torch.rewind import leaves_of
+from batchfit._torch.setting import AnyCall, Setting, Tables
 from batchfit._torch.shortage import owned_bytes
-from batchfit._torch.sizing import Call, Sizing
-from batchfit._torch.splittable import (
-    check_callable,
-    check_models,
-    check_options,
-    check_ragged,
-    generators_of,
-    is_compiled,
-    where,
-)
+from batchfit._torch.sizing import Sizing
+from batchfit._torch.splittable import check_models, check_options, check_ragged, where
 from batchfit._torch.stepping import step
-from batchfit._torch.sync import Alone, Outcome, Together, together
-from batchfit._torch.tries import (
-    NOBODY,
-    Around,
-    BackwardTry,
-    CachedTry,
-    Judgement,
-    MapTry,
-    Planned,
-    Watch,
-    judge_loss,
-)
+from batchfit._torch.sync import together
+from batchfit._torch.tries import Around, BackwardTry, CachedTry, Judgement, judge_loss, tensors_of
 from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
-from batchfit.workload import check_loss
 
 log = logging.getLogger("batchfit")
 
-Tables = list[dict[str, Any]]
-AnyCall = Call | RaggedCall
-
-
-class _Opened(NamedTuple):
-    """A batch and the models, as a call finds them."""
-
-    call: AnyCall | None  # None: this rank has no samples
-    leaves: list[torch.Tensor]
-    shared: int  # how many of the leaves are the models': the others are the batch's own
-    tables: Tables
-    modules: list[nn.Module]
+# Where `reduction` looks wrong, so many more looks, of which most must agree: dropout moves a loss, too.
+_AGAIN = 3
 
 
 @final
@@ -157,12 +124,8 @@ class Microbatcher:
         self._device = resolve_device(device, near=models)
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
-        self._models = models
-        self._split = split
-        self._lengths = lengths
         self._reduction = reduction
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
-        self._batch_norm = batch_norm
         self._noise = noise
         self._target = where(device, models)
         self._sizing = Sizing(
@@ -179,25 +142,24 @@ class Microbatcher:
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
-        self._coverage = Coverage()
-        self._buffers = Buffers()
-        self._marks = Buffers()  # those of one microbatch of `map`
-        self._generators = generators_of(models)
-        modules = leaves_of(models)[2]
-        self._compiled = any(is_compiled(module) for module in modules)
-        self._sync: Together | Sharded | Alone = together(
-            modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
-        )
+        self._sync = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
         if noise is not None and self._sync.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
                 "norm of its own batch's"
             )
-        self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
+        self._setting = Setting(
+            models,
+            device=self._device,
+            target=self._target,
+            split=split,
+            lengths=lengths,
+            batch_norm=batch_norm,
+            sizing=self._sizing,
+            packing=self._packing,
+            sync=self._sync,
+        )
         self._reduction_checked = self._sync.in_step  # sharded: calls that only some ranks would make
-        self._leaf_count = -1
-        self._modules: list[nn.Module] = []
-        self._norms: list[BatchNorm] = []
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
@@ -209,9 +171,10 @@ class Microbatcher:
         `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
         the same samples: after an out-of-memory the whole batch begins anew, with gradients, random numbers,
         buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
-        for two samples and for the same two again twice and four times, to see that `reduction` is right.
-        Hooks on parameters see the gradient of each microbatch. An error of your own leaves everything as
-        the call found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
+        for two samples and for the same two again twice and four times, to see that `reduction` is right
+        (some more times where it looks wrong). Hooks on parameters see the gradient of each microbatch. An
+        error of your own leaves everything as the call found it. `lengths`, those of this batch's samples,
+        goes before that of `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
@@ -226,7 +189,16 @@ class Microbatcher:
                 around = replace(around, watch=watch)
             return BackwardTry(fn, micros, shares, around), weight
 
-        opened, plan, done, outcome = self._run(batch, "backward", {"fn": fn}, lengths, scaler, make)
+        opened, plan, done, outcome = run_batch(
+            self._setting,
+            batch,
+            "backward",
+            {"fn": fn},
+            lengths=lengths,
+            scaler=scaler,
+            make=make,
+            weigh_one=self._weighing.weight_of,
+        )
         call = opened.call
         if outcome == "nothing":
             self._weighing.check_zero()
@@ -265,10 +237,20 @@ class Microbatcher:
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
-            return CachedTry(encode, loss_fn, whole, plan, around), float(whole.length)
+            again = _encoded_again(encode, whole, plan, around)
+            return CachedTry(again, loss_fn, whole, plan, around), float(whole.length)
 
         fns = {"encode": encode, "loss_fn": loss_fn}
-        opened, plan, done, outcome = self._run(batch, "cached", fns, lengths, scaler, make)
+        opened, plan, done, outcome = run_batch(
+            self._setting,
+            batch,
+            "cached",
+            fns,
+            lengths=lengths,
+            scaler=scaler,
+            make=make,
+            weigh_one=self._weighing.weight_of,
+        )
         if opened.call is None:
             return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
         return _report(opened.call, plan, done)
@@ -285,37 +267,7 @@ class Microbatcher:
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.
         """
-        if isinstance(self._sync, Sharded):
-            return self._map_in_step(self._sync, fn, batch, lengths)
-        check_callable(fn, "fn")
-        opened = self._open(batch, "map", fn, lengths)
-        call, tables = opened.call, opened.tables
-        assert call is not None
-        sizer = self._sizer(call)
-        outputs: list[Any] = []
-        done: list[Piece] = []
-        marks = Buffers() if self._buffers.busy else self._marks
-        begin = partial(self._rewinding, [], tables, None, marks)
-        with (
-            torch.inference_mode(),
-            self._sync.quiet(),
-            self._rewinding([], tables, None) as rewind,
-            self._inside(call),
-        ):
-            while sum(piece.size for piece in done) < call.whole.length:
-                plan = sizer.plan(call, done)
-                run = MapTry(fn, call.whole, plan, self._target, begin, outputs, done, call.watch or NOBODY)
-                failure = sizer.attempt(call, run)
-                mark, at = run.mark, max(run.at, 0)
-                del run
-                if failure is not None:
-                    if mark is not None:
-                        mark.back()
-                    sizer.shrink(call, failure, at)
-            sizer.finish(call, done)
-            answer = self._joined(call.whole, outputs, done)
-            rewind.keep()
-            return answer
+        return map_batch(self._setting, fn, batch, lengths)
 
     def step(
         self,
@@ -344,327 +296,58 @@ class Microbatcher:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
-        if self._sizing.load_state_dict(state):
-            self._packing.load(state.get("ragged", {}))
-        else:
-            self._packing.forget()
-
-    def _run(
-        self,
-        batch: Any,
-        kind: str,
-        fns: Mapping[str, Callable[[Any], Any]],
-        lengths: Lengths | None,
-        scaler: Any,
-        make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
-    ) -> tuple[_Opened, tuple[Piece, ...], Any, Outcome]:
-        """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`)."""
-        plan: tuple[Piece, ...] = ()
-        done, weight = None, 0.0
-        with self._sync.turn(self._device) as turn:
-            for name, fn in fns.items():
-                check_callable(fn, name)
-            if self._sync.in_step and kind == "cached":
-                raise BatchfitError(
-                    "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
-                    "and ranks with other numbers of chunks would have other collectives. Use DDP"
-                )
-            opened = self._open(batch, kind, next(iter(fns.values())), lengths)
-            call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
-            look = self._coverage.look(list(fns.values()), leaves, kind)
-            if look is not None and not self._sync.in_step:
-                self._sync.check_reached(modules_held(fns.values()))
-            with self._rewinding(leaves, opened.tables, scaler) as rewind:
-                finish = partial(turn.reserve, rewind, shared)
-
-                def weigh() -> float:
-                    prepare(self._sizer(call).plan(call))
-                    return weight
-
-                def prepare(plan: Sequence[Piece]) -> Any:
-                    nonlocal weight
-                    assert call is not None
-                    layers = self._layers(call, opened.modules, plan)
-                    watch: Watch = call.watch or NOBODY
-                    if isinstance(turn, InStep):
-                        watch = turn.watching(watch)
-                    around = Around(
-                        device=self._target,
-                        rewind=rewind,
-                        finish=finish,
-                        scale=turn.guess,
-                        last=turn.last,
-                        is_local=not turn.overlapped,
-                        scaler=scaler,
-                        layers=layers,
-                        look=None if self._sync.in_step else look,
-                        watch=watch,
-                    )
-                    made, weight = make(call.whole, plan, around)
-                    if made is None:
-                        finish()
-                    return made
-
-                with turn.quiet():
-                    if isinstance(turn, InStep):
-                        work = self._work(opened, kind, fns["fn"], rewind, prepare, weigh)
-                        plan, done = turn.run(work)
-                    elif turn.overlaps(rewind, shared, weigh if self._is_proven(call, kind) else None):
-                        plan, done = self._overlapped(call, prepare, turn)
-                    elif call is None:
-                        finish()
-                    else:
-                        plan, done = self._until_it_fits(call, rewind, prepare)
-                outcome = turn.settle(rewind, weight, shared)
-        return opened, plan, done, outcome
-
-    def _open(self, batch: Any, kind: str, fn: Any, lengths: Lengths | None) -> _Opened:
-        """What every call begins with: look at the batch, the models and the device."""
-        if isinstance(self._device, CudaDevice) and torch.cuda.is_current_stream_capturing():
-            raise BatchfitError(
-                "a CUDA graph is being captured: it would replay one split for ever. Capture inside fn"
-            )
-        whole = None
-        joins = self._sync.joins_empty and (kind != "map" or self._sync.in_step)
-        if batch is not None or not joins:
-            whole = Whole.of(batch, split=self._split, mode=self._mode(kind), containers=self._containers)
-            if whole.length == 0 and not joins:
-                raise ValueError("batch must hold at least one sample, not 0")
-        leaves, tables, modules = leaves_of(self._models)
-        shared = len(leaves)
-        if kind != "map":
-            # Looked at again where others get gradients than before: it takes as long as all else here.
-            if shared != self._leaf_count:
-                self._look_at(leaves)
-            self._leaf_count = shared
-            leaves += [] if whole is None else whole.gradient_leaves()
-        if whole is None or whole.length == 0:
-            return _Opened(None, leaves, shared, tables, modules)
-        compiled = self._compiled or is_compiled(fn)
-        lengths = self._lengths if lengths is None else lengths
-        call: AnyCall
-        if lengths is None:
-            call = self._sizing.begin(whole, compiled=compiled)
-            call.needs_two = compiled and kind != "map" and bool(self._training_norms(modules))
-        elif self._split is not None:
-            raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
-        else:
-            trains, joins = kind != "map", kind != "backward"
-            call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return _Opened(call, leaves, shared, tables, modules)
-
-    def _look_at(self, leaves: list[torch.Tensor]) -> None:
-        """What gets gradients is not what it was: may it?"""
-        self._sync.check(leaves)
-        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-            self._sizing.warn_once(
-                "hooks",
-                "a parameter has a post-accumulate-grad hook, which runs after each microbatch: an "
-                "optimizer that steps there steps on a part of the batch's gradient",
-            )
-
-    def _sizer(self, call: AnyCall | None) -> Any:
-        """Who decides on the microbatches of this call."""
-        return self._packing if isinstance(call, RaggedCall) else self._sizing
-
-    @contextmanager
-    def _inside(self, call: AnyCall) -> Iterator[None]:
-        """What is set while a call's tries run."""
-        with self._sizer(call).limited(call), self._attention(call.whole):
-            yield
-
-    def _attention(self, whole: Whole) -> AbstractContextManager[None]:
-        """Ragged batches come in many shapes: no back-end that plans for each of them."""
-        return nullcontext() if whole.trimmer is None else attention_without_plans(self._target)
-
-    def _until_it_fits(
-        self, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
-    ) -> tuple[tuple[Piece, ...], Any]:
-        """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
-        sizer, loss_failed = self._sizer(call), False
-        with self._inside(call):
-            while True:
-                plan = sizer.plan(call)
-                versions = call.whole.versions()
-                run = Planned(make, plan)
-                failure = sizer.attempt(call, run)
-                if failure is None:
-                    if run.made is not None:
-                        sizer.finish(call, plan)
-                    return plan, run.made
-                at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
-                del run
-                if versions != call.whole.versions():
-                    raise BatchfitError(
-                        "fn changed the batch in place and then ran out of memory: a second try would see "
-                        "the changed batch. Clone what fn writes into"
-                    )
-                rewind.back()
-                if in_loss:
-                    size = max(piece.size for piece in plan)
-                    self._sizing.loss_ran_out(call, size, failure, again=loss_failed)
-                    loss_failed = True
-                else:
-                    sizer.shrink(call, failure, at)
-
-    def _work(
-        self, opened: _Opened, kind: str, fn: Callable[[Any], Any], rewind: Rewind, prepare: Any, weigh: Any
-    ) -> Work:
-        """A batch as ranks run it that are in step."""
-        call, everybody = opened.call, self._sync
-        trains = kind != "map"
-        shared = opened.leaves[: opened.shared]
-        least = 2 if self._training_norms(opened.modules) else 1
-
-        def idle(micro: Any) -> None:
-            found = fn(micro)
-            if not trains:
-                return
-            check_loss(found, "fn")
-            if isinstance(
-                everybody, Sharded
-            ):  # parameters that are known exist in a graph by their twins only
-                look = self._coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
-                if look is not None:
-                    look([found])
-            (found * 0.0).backward()
-
-        def weigh_one(micro: Any) -> float:
-            return self._weighing.shares([micro], [Piece(slice(0, 1), 1)])[1]
-
-        def spare() -> Any:
-            weigh_it = weigh_one if trains else None
-            return None if call is None else sample_of(call.whole, weigh_it, times=least)
-
-        return Work(
-            key=(self._mode(kind), len(shared), code_of(fn)),
-            call=call,
-            sizer=self._sizer(call),
-            sizing=self._sizing,
-            rewind=rewind,
-            prepare=prepare,
-            weigh=weigh,
-            spare=spare,
-            idle=idle,
-            check=lambda: everybody.check_reached(modules_held([fn])),
-            inside=lambda: nullcontext() if call is None else self._inside(call),
-            device=self._target,
-            least=least,
-        )
-
-    def _map_in_step(
-        self, everybody: Sharded, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
-    ) -> Any:
-        """`map` of a sharded model: all ranks call it, in as many microbatches; None for no samples."""
-        with everybody.turn(self._device) as turn:
-            check_callable(fn, "fn")
-            opened = self._open(batch, "map", fn, lengths)
-            call, tables = opened.call, opened.tables
-            outputs: list[Any] = []
-            marks = Buffers()
-
-            def prepare(plan: Sequence[Piece]) -> MapTry:
-                assert call is not None
-                outputs.clear()
-                watch = turn.watching(call.watch or NOBODY)
-                begin = partial(self._rewinding, [], tables, None, marks)
-                return MapTry(fn, call.whole, plan, self._target, begin, outputs, [], watch)
-
-            def weigh() -> float:
-                return 0.0 if call is None else float(call.whole.length)
-
-            # Not in inference mode: parameters that FSDP2 gathers there could not be trained afterwards.
-            with torch.no_grad(), self._rewinding([], tables, None) as rewind:
-                plan, _ = turn.run(self._work(opened, "map", fn, rewind, prepare, weigh))
-                answer = None if call is None else self._joined(call.whole, outputs, plan)
-                rewind.keep()
-                return answer
-
-    def _is_proven(self, call: AnyCall | None, kind: str) -> bool:
-        """Whether a batch can be trusted to run without a second try."""
-        if kind != "backward" or call is None:
-            return False
-        self._sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
-        return bool(self._sizer(call).is_proven(call))
-
-    def _overlapped(
-        self, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
-    ) -> tuple[tuple[Piece, ...], Any]:
-        """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
-        sizer = self._sizer(call)
-        plan = sizer.plan(call)
-        run = Planned(make, plan)
-        with self._inside(call), turn.overlapping():
-            failure = sizer.attempt(call, run)
-            if failure is not None:
-                raise turn.cut_off(failure.message)
-        sizer.finish(call, plan)
-        return plan, run.made
-
-    def _joined(self, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
-        answer: list[Any] = []
-        why = ""
-        for _ in range(2):
-            failure = attempt(
-                lambda: answer.append(whole.joined(outputs, plan)),
-                device=self._device,
-                last=True,
-                note=lambda: "batchfit: raised while the outputs of all microbatches were joined",
-            )
-            if failure is None:
-                return answer[0]
-            why = failure.message
-            recover(self._device)
-        raise BatchfitError(f"the joined outputs do not fit: {why}. Return them on the host (.cpu()) from fn")
+        before = self._sizing.learned
+        try:
+            if self._sizing.load_state_dict(state):
+                self._packing.load(state.get("ragged", {}))
+            else:
+                self._packing.forget()
+        except (KeyError, TypeError, AttributeError) as error:
+            self._sizing.learned = before
+            raise ValueError(
+                f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
+            ) from None
 
     def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, piece: Piece, tables: Tables) -> None:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True
         found: Judgement = "unclear"
-        with self._rewinding([], tables, None), self._attention(whole), self._sync.quiet():
+        setting = self._setting
+        with setting.rewinding([], tables, None), setting.attention(whole), setting.sync.quiet():
             try:
                 found = judge_loss(fn, whole, piece, self._target)
+                if found not in ("unclear", self._reduction):
+                    again = [judge_loss(fn, whole, piece, self._target) for _ in range(_AGAIN)]
+                    found = found if again.count(found) > _AGAIN // 2 else "unclear"
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
         warn_of_reduction(found, self._reduction)
 
-    def _training_norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
-        if modules != self._modules:
-            self._modules, self._norms = modules, norms_in(modules)
-        return batch_norms(self._norms)
 
-    def _layers(self, call: AnyCall, modules: list[nn.Module], plan: Sequence[Piece]) -> list[BatchNorm]:
-        """BatchNorm where a batch is split: told, refused, or the layers whose statistics are to be exact."""
-        if len(plan) == 1 or self._batch_norm == "ignore":
-            return []
-        layers = self._training_norms(modules)
-        if not layers or self._batch_norm == "exact":
-            return layers
-        text = told([piece.size for piece in plan], call.whole.length, len(layers))
-        if self._batch_norm == "error":
-            raise BatchfitError(text)
-        self._sizing.warn_once("batch_norm", text)
-        return []
+def _encoded_again(
+    encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece], around: Around
+) -> Callable[[Any], Any]:
+    """`encode`, which chunks call a second time: that must see the same batch, and reach parameters."""
+    if len(plan) == 1:
+        return encode
 
-    def _mode(self, kind: str) -> str:
-        training = any(isinstance(model, nn.Module) and model.training for model in self._models)
-        mode = f"{kind},{'train' if training else 'eval'}"
-        place = "cpu" if self._target is None else self._target.type
-        if torch.is_autocast_enabled(place):
-            mode += f",{torch.get_autocast_dtype(place)}"
-        return mode
+    def encoded(micro: Any) -> Any:
+        before = whole.versions()
+        found = encode(micro)
+        if before != whole.versions():
+            raise BatchfitError(
+                "encode changed the batch in place, and each chunk is encoded twice: the second time it "
+                "would see the changed batch. Clone what encode writes into"
+            )
+        trained = not torch.is_grad_enabled() or any(one.requires_grad for one in tensors_of(found))
+        if not trained and all(leaf.grad is None for leaf in around.rewind.leaves):
+            raise ValueError(
+                "encode must return tensors that require grad, not ones without: is the model frozen, or its "
+                "output detached or made under torch.no_grad?"
+            )
+        return found
 
-    def _rewinding(
-        self, leaves: list[torch.Tensor], tables: Tables, scaler: Any, buffers: Buffers | None = None
-    ) -> Rewind:
-        """A way back; without `leaves`, not for gradients."""
-        if buffers is None:
-            buffers = (
-                Buffers() if self._buffers.busy else self._buffers
-            )  # busy: `map` inside a `backward`, say
-        note = "batchfit: raised while the models' buffers were copied"
-        twice(lambda: buffers.take(tables), device=self._device, note=note)
-        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+    return encoded
 
 
 def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:

@@ -144,6 +144,18 @@ def test_containers_keep_their_kind_and_are_new() -> None:
     assert "t" in batch["d"]
 
 
+def test_containers_of_samples_are_new_too() -> None:
+    """Collate functions pop labels out of their samples; a second try must find them."""
+    batch = [{"x": torch.ones(2), "y": i, "ids": [i], "more": ({"z": i},)} for i in range(4)]
+    for micro in (*Whole.of(batch).cut([3, 1]), Whole.of(batch).take([2, 0])):
+        for sample in micro:
+            sample.pop("y")
+            sample["ids"].append(7)
+            sample["more"][0].clear()
+    assert batch == [{"x": batch[i]["x"], "y": i, "ids": [i], "more": ({"z": i},)} for i in range(4)]
+    assert Whole.of(batch).cut([2, 2])[1][0]["x"] is batch[2]["x"]
+
+
 def test_pieces_are_views() -> None:
     x = torch.arange(6)
     assert Whole.of((x, x)).cut([4, 2])[1][0].data_ptr() == x[4:].data_ptr()
@@ -314,3 +326,12 @@ def test_lists_of_outputs_are_samples_unless_they_hold_whole_tensors() -> None:
     assert [tuple(one.shape) for one in joined(columns, [2, 1])] == [(3, 3), (3,)]
     boxes = [[torch.ones(5), torch.ones(7)], [torch.ones(6)]]
     assert [one.numel() for one in joined(boxes, [2, 1])] == [5, 7, 6]
+
+
+@pytest.mark.parametrize("kind", [torch.ones, np.ones])
+def test_one_row_for_a_whole_microbatch_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"output\['mean'\] must have one row a sample, not one for all 3"):
+        joined([{"mean": kind((1, 2))}] * 3, [3, 3, 1])
+    assert joined([kind((1, 2))] * 3, [1, 1, 1]).shape == (3, 2)
+    assert joined([kind((6, 2)), kind((2, 2))], [3, 1]).shape == (8, 2)  # two beams a sample
+    assert joined([kind((1, 2))], [3]).shape == (1, 2)

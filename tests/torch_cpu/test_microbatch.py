@@ -160,7 +160,7 @@ def test_a_batch_without_weight_is_an_error_or_skipped() -> None:
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight must be a finite number of at least 0"):
             Microbatcher(model, weight=lambda micro, wrong=wrong: wrong).backward(lambda m: None, batch)
-    with pytest.raises(ValueError, match="weight must name a part of the batch, not 'tokens'"):
+    with pytest.raises(ValueError, match=r"weight must name a part of the batch \(x, mask\), not 'tokens'"):
         Microbatcher(model, weight="tokens").backward(lambda m: None, batch)
 
 
@@ -327,6 +327,15 @@ def test_cached_errors_of_the_user() -> None:
         mb.backward_cached(lambda x: model(x).sum(), lambda reps: reps.sum(), batch)
     with pytest.raises(ValueError, match="loss_fn must return a scalar loss"):
         mb.backward_cached(model, lambda reps: reps, batch)
+    for size in (2, 4):  # in chunks as in one piece
+        with pytest.raises(ValueError, match=r"must return .* require.* grad, .*not .* without"):
+            Microbatcher(model, microbatch_size=size).backward_cached(
+                lambda x: model(x).detach(), lambda reps: reps.square().sum(), batch
+            )
+    head = nn.Linear(4, 1).double()  # a frozen encoder under a head that is trained
+    frozen = Microbatcher(head, microbatch_size=2)
+    frozen.backward_cached(lambda x: model(x).detach(), lambda reps: head(reps).sum(), batch)
+    assert head.weight.grad is not None
     rows_seen = iter([2, 2, 1])
     with pytest.raises(ValueError, match="the same rows when it is called again"):
         mb.backward_cached(lambda x: model(x)[: next(rows_seen)], lambda reps: reps.sum(), batch)
@@ -526,9 +535,22 @@ def test_the_reduction_is_checked_once(
         for _ in range(2):
             mb.backward(fn, batch)
     sizes = list(balanced(18, size))
-    assert calls == [*sizes, *checks, *sizes]  # after the first batch only
+    # After the first batch only; where it looks wrong, some more times before that is told.
+    assert calls == [*sizes, *checks * (4 if warned else 1), *sizes]
     told = [f"Pass reduction={returns!r}" in record.message for record in caplog.records]
     assert told == [True] * (warned and size > 1)
+
+
+def test_dropout_is_not_taken_for_another_reduction(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="batchfit"):
+        for seed in range(40):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 1))
+            Microbatcher(model, microbatch_size=4).backward(
+                lambda micro, model=model: functional.mse_loss(model(micro[0]), micro[1]),  # type: ignore[misc]
+                (torch.randn(8, 8), torch.randn(8, 1)),
+            )
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("trained", [0.0, 2.0])
@@ -703,6 +725,30 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], match: s
 def test_wrong_functions(fn: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         Microbatcher(nn.Linear(1, 1)).backward(fn, torch.ones(4, 1))
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "match"),
+    [
+        (lambda micro: "many", TypeError, "weight must be a number, not 'many'"),
+        (lambda micro: None, TypeError, "weight must be a number, not None"),
+        (lambda micro: micro["x"], ValueError, r"weight must be one number, not a tensor of shape \(2, 1\)"),
+        (lambda micro: -1, ValueError, "weight must be a finite number of at least 0, not -1.0"),
+        ("mask", ValueError, r"weight must name a part of the batch \(x\), not 'mask'"),
+    ],
+)
+def test_wrong_weights(weight: Any, error: type[Exception], match: str) -> None:
+    model = nn.Linear(1, 1)
+    mb = Microbatcher(model, weight=weight, microbatch_size=2)
+    with pytest.raises(error, match=match):
+        mb.backward(lambda micro: model(micro["x"]).mean(), {"x": torch.ones(4, 1)})
+
+
+def test_a_wrong_scaler_is_refused_before_anything_runs() -> None:
+    ran: list[Any] = []
+    with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler or None, not True"):
+        Microbatcher(nn.Linear(1, 1)).backward(ran.append, torch.ones(4, 1), scaler=True)
+    assert not ran
 
 
 def test_a_batch_without_samples_is_refused() -> None:
@@ -898,15 +944,20 @@ def test_what_was_learned_survives_a_checkpoint_on_the_same_device_only() -> Non
     assert [event.kind for event in other.events] == ["relearned"]
     assert "total_bytes was 1000 and is 2000" in other.events[0].why
     assert other.run(128).microbatch_sizes == (128,)
-    with pytest.raises(ValueError, match="state must be what state_dict"):
-        twin.mb.load_state_dict({})
+    whole = twin.mb.state_dict()
+    damaged: list[Any] = [{}, {**whole, "learned": None}, {**whole, "learned": {"shapes": [{}]}}]
+    damaged += [{**whole, "learned": {"shapes": []}, "ragged": {"x": {}}}, {**whole, "ragged": None}]
+    for state in damaged:
+        with pytest.raises(ValueError, match="state must be what state_dict"):
+            twin.mb.load_state_dict(state)
+        assert twin.mb.state_dict() == whole  # nothing of it was taken over
 
 
 def test_compiled_models_get_few_sizes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(1000)
-    job.mb._compiled = True
+    job.mb._setting.compiled = True
     assert job.run(100).microbatch_sizes == (32, 32, 32, 4)
     sizes = {size for n in (100, 100, 96, 256) for size in job.run(n).microbatch_sizes}
     assert sizes <= {4, 32, 64, 36, 100}

@@ -206,6 +206,47 @@ def test_a_batch_that_fn_changes_in_place_cannot_be_tried_again() -> None:
         Microbatcher(model).backward(fn, torch.ones(4, 3))
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_what_map_has_not_done_must_be_as_it_was(writes: bool) -> None:
+    """A microbatch that ran may have been written into; one that ran out is done again."""
+    model, calls = nn.Linear(3, 1), 0
+
+    def fn(micro: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if writes or calls != 2:
+            micro.mul_(2)
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return micro.clone()
+
+    mb = Microbatcher(model, microbatch_size=4)
+    if writes:
+        with pytest.raises(BatchfitError, match="fn changed the batch in place"):
+            mb.map(fn, torch.ones(8, 3))
+    else:
+        assert torch.equal(mb.map(fn, torch.ones(8, 3)), torch.full((8, 3), 2.0))
+        assert calls == 4
+
+
+def test_a_cached_encoder_must_not_change_the_batch_in_place() -> None:
+    model = nn.Linear(3, 2)
+
+    def encode(micro: torch.Tensor) -> Any:
+        return model(micro.mul_(2))
+
+    def loss_fn(rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ rows.T).mean()
+
+    batch = torch.ones(8, 3)
+    Microbatcher(model).backward_cached(encode, loss_fn, batch)  # in one piece it is called once
+    assert torch.equal(batch, torch.full((8, 3), 2.0))
+    with pytest.raises(
+        BatchfitError, match="encode changed the batch in place, and each chunk is encoded tw"
+    ):
+        Microbatcher(model, microbatch_size=4).backward_cached(encode, loss_fn, batch)
+
+
 def test_buffers_that_are_rebound_or_added_go_back() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

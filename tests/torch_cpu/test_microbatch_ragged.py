@@ -508,7 +508,7 @@ def test_attention_that_plans_is_off_inside_only(monkeypatch: pytest.MonkeyPatch
         yield
         inside.pop()
 
-    monkeypatch.setattr("batchfit._microbatch.attention_without_plans", off)
+    monkeypatch.setattr("batchfit._torch.setting.attention_without_plans", off)
     world = World("plain")
     seen: list[int] = []
 

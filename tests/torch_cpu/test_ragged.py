@@ -149,6 +149,13 @@ def test_samples_that_were_not_collated_are_chosen_and_left_as_they_are() -> Non
     assert trimmer.take((2, 0), 3) == [samples[2], samples[0]]
 
 
+def test_samples_that_were_not_collated_have_containers_of_their_own() -> None:
+    batch = [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
+    for sample in Trimmer.of(batch, lambda some: [len(one["ids"]) for one in some]).take((0, 2), 3):
+        sample["ids"].append(sample.pop("y"))
+    assert batch == [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
+
+
 def test_rows_that_are_neighbours_are_views() -> None:
     batch = padded_batch([4, 3, 2, 1], 6)
     trimmer = Trimmer.of(batch, "attention_mask")
@@ -228,6 +235,8 @@ def test_what_is_not_clear_is_asked_about(batch: Any, lengths: Any, options: Any
 
 
 def test_what_cannot_be_cut_by_rows_is_refused() -> None:
+    with pytest.raises(TypeError, match="lengths must be one integer for each sample, not \\['a', 'b'\\]"):
+        Trimmer.of({"x": torch.zeros(2, 5)}, ["a", "b"])  # type: ignore[list-item]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     with pytest.raises(TypeError, match=r"batch\['x'\] must be made of tensors, not PackedSequence"):
         Trimmer.of({"x": packed}, [2, 1])
@@ -333,3 +342,71 @@ def test_a_forward_run_again_in_backward_sees_it_and_so_do_other_threads() -> No
         thread.start()
         thread.join()
     assert seen == [False, False, False]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["pad_mask", "src_padding_mask", "key_padding_mask", "attention_mask"])
+def test_masks_that_are_true_for_padding_are_read_as_such(name: str, side: str) -> None:
+    counts = torch.tensor([5, 64, 128, 100])
+    place = torch.arange(192)
+    tokens = place < counts[:, None] if side == "right" else place >= 192 - counts[:, None]
+    mask: Any = ~tokens
+    if name == "attention_mask":  # what is added to the scores
+        mask = torch.zeros(4, 192).masked_fill(~tokens, float("-inf"))
+    found = Trimmer.of({"x": torch.ones(4, 192) * tokens, name: mask}, name)
+    assert found.lengths == (5, 64, 128, 100)
+    assert found.padding_side == side
+    assert all(found.take((row,), int(counts[row]))["x"].sum() == counts[row] for row in range(4))
+
+
+@pytest.mark.parametrize(("name", "true_for_padding"), [("mask", True), ("valid", True), ("pad_mask", False)])
+def test_a_mask_that_its_name_contradicts_is_asked_about(name: str, true_for_padding: bool) -> None:
+    tokens = torch.tensor([[1, 1, 1], [1, 0, 0]]) != 0
+    with pytest.raises(ValueError, match=rf"clear, not '{name}': .* leaves sample 0 without any"):
+        Trimmer.of({"x": torch.ones(2, 3), name: tokens != true_for_padding}, name)
+    assert Trimmer.of({"x": torch.ones(2, 3), name: tokens != true_for_padding}, [3, 1]).lengths == (3, 1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_targets_that_are_as_wide_by_chance_keep_all_their_tokens(side: str) -> None:
+    inputs, outputs = torch.tensor([128, 30, 20]), torch.tensor([20, 100, 128])
+    place = torch.arange(128) if side == "right" else torch.arange(127, -1, -1)
+    mask = (place < inputs[:, None]).long()
+    own = place < outputs[:, None]
+    batch = {
+        "input_ids": mask * 7,
+        "attention_mask": mask,
+        "labels": torch.where(own, place + 1, -100),
+        "decoder_input_ids": torch.where(own, place + 1, 0),
+        "lengths": inputs,
+    }
+    micro = Trimmer.of(batch, "attention_mask").take((1, 2), 64)
+    assert micro["input_ids"].shape == (2, 64)
+    assert torch.equal(micro["labels"], batch["labels"][1:])
+    assert torch.equal(micro["decoder_input_ids"], batch["decoder_input_ids"][1:])
+    # The same names where they follow the inputs: trimmed with them.
+    follows = {**batch, "labels": torch.where(mask != 0, place + 1, -100), "decoder_input_ids": mask * 7}
+    micro = Trimmer.of(follows, "attention_mask").take((1, 2), 64)
+    assert micro["labels"].shape == micro["decoder_input_ids"].shape == (2, 64)
+
+
+def test_features_that_are_as_wide_by_chance_are_left_whole() -> None:
+    tokens = (torch.arange(128) < torch.tensor([128, 30, 20])[:, None]).long()
+    patches = torch.randn(3, 128, 2)
+    batch = {
+        "input_ids": tokens * 7,
+        "attention_mask": tokens,
+        "image": patches,
+        "pixels": torch.rand(3, 1, 128, 4),
+    }
+    micro = Trimmer.of(batch, "attention_mask").take((1, 2), 64)
+    assert micro["input_ids"].shape == (2, 64)
+    assert torch.equal(micro["image"], patches[1:])
+    assert torch.equal(micro["pixels"], batch["pixels"][1:])
+    # Features of each token are filled as those are; and where there are no tokens, the lengths are theirs.
+    filled = {**batch, "image": torch.where(tokens[:, :, None] != 0, patches, torch.tensor([0.5, 2.0]))}
+    assert Trimmer.of(filled, "attention_mask").take((1, 2), 64)["image"].shape == (2, 64, 2)
+    alone = {"attention_mask": tokens, "image": patches}
+    assert Trimmer.of(alone, "attention_mask").take((1, 2), 64)["image"].shape == (2, 64, 2)
+    named = Trimmer.of(batch, "attention_mask", pad_keys=["input_ids", "image", "attention_mask"])
+    assert named.take((1, 2), 64)["image"].shape == (2, 64, 2)

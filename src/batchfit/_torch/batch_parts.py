@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from batchfit._decide.pack import Pack
 from batchfit._decide.split import Piece, Shape, pieces
-from batchfit._torch.ragged import Trimmer, restored
+from batchfit._torch.ragged import Trimmer, renewed, restored
 from batchfit._torch.structure import children, is_array, rebuilt
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -333,8 +333,9 @@ def _taken(node: Any, samples: slice | Sequence[int], length: int) -> Any:
         return node[samples if isinstance(samples, slice) else list(samples)]
     if _is_list(node):
         if len(node) != length:  # a plain list of another length is no list of samples
-            return list(node) if isinstance(node, list) else node
-        return node[samples] if isinstance(samples, slice) else type(node)(node[i] for i in samples)
+            return renewed(node)
+        picked = node[samples] if isinstance(samples, slice) else [node[i] for i in samples]
+        return [renewed(one) for one in picked] if isinstance(node, list) else tuple(picked)
     items = children(node)
     return node if items is None else rebuilt(node, [_taken(value, samples, length) for _, value in items])
 
@@ -366,8 +367,10 @@ def joined(outputs: Sequence[Any], counts: Sequence[int], path: str = "output") 
         kinds = ", ".join(sorted({type(one).__name__ for one in outputs}))
         raise TypeError(f"{path} must have one type in all microbatches, not {kinds}")
     if isinstance(first, torch.Tensor):
+        _check_rows(outputs, counts, path)
         return _joined_tensors(outputs, path)
     if is_array(first):
+        _check_rows(outputs, counts, path)
         numpy: Any = sys.modules["numpy"]
         return numpy.concatenate(outputs)
     if _is_table(first):
@@ -401,14 +404,29 @@ def _differs(one: Any, other: Any) -> bool:
         return True
 
 
+def _check_rows(outputs: Sequence[Any], counts: Sequence[int], path: str) -> None:
+    """Refuse one value a microbatch. Other numbers of rows than samples may be meant: beams, boxes."""
+    if len(outputs) == 1:
+        return
+    if outputs[0].ndim == 0:
+        found = "be a 0-dim tensor"
+    elif (
+        max(counts) > 1
+        and not getattr(outputs[0], "is_nested", False)
+        and all(one.shape[0] == 1 for one in outputs)
+    ):
+        found = f"one for all {max(counts)} of a microbatch"
+    else:
+        return
+    raise ValueError(
+        f"{path} must have one row a sample, not {found}: a value of the whole batch cannot be put together "
+        "from microbatches. Return one value a sample (reduction='none')"
+    )
+
+
 def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
     if outputs[0].dim() == 0:
-        if len(outputs) == 1:
-            return outputs[0]  # type: ignore[no-any-return]
-        raise ValueError(
-            f"{path} must have one row a sample, not be a 0-dim tensor: a value of the whole batch cannot be "
-            "put together from microbatches. Return one value a sample (reduction='none')"
-        )
+        return outputs[0]  # type: ignore[no-any-return]
     if outputs[0].is_nested:
         return torch.nested.as_nested_tensor(
             [row for one in outputs for row in one.unbind()], layout=outputs[0].layout

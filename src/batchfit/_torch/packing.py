@@ -30,7 +30,8 @@ from batchfit._torch import attempt as trying
 from batchfit._torch.attempt import Failure
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.device import CudaDevice
-from batchfit._torch.ragged import Layout, Lengths, Side, Trimmer
+from batchfit._torch.ragged import Trimmer
+from batchfit._torch.ragged_padding import Layout, Lengths, Side
 from batchfit._torch.sizing import BEFORE, Sizing, counted
 
 log = logging.getLogger("batchfit")

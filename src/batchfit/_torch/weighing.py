@@ -59,6 +59,10 @@ class Weighing:
             return None, 0.0
         return [weight / total for weight in weights], total
 
+    def weight_of(self, micro: Any) -> float:
+        """What a microbatch of one sample counts."""
+        return self.shares([micro], [Piece(slice(0, 1), 1)])[1]
+
     def check_zero(self) -> None:
         """A batch has no weight, on any rank: an error unless such batches are skipped."""
         if not self._skips:
@@ -74,20 +78,31 @@ class Weighing:
         try:
             part = micro[name] if hasattr(micro, "keys") else getattr(micro, name)
         except (KeyError, AttributeError):
-            raise ValueError(f"weight must name a part of the batch, not {name!r}") from None
+            parts = f" ({', '.join(map(str, micro))})" if hasattr(micro, "keys") else ""
+            raise ValueError(f"weight must name a part of the batch{parts}, not {name!r}") from None
         return part.sum() if hasattr(part, "sum") else sum(part)
 
 
 def _numbers(weights: Sequence[Any]) -> list[float]:
     """As plain numbers; those on a device are fetched together."""
+    for one in weights:
+        if isinstance(one, torch.Tensor) and one.numel() != 1:
+            raise ValueError(f"weight must be one number, not a tensor of shape {tuple(one.shape)}")
     if all(isinstance(one, torch.Tensor) for one in weights):
         values = torch.stack([one.detach().double().reshape(()) for one in weights]).tolist()
     else:
-        values = [float(one) for one in weights]
+        values = [_number(one) for one in weights]
     for value in values:
         if not 0 <= value < math.inf:
             raise ValueError(f"weight must be a finite number of at least 0, not {value!r}")
     return cast(list[float], values)
+
+
+def _number(weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError):
+        raise TypeError(f"weight must be a number, not {weight!r:.80}") from None
 
 
 def _advice_on_tokens(batch: Any, *, is_ragged: bool, looks: int) -> str:

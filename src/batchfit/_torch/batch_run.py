@@ -1,0 +1,202 @@
+"""Forward and backward of a batch on this rank, in tries, until it has run; then all ranks together.
+
+Rules
+- A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
+  ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
+- A batch that ran is never repeated; what it taught (`Sizing`, `Packing`) is for the next one.
+- A rank that raises tells the others first (`sync`); ranks in step (`lockstep`) try and fail together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
+
+from batchfit._decide.split import Piece
+from batchfit._torch.batch_parts import Whole
+from batchfit._torch.coverage import modules_held
+from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
+from batchfit._torch.lockstep import Turn as InStep
+from batchfit._torch.ragged_padding import Lengths
+from batchfit._torch.rewind import Rewind
+from batchfit._torch.setting import CHANGED, AnyCall, Opened, Setting
+from batchfit._torch.splittable import check_callable
+from batchfit._torch.sync import Outcome
+from batchfit._torch.tries import NOBODY, Around, Planned, Watch
+from batchfit.errors import BatchfitError
+from batchfit.workload import check_loss
+
+
+def run_batch(
+    setting: Setting,
+    batch: Any,
+    kind: Literal["backward", "cached"],
+    fns: Mapping[str, Callable[[Any], Any]],
+    *,
+    lengths: Lengths | None,
+    scaler: Any,
+    make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
+    weigh_one: Callable[[Any], float],
+) -> tuple[Opened, tuple[Piece, ...], Any, Outcome]:
+    """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`)."""
+    plan: tuple[Piece, ...] = ()
+    done, weight = None, 0.0
+    with setting.sync.turn(setting.device) as turn:
+        for name, fn in fns.items():
+            check_callable(fn, name)
+        if scaler is not None and not callable(getattr(scaler, "scale", None)):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r:.80}")
+        if setting.sync.in_step and kind == "cached":
+            raise BatchfitError(
+                "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
+                "and ranks with other numbers of chunks would have other collectives. Use DDP"
+            )
+        opened = setting.open(batch, kind, next(iter(fns.values())), lengths)
+        call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
+        look = setting.coverage.look(list(fns.values()), leaves, kind)
+        if look is not None and not setting.sync.in_step:
+            setting.sync.check_reached(modules_held(fns.values()))
+        with setting.rewinding(leaves, opened.tables, scaler) as rewind:
+            finish = partial(turn.reserve, rewind, shared)
+
+            def weigh() -> float:
+                prepare(setting.sizer(call).plan(call))
+                return weight
+
+            def prepare(plan: Sequence[Piece]) -> Any:
+                nonlocal weight
+                assert call is not None
+                layers = setting.layers(call, opened.modules, plan)
+                watch: Watch = call.watch or NOBODY
+                if isinstance(turn, InStep):
+                    watch = turn.watching(watch)
+                around = Around(
+                    device=setting.target,
+                    rewind=rewind,
+                    finish=finish,
+                    scale=turn.guess,
+                    last=turn.last,
+                    is_local=not turn.overlapped,
+                    scaler=scaler,
+                    layers=layers,
+                    look=None if setting.sync.in_step else look,
+                    watch=watch,
+                )
+                made, weight = make(call.whole, plan, around)
+                if made is None:
+                    finish()
+                return made
+
+            with turn.quiet():
+                if isinstance(turn, InStep):
+                    work = work_in_step(setting, opened, kind, fns["fn"], rewind, prepare, weigh, weigh_one)
+                    plan, done = turn.run(work)
+                elif turn.overlaps(rewind, shared, weigh if _is_proven(setting, call, kind) else None):
+                    plan, done = _overlapped(setting, call, prepare, turn)
+                elif call is None:
+                    finish()
+                else:
+                    plan, done = _until_it_fits(setting, call, rewind, prepare)
+            outcome = turn.settle(rewind, weight, shared)
+    return opened, plan, done, outcome
+
+
+def _until_it_fits(
+    setting: Setting, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
+) -> tuple[tuple[Piece, ...], Any]:
+    """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
+    sizer, loss_failed = setting.sizer(call), False
+    with setting.inside(call):
+        while True:
+            plan = sizer.plan(call)
+            versions = call.whole.versions()
+            run = Planned(make, plan)
+            failure = sizer.attempt(call, run)
+            if failure is None:
+                if run.made is not None:
+                    sizer.finish(call, plan)
+                return plan, run.made
+            at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
+            del run
+            if versions != call.whole.versions():
+                raise BatchfitError(CHANGED)
+            rewind.back()
+            if in_loss:
+                size = max(piece.size for piece in plan)
+                setting.sizing.loss_ran_out(call, size, failure, again=loss_failed)
+                loss_failed = True
+            else:
+                sizer.shrink(call, failure, at)
+
+
+def _overlapped(
+    setting: Setting, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
+) -> tuple[tuple[Piece, ...], Any]:
+    """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
+    sizer = setting.sizer(call)
+    plan = sizer.plan(call)
+    run = Planned(make, plan)
+    with setting.inside(call), turn.overlapping():
+        failure = sizer.attempt(call, run)
+        if failure is not None:
+            raise turn.cut_off(failure.message)
+    sizer.finish(call, plan)
+    return plan, run.made
+
+
+def _is_proven(setting: Setting, call: AnyCall | None, kind: str) -> bool:
+    """Whether a batch can be trusted to run without a second try."""
+    if kind != "backward" or call is None:
+        return False
+    setting.sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
+    return bool(setting.sizer(call).is_proven(call))
+
+
+def work_in_step(
+    setting: Setting,
+    opened: Opened,
+    kind: str,
+    fn: Callable[[Any], Any],
+    rewind: Rewind,
+    prepare: Callable[[Sequence[Piece]], Any],
+    weigh: Callable[[], float],
+    weigh_one: Callable[[Any], float] | None = None,
+) -> Work:
+    """A batch as ranks run it that are in step; `weigh_one` weighs a sample, where there are gradients."""
+    call, everybody = opened.call, setting.sync
+    trains = kind != "map"
+    shared = opened.leaves[: opened.shared]
+    least = 2 if setting.training_norms(opened.modules) else 1
+
+    def idle(micro: Any) -> None:
+        found = fn(micro)
+        if not trains:
+            return
+        check_loss(found, "fn")
+        if isinstance(everybody, Sharded):
+            # Parameters that are known exist in a graph by their twins only.
+            look = setting.coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
+            if look is not None:
+                look([found])
+        (found * 0.0).backward()
+
+    def spare() -> Any:
+        return None if call is None else sample_of(call.whole, weigh_one, times=least)
+
+    return Work(
+        key=(setting.mode(kind), len(shared), code_of(fn)),
+        call=call,
+        sizer=setting.sizer(call),
+        sizing=setting.sizing,
+        rewind=rewind,
+        prepare=prepare,
+        weigh=weigh,
+        spare=spare,
+        idle=idle,
+        check=lambda: everybody.check_reached(modules_held([fn])),
+        inside=lambda: nullcontext() if call is None else setting.inside(call),
+        device=setting.target,
+        least=least,
+    )
