@@ -24,13 +24,14 @@ from batchfit._decide.memory import Curve, Reading
 from batchfit._decide.steady import Timing
 from batchfit._torch import oom, phase
 from batchfit._torch.bottlenecks import flops_of
-from batchfit._torch.clock import UNCOUNTED, Run, Step, compilations, counts_memory, run_timed
+from batchfit._torch.clock import UNCOUNTED, Run, Step, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.eagerly import eagerly
 from batchfit._torch.here import QuickCollections
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.splittable import compilations
 from batchfit._torch.trial import put_back, run_trial, uninterrupted
 from batchfit.workload import Workload
 

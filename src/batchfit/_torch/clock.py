@@ -27,6 +27,7 @@ from batchfit._torch import oom, phase
 from batchfit._torch.attempt import begin_peak
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, Peaks
 from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.splittable import compilations
 from batchfit._torch.trial import _note, lazy_kind, put_back, uninterrupted
 from batchfit._torch.virtual import active
 from batchfit.errors import NothingRanError
@@ -230,12 +231,6 @@ def counts_memory(device: Device) -> bool:
 
 def _retries(device: Device) -> int:
     return device.alloc_retries() if counts_memory(device) else 0
-
-
-def compilations() -> int:
-    """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
 
 
 @final

@@ -35,7 +35,7 @@ from batchfit._torch.attempt import Failure, Reading
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.device import CudaDevice, Device
 from batchfit._torch.shortage import nothing_fits, whole_sentences
-from batchfit._torch.splittable import recompile_limit
+from batchfit._torch.splittable import compilations, recompile_limit
 from batchfit.errors import NothingFitsError
 
 log = logging.getLogger("batchfit")
@@ -95,6 +95,7 @@ class Sizing:
         self.retries_seen: int | None = None
         self._peaks: dict[tuple[Shape, int], int] = {}
         self._compiled: dict[str, set[int]] = {}
+        self._compiled_before: int | None = None
         self._said: set[str] = set()
 
     # --- one batch
@@ -292,14 +293,18 @@ class Sizing:
             log.info("%s", text)
 
     def _count_compiled(self, shape: Shape, sizes: Sequence[int]) -> None:
+        # Sizes alone say little: from the second one on torch may have compiled for any number.
+        if self._compiled_before is None:
+            self._compiled_before = compilations()
         seen = self._compiled.setdefault(shape.key, set())
         seen.update(sizes)
-        limit = recompile_limit()
-        if limit is not None and len(seen) >= limit - 1:
+        limit, made = recompile_limit(), compilations() - self._compiled_before
+        if limit is not None and min(len(seen), made) >= limit - 1:
             self.warn_once(
                 "compiled",
-                f"{len(seen)} microbatch sizes have been compiled, and torch gives up at {limit}: then the "
-                "model runs uncompiled. Keep the batch size the same, or pass microbatch_size",
+                f"{len(seen)} microbatch sizes made torch compile {made} times, and it gives up at {limit} "
+                "for one function: then that runs uncompiled. Keep the batch size the same, or pass "
+                "microbatch_size",
             )
 
     # --- what survives a checkpoint

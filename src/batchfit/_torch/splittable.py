@@ -77,6 +77,12 @@ def is_compiled(thing: Any) -> bool:
     )
 
 
+def compilations() -> int:
+    """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
+
+
 def recompile_limit() -> int | None:
     """How many versions torch.compile makes of one function; None where it was never used."""
     config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
