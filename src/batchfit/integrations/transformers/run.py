@@ -58,6 +58,7 @@ class Run:
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
         self._steps = False
+        self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
 
     # --- cutting
 
@@ -191,14 +192,29 @@ class Run:
         except TypeError:
             return None
 
-    @property
-    def epochs_done(self) -> float | None:
-        """How far the data has come, in epochs; None where the Trainer's own count is right."""
-        if self.loader is None or isinstance(self.loader.dataset, IterableDataset):
-            return None
-        place = self.loader.state_dict()
-        length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
-        return int(place["epoch"]) + int(place["position"]) / length
+    def count_batches(self, loader: Any, *, ranks: int) -> None:
+        """Note how many batches of the user's size an epoch has: the Trainer counts epochs in them."""
+        self._per_epoch = None
+        samples = _length_of(getattr(loader, "dataset", None))
+        whole = _length_of(loader)
+        if self.given is None or samples is None or whole is None:
+            return
+        size, accumulated = self.given
+        batches = -(-samples // (size * ranks))
+        if -(-batches // accumulated) == whole:  # otherwise some are left out, or it is another loader
+            self._per_epoch = whole, batches
+
+    def epochs_at(self, told: float) -> float:
+        """How far the data has come, in epochs, where the Trainer counts optimizer steps as batches."""
+        if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
+            place = self.loader.state_dict()
+            length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
+            return int(place["epoch"]) + int(place["position"]) / length
+        if self.loader is not None or self.given is None or self._per_epoch is None:
+            return told
+        whole, batches = self._per_epoch
+        epoch, steps = divmod(round(told * whole), whole)
+        return epoch + min(1.0, steps * self.given[1] / batches)
 
     def _note(self, event: Any) -> None:
         entry: dict[str, float] = {"batch_size": event.size_after}
@@ -263,6 +279,13 @@ class Run:
         self._cutters.clear()
         self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False
+
+
+def _length_of(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
 
 def _name_of(device: torch.device) -> str:
