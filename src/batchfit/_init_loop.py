@@ -23,27 +23,22 @@ Rules
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from batchfit._init_effects import (
+    called_name,
+    changed_names,
+    effect_line,
+    function_effect,
+    is_zero_grad,
+    keeps_batch,
+    names_in,
+    notes_the_loss,
+)
+
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
-# All that may stand in the function; whatever else does something, or hides an error (`try`).
-_PLAIN = (
-    *(ast.Assign, ast.AnnAssign, ast.Expr, ast.With, ast.If, ast.For, ast.While),
-    *(ast.Pass, ast.Assert, ast.Raise),
-)
-# Calls that change something even where their result is used; those whose names end in `_` do too.
-_CHANGES = re.compile(
-    r"append|appendleft|clear|discard|extend|insert|pop|popitem|popleft|remove|setdefault|update"
-    r"|delattr|exec|input|print|put|put_nowait|get_nowait|send|setattr|write|writelines"
-    r"|add_scalar|log_metrics|zero_grad|\w*[^\W_]_"
-)
-# Calls that may as well come after `backward`, with the loss as a number.
-_NOTES = re.compile(r"add_scalar|append|debug|info|print|set_description|set_postfix|update")
-# Methods that leave a batch a batch: its samples along the first dimension.
-_CASTS = re.compile(r"to|cuda|cpu|float|half|bfloat16|double|long|int")
 _GUIDE = "docs/microbatch.md shows the loop with batchfit.Microbatcher"
 
 
@@ -163,15 +158,15 @@ def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: a
     _check_flow(before, rest)
     _check_effects(tree, head, moved, loss, parts)
     _check(scope, loop, head, moved, rest, loss, parts)
-    used = {name for node in moved for name in _names(node, ast.Load)}
+    used = {name for node in moved for name in names_in(node, ast.Load)}
     if not used & set(parts):
         raise _UnchangedError(f"what computes the loss does not read {' or '.join(parts)}")
     models = [name for name in _models(tree) if name in used]
     if not models:
         raise _UnchangedError("no optimizer is given the parameters of a model by name")
-    if set(models) & _names(top, ast.Store):  # made anew in the outer loop
+    if set(models) & names_in(top, ast.Store):  # made anew in the outer loop
         top = loop
-    if set(models) & _names(loop, ast.Store):
+    if set(models) & names_in(loop, ast.Store):
         raise _UnchangedError("its model is made in it")
     if not is_tidy(text, [*before, call]):
         raise _UnchangedError("its statements share lines, or are indented by tabs")
@@ -213,91 +208,23 @@ def _parted(
 ) -> tuple[list[ast.stmt], list[ast.stmt], list[ast.stmt], list[ast.stmt]]:
     """What stays before the function, what goes into it, zero_grad beside it, what comes after `backward`."""
     end = len(before)
-    while end and (_is_zero_grad(before[end - 1]) or _effect(before[end - 1])):
+    while end and (is_zero_grad(before[end - 1]) or effect_line(before[end - 1])):
         end -= 1
-    made = {name for node in before[:end] for name in _names(node, ast.Store)}
-    used = {name for node in before[:end] for name in _names(node, ast.Load)}
-    trailing = [node for node in before[end:] if not _is_zero_grad(node)]
+    made = {name for node in before[:end] for name in names_in(node, ast.Store)}
+    used = {name for node in before[:end] for name in names_in(node, ast.Load)}
+    trailing = [node for node in before[end:] if not is_zero_grad(node)]
     notes = (
-        _notes_the_loss(node, loss, read=apart | made - {loss}, changed=apart | made | used)
+        notes_the_loss(node, loss, read=apart | made - {loss}, changed=apart | made | used)
         for node in trailing
     )
     tail = trailing if all(notes) else []
     begin = 0
     for number, node in enumerate(before):
-        if _effect(node) and not _is_zero_grad(node) and node not in tail:
+        if effect_line(node) and not is_zero_grad(node) and node not in tail:
             begin = number + 1
     after = [node for node in before[begin:] if node not in tail]
-    kept = [node for node in after if _is_zero_grad(node)]
-    return list(before[:begin]), [node for node in after if not _is_zero_grad(node)], kept, tail
-
-
-def _effect(statement: ast.AST) -> int | None:
-    """The line where the statement does something besides computing; None where it does not."""
-    for node in ast.walk(statement):
-        plain = isinstance(node, _PLAIN) or not isinstance(node, ast.stmt)
-        if not plain or _changed_by(node) is not None:
-            return getattr(node, "lineno", None)
-    return None
-
-
-def _changed_by(node: ast.AST) -> ast.expr | None:
-    """The expression that this one node changes, if any: `meter.update` of `meter.update(1)`."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        return node
-    if isinstance(node, ast.AugAssign):
-        return node.target
-    if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-        if not isinstance(node.value, ast.Call):
-            return node.value
-        return None if _name_of(node.value) in ("train", "eval") else node.value.func
-    if isinstance(node, ast.Call):
-        name = _name_of(node)
-        in_place = any(
-            one.arg == "out" or (one.arg == "inplace" and ast.unparse(one.value) != "False")
-            for one in node.keywords
-        )
-        if in_place or _CHANGES.fullmatch(name):
-            return node.func
-    return None
-
-
-def _name_of(call: ast.Call) -> str:
-    """`update` of `meter.update(...)`, `print` of `print(...)`."""
-    of = call.func
-    return of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
-
-
-def _notes_the_loss(statement: ast.stmt, loss: str, *, read: set[str], changed: set[str]) -> bool:
-    """`losses.append(loss.item())`, `total += loss.item()`: the same before and after `backward`.
-
-    It takes the loss as a number, since the loss that comes back has no graph. It must not read the names
-    `read`, but for their length, and what it changes must be none of `changed`.
-    """
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        of, target = [statement.value], statement.target.id
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        base = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        if not _NOTES.fullmatch(_name_of(call)) or not isinstance(base, ast.Name):
-            return False
-        if _name_of(call) == "update" and f"{loss}.item()" not in ast.unparse(call):
-            return False  # of a scaler, or of a running mean of weights
-        of, target = [*call.args, *(one.value for one in call.keywords)], base.id
-    else:
-        return False
-    numbers = (f"{loss}.item()", f"float({loss})", *(f"len({name})" for name in read))
-    nodes = [node for one in of for node in ast.walk(one)]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    within = {id(inner) for one in calls for inner in ast.walk(one)}
-    free = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in within}
-    return (
-        target not in changed
-        and all(ast.unparse(one) in numbers for one in calls)
-        and not free & (read | {loss})
-        and not any(isinstance(node, ast.NamedExpr | ast.Lambda | ast.comprehension) for node in nodes)
-        and not any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in nodes)
-    )
+    kept = [node for node in after if is_zero_grad(node)]
+    return list(before[:begin]), [node for node in after if not is_zero_grad(node)], kept, tail
 
 
 def _check_flow(before: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -> None:
@@ -305,7 +232,9 @@ def _check_flow(before: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -> None:
     inner = [node for statement in before for node in ast.walk(statement)]
     if any(isinstance(node, _LEAVES) for node in inner):
         raise _UnchangedError("what computes the loss may leave the loop")
-    if any(isinstance(node, ast.Call) and _name_of(node) in ("next", "step", "backward") for node in inner):
+    if any(
+        isinstance(node, ast.Call) and called_name(node) in ("next", "step", "backward") for node in inner
+    ):
         raise _UnchangedError("what computes the loss takes more than this batch, or steps")
     if any(
         isinstance(node, ast.Attribute) and node.attr == "backward" for one in rest for node in ast.walk(one)
@@ -317,75 +246,23 @@ def _check_effects(
     tree: ast.Module, head: Sequence[ast.stmt], moved: Sequence[ast.stmt], loss: str, parts: Sequence[str]
 ) -> None:
     """Refuse where the loss is computed among statements that do more, or by a function that does."""
-    made = {name for node in head for name in _names(node, ast.Store)}
-    for node in (inner for statement in head for inner in ast.walk(statement)):
-        root = _root(_changed_by(node))
-        if isinstance(root, ast.Name) and "zero_grad" not in ast.unparse(node):
-            made.add(root.id)
-    read = {name for node in moved for name in _names(node, ast.Load)}
-    computed = any(loss in _names(node, ast.Store) for node in moved)
-    if head and (not computed or made & read - set(parts) or not all(_keeps(node, parts) for node in head)):
-        line = _effect(head[-1])  # the head ends with what keeps it from moving
+    made = {name for node in head for name in names_in(node, ast.Store) | changed_names(node)}
+    read = {name for node in moved for name in names_in(node, ast.Load)}
+    computed = any(loss in names_in(node, ast.Store) for node in moved)
+    if head and (
+        not computed or made & read - set(parts) or not all(keeps_batch(node, parts) for node in head)
+    ):
+        line = effect_line(head[-1])  # the head ends with what keeps it from moving
         raise _UnchangedError(f"line {line} does something besides computing the loss")
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     asked, seen = read & functions.keys(), set[str]()
     while asked:
         name = asked.pop()
         seen.add(name)
-        there = _function_effect(functions[name], set(parts))
+        there = function_effect(functions[name], set(parts))
         if there:
             raise _UnchangedError(f"{name}, line {there}, does something besides computing the loss")
-        asked |= _names(functions[name], ast.Load) & functions.keys() - seen
-
-
-def _keeps(statement: ast.stmt, parts: Sequence[str]) -> bool:
-    """Whether the batch is as it was after a statement, samples first, so that it can be cut there."""
-    if _names(statement, ast.Store) & set(parts):
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
-            return False
-        target, value = statement.targets[0], statement.value
-        pairs = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        return all(
-            isinstance(one, ast.Call)
-            and isinstance(one.func, ast.Attribute)
-            and _CASTS.fullmatch(one.func.attr) is not None
-            and ast.unparse(one.func.value) == ast.unparse(name)
-            for name, one in pairs
-        )
-    for node in ast.walk(statement):
-        root = _root(_changed_by(node))
-        if isinstance(root, ast.Name) and root.id in parts:
-            return False
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            given = {one.id for one in node.value.args if isinstance(one, ast.Name)}
-            if given & set(parts) and not _NOTES.fullmatch(_name_of(node.value)):
-                return False
-    return True
-
-
-def _root(node: ast.AST | None) -> ast.AST | None:
-    """`meter` of `meter.all[0].update`."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
-        node = node.value
-    return node
-
-
-def _function_effect(function: ast.FunctionDef, parts: set[str]) -> int | None:
-    """The line where a function changes what is not its own, or reads the batch that it is not given."""
-    arguments = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    own = _names(function, ast.Store) - arguments
-    for node in ast.walk(function):
-        stops = isinstance(node, ast.Global | ast.Nonlocal | ast.Yield | ast.YieldFrom) or (
-            isinstance(node, ast.Call) and _name_of(node) in ("next", "step", "backward", "zero_grad")
-        )
-        asks = isinstance(node, ast.Name) and node.id in parts - own - arguments
-        root = _root(_changed_by(node))
-        foreign = root is not None and not (isinstance(root, ast.Name) and root.id in own)
-        if stops or asks or foreign:
-            return getattr(node, "lineno", function.lineno)
-    return None
+        asked |= names_in(functions[name], ast.Load) & functions.keys() - seen
 
 
 def _check(
@@ -400,10 +277,10 @@ def _check(
     """Refuse statements that would mean something else inside a function."""
     known = set(parts)
     for statement in moved:
-        stored = _names(statement, ast.Store)
-        everywhere = {name for one in moved for name in _names(one, ast.Store)}
-        early = (_names(statement, ast.Load) & everywhere) - known - stored
-        own = _names(statement, ast.Load) & stored - known
+        stored = names_in(statement, ast.Store)
+        everywhere = {name for one in moved for name in names_in(one, ast.Store)}
+        early = (names_in(statement, ast.Load) & everywhere) - known - stored
+        own = names_in(statement, ast.Load) & stored - known
         simple = isinstance(statement, ast.Assign)
         if early or (own and simple):
             raise _UnchangedError(f"{min(early | own)} is carried from one batch to the next")
@@ -411,19 +288,19 @@ def _check(
     if loss not in known:
         raise _UnchangedError(f"{loss} is not computed in it")
     made = known - set(parts) - {loss}
-    later = {name for node in rest for name in _names(node, ast.Load)}
+    later = {name for node in rest for name in names_in(node, ast.Load)}
     inside = {id(node) for node in ast.walk(loop)}
     later |= {
         node.id
         for node in ast.walk(scope)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
     }
-    carried = made & {name for node in head for name in _names(node, ast.Load)}
+    carried = made & {name for node in head for name in names_in(node, ast.Load)}
     if carried:
         raise _UnchangedError(f"{min(carried)} is carried from one batch to the next")
     if made & later:
         raise _UnchangedError(f"{min(made & later)} is used after backward, and is there for a part only")
-    changed = {name for statement in moved for name in _names(statement, ast.Store)} & set(parts)
+    changed = {name for statement in moved for name in names_in(statement, ast.Store)} & set(parts)
     if changed & later:
         raise _UnchangedError(f"{min(changed & later)} is changed before backward and used after it")
 
@@ -432,7 +309,7 @@ def _batch_names(loop: ast.For) -> list[str]:
     """The names of a batch: `batch`, or `x` and `y`; what `enumerate` and `range` count is none."""
     target: ast.expr = loop.target
     if any(
-        isinstance(node, ast.Call) and _name_of(node) in ("range", "trange", "arange", "count")
+        isinstance(node, ast.Call) and called_name(node) in ("range", "trange", "arange", "count")
         for node in ast.walk(loop.iter)
     ):
         raise _UnchangedError("it counts, and its batch is made in it: give that to Microbatcher.backward")
@@ -462,13 +339,6 @@ def _models(tree: ast.Module) -> list[str]:
             if name not in found and name != "self":
                 found.append(name)
     return found
-
-
-def _is_zero_grad(node: ast.stmt) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "zero_grad"
-    )
 
 
 def _lines_of(statements: Sequence[ast.stmt], lines: Sequence[str], first: int) -> set[int]:
@@ -502,19 +372,6 @@ def is_tidy(text: str, statements: Sequence[ast.stmt]) -> bool:
                 return False
         ends = last
     return True
-
-
-def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    """The variables that are read or set in it; those of comprehensions are their own."""
-    own = {
-        one.id
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.comprehension)
-        for one in ast.walk(inner.target)
-        if isinstance(one, ast.Name)
-    }
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, context)}
-    return names - own
 
 
 def _free(name: str, taken: set[str]) -> str:
