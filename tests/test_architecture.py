@@ -27,6 +27,7 @@ LAYERS = {
     "batchfit._draw": 0,
     "batchfit._files": 0,
     "batchfit._init_advice": 0,
+    "batchfit._init_edits": 0,
     "batchfit._init_effects": 0,
     "batchfit._init_loop": 0,
     "batchfit._screen": 0,

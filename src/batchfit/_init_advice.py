@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal, final
 
-from batchfit._init_loop import Edit, is_tidy, loop_edits
+from batchfit._init_edits import Edit, edited, import_edits, is_tidy
+from batchfit._init_loop import loop_edits
 
 Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "none"]
 # `tune run --nproc_per_node 2 lora_finetune_distributed`, and a recipe named without the command.
@@ -69,7 +70,7 @@ def _accelerate(tree: ast.Module, text: str) -> Advice | None:
     name = "find_executable_batch_size"
     edits = _imports_from_here(tree, text, ("accelerate",), name, "accelerate")
     if edits:
-        return Advice("accelerate", _edited(text, edits))
+        return Advice("accelerate", edited(text, edits))
     uses = any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
     if uses and "accelerate" in _imported(tree):
         note = f"import {name} from batchfit.integrations.accelerate in place of accelerate.utils"
@@ -109,10 +110,10 @@ def _transformers(tree: ast.Module, text: str) -> Advice | None:
         note = f"line {where}: take auto_find_batch_size out, then run this again; batchfit refuses it"
         return Advice("transformers", text, (note,))
     if edits:
-        edits += [*taken, *_import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
+        edits += [*taken, *import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
     elif taken:
         notes.append("take auto_find_batch_size out; batchfit refuses it beside its own search")
-    return Advice("transformers", _edited(text, edits), tuple(notes))
+    return Advice("transformers", edited(text, edits), tuple(notes))
 
 
 def _without_their_search(tree: ast.Module, text: str) -> tuple[list[Edit], list[int]]:
@@ -168,8 +169,8 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
         else:
             notes.append(f"line {callbacks.lineno}: add BatchSizeFinder() to these callbacks")
     if edits:
-        edits += _import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
-    return Advice("lightning", _edited(text, edits), tuple(notes))
+        edits += import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
+    return Advice("lightning", edited(text, edits), tuple(notes))
 
 
 def _their_finder(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice | None:
@@ -188,17 +189,17 @@ def _their_finder(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice |
         else:
             continue
         return Advice("lightning", text, (f"line {node.lineno}: {why}",))
-    return Advice("lightning", _edited(text, edits)) if edits else None
+    return Advice("lightning", edited(text, edits)) if edits else None
 
 
 def _loop(tree: ast.Module, text: str) -> Advice | None:
     found = loop_edits(tree, text)
     if found is None:
         return None
-    edits, notes = found
+    edits = [*found.edits]
     if edits:
-        edits = [*edits, *_import_edits(tree, text, "import batchfit")]
-    return Advice("loop", _edited(text, edits), tuple(notes))
+        edits += import_edits(tree, text, *found.imports)
+    return Advice("loop", edited(text, edits), found.notes)
 
 
 # --- configs
@@ -240,33 +241,7 @@ def _other_recipe(text: str, keys: Set[str]) -> str:
     return f"its comments name {min(named)}"
 
 
-# --- edits
-
-
-def _edited(text: str, edits: Sequence[Edit]) -> str:
-    """The text with the edits made, the last one first, so that lines keep their numbers."""
-    if not edits:
-        return text
-    lines = text.removesuffix("\n").split("\n")
-    for edit in sorted(edits, key=lambda one: (one.first, one.last), reverse=True):
-        lines[edit.first : edit.last] = edit.lines
-    return "\n".join(lines) + "\n" * text.endswith("\n")
-
-
-def _import_edits(tree: ast.Module, text: str, line: str) -> list[Edit]:
-    """The import, after the last one at the top of the file; none where it is there."""
-    wanted = ast.dump(ast.parse(line).body[0])
-    if any(ast.dump(node) == wanted for node in tree.body):
-        return []
-    lines = text.split("\n")
-    place = next((number for number, one in enumerate(lines) if not one.startswith("#")), 0)
-    for number, node in enumerate(tree.body):
-        docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or docstring:
-            place = node.end_lineno or node.lineno
-        else:
-            break
-    return [Edit(place, place, (line,))]
+# --- imports and calls
 
 
 def _imports_from_here(
