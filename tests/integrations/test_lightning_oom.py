@@ -543,6 +543,8 @@ def test_what_cannot_be_run_in_microbatches_is_refused_before_training() -> None
             fitted(kind(), OomProofTraining())
     with pytest.raises(ValueError, match="microbatch_size must"):
         OomProofTraining(microbatch_size=0)
+    with pytest.raises(ValueError, match="budget must be bytes or text"):
+        OomProofTraining(budget="lots")
     with pytest.raises(TypeError, match="rollback must be True or False, not 1"):
         OomProofTraining(rollback=1)  # type: ignore[arg-type]
 

@@ -25,6 +25,7 @@ from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.framework import (
     Callback,
     call_step,
+    check_budget,
     check_trainer,
     overrides,
     part,
@@ -96,6 +97,7 @@ class OomProofTraining(Callback):
             "timeout_s": timeout_s,
         }
         batchfit.Microbatcher(nn.Linear(1, 1), **options)  # wrong ones are told here, not after the set-up
+        check_budget(budget)
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
         self.retries = 0  # over the whole run
