@@ -189,6 +189,37 @@ def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Pat
     assert logs == plain_logs
 
 
+class Told(transformers.TrainerCallback):
+    """What trackers would be sent."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.rows += [logs["rows"]] if "rows" in logs else []
+
+
+class Telling(Trainer):
+    """Logs from within its step, as many do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        self.log({"rows": float(len(inputs["x"]))})
+        return super().compute_loss(model, inputs, *given, **named)
+
+
+@pytest.mark.parametrize("kind", [Plain, Taking])
+def test_what_trials_and_looks_at_the_loss_log_reaches_nobody(kind: Any, tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3}
+    told = Told()
+    trainer = Telling(kind(), arguments(tmp_path, **given), train_dataset=points(), callbacks=[told])
+    adapt(trainer, search={"max_size": 8}).train()
+    assert trainer.found.batch_size == 8
+    assert told.rows == [8.0] * 6
+    assert [entry["rows"] for entry in trainer.state.log_history if "rows" in entry] == [8.0] * 6
+    trainer.log({"rows": 1.0})
+    assert told.rows[-1] == 1.0
+
+
 def test_state_of_the_users_own_is_put_back_after_the_search(tmp_path: Path) -> None:
     seen: list[float] = []
 

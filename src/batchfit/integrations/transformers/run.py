@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -45,6 +46,7 @@ class Run:
         self.asked = False
         self.items: Any = None
         self.searches = False
+        self.is_quiet = False  # steps run that are not the training's: nobody is told what they log
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
         self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
         self.local = 0  # one rank's batch, without a schedule
@@ -59,6 +61,15 @@ class Run:
         self._evaluators: dict[int, Any] = {}
         self._steps = False
         self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, `trainer.log` of the user's own step does nothing: it is a trial, or a look at the loss."""
+        before, self.is_quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self.is_quiet = before
 
     # --- cutting
 

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,7 +103,8 @@ class BatchfitMixin:
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
-            find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
+            with run.quiet():
+                find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
         return prepared
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
@@ -111,6 +112,10 @@ class BatchfitMixin:
         if self.optimizer is not None:
             self._batchfit.guard(_inner(self.optimizer))
         return optimizer
+
+    def log(self: Any, *given: Any, **named: Any) -> None:
+        if not self._batchfit.is_quiet:
+            super().log(*given, **named)  # type: ignore[misc]
 
     # --- a step
 
@@ -146,10 +151,12 @@ class BatchfitMixin:
         """What the trainer's own step would call backward of."""
         losses: list[Any] = []
         self.accelerator.backward = lambda loss, **options: losses.append(loss)
-        try:
-            step(model, inputs, items)
-        finally:
-            del self.accelerator.backward
+        # Without gradients it is no step of the training: the Microbatcher looks at the loss.
+        with nullcontext() if torch.is_grad_enabled() else self._batchfit.quiet():
+            try:
+                step(model, inputs, items)
+            finally:
+                del self.accelerator.backward
         if len(losses) != 1:
             raise BatchfitError(
                 f"training_step must call accelerator.backward once, not {len(losses)} times: batchfit does "
@@ -215,7 +222,7 @@ class BatchfitMixin:
 
         def once(batch_size: int) -> None:
             if not answers:
-                with _evaluating(self.model):
+                with _evaluating(self.model), self._batchfit.quiet():
                     answers.append(divides_by_items(loss_of, items))
 
         state = self._batchfit.options.state
