@@ -60,7 +60,7 @@ from batchfit._torch.tries import (
     Watch,
     judge_loss,
 )
-from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
+from batchfit._torch.weighing import Weighing, Weight, checked_advice, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
 from batchfit.workload import check_loss
@@ -122,6 +122,8 @@ class Microbatcher:
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
+        advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
+            or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
     of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
@@ -147,6 +149,7 @@ class Microbatcher:
         device: str | torch.device | Device | None = None,
         sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
+        advice: Mapping[str, str] | None = None,
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
@@ -161,6 +164,7 @@ class Microbatcher:
         self._split = split
         self._lengths = lengths
         self._reduction = reduction
+        self._advice = checked_advice(advice)
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._batch_norm = batch_norm
         self._noise = noise
@@ -626,7 +630,7 @@ class Microbatcher:
                 found = judge_loss(fn, whole, piece, self._target)
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
-        warn_of_reduction(found, self._reduction)
+        warn_of_reduction(found, self._reduction, self._advice)
 
     def _training_norms(self, modules: list[nn.Module]) -> list[BatchNorm]:
         if modules != self._modules:

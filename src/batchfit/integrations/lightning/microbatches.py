@@ -41,6 +41,11 @@ from batchfit.integrations.lightning.merging import (
     saved_metrics,
 )
 
+_ADVICE = {  # what can be done in a LightningModule, where the loss is no mean of its samples
+    "sum": "Return the mean from training_step: the loss divided by its samples",
+    "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact",
+}
+
 
 @dataclass
 class _Record:
@@ -101,7 +106,7 @@ class OomProofTraining(Callback):
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
         self.retries = 0  # over the whole run
-        self._options = {**options, "budget": budget, "on_event": self._happened}
+        self._options = {**options, "budget": budget, "on_event": self._happened, "advice": _ADVICE}
         self._on_event = on_event
         self._weight = weight
         self._rollback = rollback

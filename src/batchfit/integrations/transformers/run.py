@@ -28,6 +28,11 @@ from batchfit.integrations.transformers.options import Options
 FILE = "batchfit.pt"
 _VERSION = 1
 _LOOKS = 256
+_ADVICE = {  # what users of a Trainer can set, where a loss is not what it was taken for
+    "sum": "Set trainer.loss_is_scaled_for_ga = True, which says that losses of parts of a batch add up",
+    "mean": "Set trainer.loss_is_scaled_for_ga = False, which says that it is a mean",
+    "compared": "Train it with Microbatcher.backward_cached in a loop of your own, which is exact",
+}
 
 
 @final
@@ -88,6 +93,7 @@ class Run:
                 microbatch_size=None if self.is_ragged else self.microbatch_size,
                 budget=options.budget,
                 sync=options.sync,
+                advice=_ADVICE,
             )
             if "sizes" in self.saved:
                 self.cutter.load_state_dict(self.saved["sizes"])

@@ -25,7 +25,6 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.advice import advising
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -90,8 +89,7 @@ class BatchfitMixin:
         self._train_batch_size = local
         self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
-            with advising():
-                return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
