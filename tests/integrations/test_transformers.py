@@ -1268,6 +1268,15 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
             ours._check_version(version)
 
 
+def test_a_trainer_that_would_not_call_our_methods_is_refused() -> None:
+    ours = importlib.import_module("batchfit.integrations.transformers")
+    older = type("Trainer", (), {name: None for name in dir(Trainer) if name not in ("_run_epoch", "log")})
+    with pytest.raises(
+        ImportError, match=r"the Trainer of 5\.1\.0 has no _run_epoch, log: pip install .*>=5\.17"
+    ):
+        ours._check_version("5.1.0", older)
+
+
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])
 def test_a_missing_framework_is_a_line_for_pip(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("batchfit.integrations.transformers")]:
