@@ -293,7 +293,7 @@ def _check_effects(
     if head and (
         not computed or made & read - set(parts) or not all(keeps_batch(node, parts) for node in head)
     ):
-        line = effect_line(head[-1])  # the head ends with what keeps it from moving
+        line = effect_line(head[-1]) or head[-1].lineno  # the head ends with what keeps it from moving
         raise _UnchangedError(f"line {line} does something besides computing the loss")
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     asked, seen = read & functions.keys(), set[str]()

@@ -337,6 +337,11 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
         ("loss = net(x).mean()\nloss.backward()", "no optimizer is given the parameters of a model"),
         ("loss.backward()", "loss is not computed in it"),
         ("x = x / 2\nloss = model(x).mean()\nloss.backward()\nprint(x)", "x is changed before backward"),
+        ("loss = model(x).mean()\nx = x.cpu()\nloss.backward()\nprint(x)", "line 8 does something besides"),
+        (
+            "z = x + 1\nx = x.cpu()\nloss = model(z).mean()\nloss.backward()\nprint(x)",
+            "line 8 does something",
+        ),
         ("a = 1; loss = model(x).mean()\nloss.backward()", "share lines"),
         ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
         ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),

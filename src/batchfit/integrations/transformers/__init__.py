@@ -42,8 +42,8 @@ def _check_version(version: str, trainer: type = transformers.Trainer) -> None:
     missing = [name for name in taken_over if name != "found" and not hasattr(trainer, name)]
     if missing:
         raise ImportError(
-            f"batchfit.integrations.transformers was tested with transformers {low} to {high}, and the Trainer "
-            f"of {version} has no {', '.join(sorted(missing))}: pip install 'transformers>={low}'"
+            f"batchfit.integrations.transformers was tested with transformers {low} to {high}, and the "
+            f"Trainer of {version} has no {', '.join(sorted(missing))}: pip install 'transformers>={low}'"
         )
     parts = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if not TESTED[0] <= parts <= TESTED[1]:
