@@ -29,6 +29,7 @@ LAYERS = {
     "batchfit._init_advice": 0,
     "batchfit._init_edits": 0,
     "batchfit._init_effects": 0,
+    "batchfit._init_later": 0,
     "batchfit._init_loop": 0,
     "batchfit._screen": 0,
     "batchfit._scale": 0,

@@ -40,6 +40,7 @@ from batchfit._init_effects import (
     names_in,
     notes_the_loss,
 )
+from batchfit._init_later import read_after
 
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
 _GUIDE = "docs/microbatch.md shows the loop with batchfit.Microbatcher"
@@ -229,14 +230,8 @@ def _changed(
 
 
 def _read_later(scope: ast.AST, loop: ast.For, follows: Sequence[ast.stmt]) -> set[str]:
-    """The names that are read after `backward`, in the loop or around it."""
-    inside = {id(node) for node in ast.walk(loop)}
-    around = {
-        node.id
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
-    }
-    return around | {name for node in follows for name in names_in(node, ast.Load)}
+    """The names that are read after `backward`, in the loop or after it."""
+    return read_after(scope, loop) | {name for node in follows for name in names_in(node, ast.Load)}
 
 
 def _parted(

@@ -344,7 +344,7 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
         ),
         ("a = 1; loss = model(x).mean()\nloss.backward()", "share lines"),
         ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
-        ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),
+        ("model = make()\nloss = model(x).mean()\nloss.backward()", "its model is made in"),
         (
             "net = make()\nopt = SGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
             "its model is made in",
@@ -516,6 +516,62 @@ def test_a_batch_that_is_used_later_goes_to_the_device_as_a_whole(after: str) ->
     first = lines.index("x, y = x.to(device), y.to(device)")
     assert first < lines.index("optimizer.zero_grad()") < lines.index("def loss_of(batch):")
     assert lines.index("return loss") < lines.index("loss = mb.backward(loss_of, (x, y)).loss")
+
+
+BODY = """\
+import torch
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+{first}    for x, y in loader:
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+{rest}"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_read"),
+    [
+        ("    for x, y in other:\n        out = model(x)\n        print(out)\n", False),
+        (
+            "    model.eval()\n    with torch.no_grad():\n        out, _ = model(z), 1\n    print(out)\n",
+            False,
+        ),
+        ("    if epoch:\n        out = 1\n    else:\n        out = 2\n    print(out)\n", False),
+        ("    while epoch:\n        out = f()\n        epoch = g(out)\n", False),
+        ("    [out, *_] = f()\nprint(out)\n", False),
+        ("    out: int = 1\n    print(out)\n", True),  # not told apart from a mere annotation
+        ("    for x, y in other:\n        print(out)\n        out = model(x)\n", True),
+        ("    for x, y in other:\n        out = model(x)\nprint(out)\n", True),  # `other` may be empty
+        ("    if epoch:\n        out = 1\n    print(out)\n", True),
+        ("    out = out + 1\n", True),
+        ("    out += 1\n", True),
+        ("    del out\n", True),
+        ("    try:\n        out = f()\n    finally:\n        print(out)\n", True),
+        ("    out = f(lambda: out)\n", True),
+        ("def later():\n    print(out)\n", True),
+        ("    if epoch:\n        continue\n    out = 1\n    print(out)\n", True),
+        ("    out = 1\n    print(locals(), out)\n", True),
+        ("print([out for out in out])\n", True),
+        ("", False),
+    ],
+)
+def test_what_is_set_again_before_it_is_read_is_another_one(rest: str, is_read: bool) -> None:
+    text = BODY.format(first="", rest=rest)
+    advice = advise(text, file="train.py")
+    assert (advice.text == text) is is_read
+    assert ("out is used after backward" in advice.notes[0]) is is_read
+
+
+@pytest.mark.parametrize(
+    ("first", "is_read"), [("    print(out)\n", True), ("    out = 1\n    print(out)\n", False)]
+)
+def test_what_the_next_epoch_reads_is_read_after_the_loop(first: str, is_read: bool) -> None:
+    text = BODY.format(first=first, rest="")
+    assert (advise(text, file="train.py").text == text) is is_read
 
 
 ACCELERATE = """\
