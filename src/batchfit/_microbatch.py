@@ -374,6 +374,7 @@ class Microbatcher:
             look = self._coverage.look(list(fns.values()), leaves, kind)
             if look is not None and not self._sync.in_step:
                 self._sync.check_reached(modules_held(fns.values()))
+                look = turn.looking(look)
             with self._rewinding(leaves, opened.tables, scaler) as rewind:
                 finish = partial(turn.reserve, rewind, shared)
 

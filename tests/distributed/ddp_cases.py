@@ -709,6 +709,95 @@ def interrupted(rank: int) -> Any:
     return *outcome, elapsed_s
 
 
+def interrupted_in_vote(rank: int) -> Any:
+    """Ctrl-C on rank 1 while it waits for the others' votes on a batch, and lives on."""
+    settled_down()
+    model = DistributedDataParallel(make_model())
+    mb = Microbatcher(model, timeout_s=20)
+    gather = Ranks.gather
+
+    def fn(micro: Any) -> Any:
+        if rank == 0:
+            while not Ranks.current().flagged("rank 1 waits"):
+                time.sleep(0.01)
+        return loss_of(model, micro)
+
+    def waiting(self: Ranks, value: Any, *, doing: str) -> list[Any]:
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            return gather(self, value, doing=doing)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+            self.flag("rank 1 waits")
+
+    mb.backward(lambda micro: loss_of(model, micro), batch_of(rank, 0, 4))
+    if rank == 1:
+        Ranks.gather = waiting  # type: ignore[method-assign]
+    begun = time.monotonic()
+    outcome = outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, 4)))
+    elapsed_s = time.monotonic() - begun
+    digests("nobody ends before")
+    return *outcome, elapsed_s
+
+
+def talkative(rank: int) -> list[Any]:
+    """Functions that talk to other ranks, with unequal microbatches; then one that does not."""
+    settled_down()
+    found = []
+    for sync_ in ("safe", "overlap"):
+        inner, wanted = make_model(), make_model()
+        model = DistributedDataParallel(inner)
+        mb = Microbatcher(model, microbatch_size=4, sync=sync_, timeout_s=20)  # type: ignore[arg-type]
+
+        def logs(micro: Any) -> Any:
+            loss = loss_of(model, micro)  # noqa: B023
+            dist.all_reduce(loss.detach().clone())
+            return loss
+
+        def hooked(micro: Any) -> Any:
+            loss = loss_of(model, micro)  # noqa: B023
+            loss.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
+            return loss
+
+        rows = [8, 3]
+        for fn in (logs, logs):
+            found.append(outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, rows[rank]))))  # noqa: B023
+        found.append(outcome_of(lambda: mb.backward(hooked, batch_of(rank, 0, 4))))  # noqa: B023
+        # One plain step: DDP sorts its buckets in the next forward, and that is no collective of fn's.
+        loss_of(model, batch_of(rank, 0, 4)).backward()
+        model.zero_grad()
+        for step in range(2):
+            mb.backward(lambda m: loss_of(model, m), batch_of(rank, step, rows[rank]))  # noqa: B023
+            loss_of(wanted, joined([batch_of(r, step, rows[r]) for r in range(2)])).backward()
+        found.append(answer(inner, wanted))
+    return found
+
+
+def overlap_misfits(rank: int) -> list[Any]:
+    """Under `overlap` a rank fails before it is agreed how to reduce, or is out of step: then all go on."""
+    settled_down()
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    mb = Microbatcher(model, sync="overlap", timeout_s=20)
+
+    def backward(batch: Any) -> Any:
+        return mb.backward(lambda m: loss_of(model, m), batch).microbatch_sizes
+
+    good, told = batch_of(rank, 0, 4), []
+    for _ in range(2):
+        backward(good)
+    for act in (
+        lambda: backward("no batch" if rank == 1 else good),
+        lambda: backward(good) if rank == 1 else mb.step(optimizer),
+    ):
+        begun = time.monotonic()
+        told.append([*outcome_of(act), time.monotonic() - begun])
+        told.append(outcome_of(lambda: backward(good)))
+    return told
+
+
 def killed(rank: int, how: str) -> Any:
     """Rank 1 dies or hangs in its second batch, or in the reduction, or fails there by itself."""
     settled_down()

@@ -40,7 +40,7 @@ from batchfit._torch.collectives import (
     is_lost_connection,
     recording,
 )
-from batchfit._torch.coverage import _code
+from batchfit._torch.coverage import Look, _code
 from batchfit._torch.device import Device
 from batchfit._torch.feed import feed
 from batchfit._torch.ranks import Ranks
@@ -167,6 +167,10 @@ class Turn:
 
     def overlaps(self, rewind: Rewind, leaves: Sequence[torch.Tensor], weigh: Any) -> bool:
         return False
+
+    def looking(self, look: Look) -> Look:
+        """What a function sends is recorded before it runs."""
+        return look
 
     def watching(self, watch: Watch) -> Watch:
         """Who is told of each microbatch."""
@@ -366,11 +370,11 @@ class Turn:
 
     def gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told, and nobody waits for it."""
-        if not self._awaited:
-            return
-        text = f"{type(error).__name__}: {error}"[:500]
-        if not isinstance(error, Exception):
+        text = f"{type(error).__name__}: {error}"[:500].rstrip(": ")
+        if not isinstance(error, Exception):  # Ctrl-C comes at any time, also while this rank waits in a vote
             self._all.ranks.leave(text)
+            return
+        if not self._awaited:
             return
         try:
             self._agree(Offer(error=text))

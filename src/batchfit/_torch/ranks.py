@@ -241,11 +241,13 @@ class _Meeting:
             self._missing = _Missing((self.rank,), "what comes next", timeout_s, _has_left(self.rank, why))
             unsettled, room = self._unsettled, self._next_room()
             try:
-                if self.rank != 0:
+                # After a Ctrl-C while we waited our entry is there, and the others may be waiting still.
+                if unsettled is not None:
+                    self._publish(unsettled, self._missing.to_json())
+                if self.rank == 0:
+                    self._publish(room, self._missing.to_json())
+                else:
                     self._store.set(f"{room}/{self.rank}", json.dumps({"left": why}))
-                    return
-                for place in filter(None, (unsettled, room)):
-                    self._publish(place, self._missing.to_json())
             except RuntimeError:
                 return  # the others cannot be told: they find out by their time-out
 

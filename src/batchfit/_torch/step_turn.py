@@ -59,10 +59,10 @@ class StepTurn:
     def _gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told."""
         text = f"{type(error).__name__}: {error}"[:500]
-        if self._phase == "over":
-            return
         if self._phase == "moving" or not isinstance(error, Exception):
             self._ranks.leave(text)
+            return
+        if self._phase == "over":
             return
         try:
             self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))

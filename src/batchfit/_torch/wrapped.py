@@ -133,6 +133,10 @@ class Wrapped:
                     "sync='safe' does in either case"
                 )
 
+    def arranged(self) -> int:
+        """How many of them have sorted their buckets anew, which is a collective in a forward."""
+        return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in self._models)
+
     def settle_buckets(self) -> None:
         """DDP sorts its buckets anew once, in the forward after the first batch that it reduced.
 
