@@ -552,7 +552,7 @@ def failures(rank: int) -> list[Any]:
 
     def fn(m: Any) -> torch.Tensor:
         if rank == 1 and how == "bug":
-            raise KeyError("a bug of mine")
+            raise OSError("a bug of mine: the database timed out")
         out = model(m["x"])
         if rank == 1 and how == "hook":
             out.register_hook(lambda _: 1 / 0)

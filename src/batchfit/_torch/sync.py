@@ -214,8 +214,8 @@ class Turn:
         sent = sum(begun_since(self._before).values())
         if sent:
             raise CollectivesError(
-                f"fn talks to other ranks (collectives in its first microbatch: {sent}). A rank that runs out "
-                "of memory and tries again, or that has other microbatches than the rest, would leave them "
+                f"fn talks to other ranks (collectives in its first microbatch: {sent}). A rank that runs "
+                "out of memory and tries again, or has other microbatches than the rest, would leave them "
                 "waiting. Reduce metrics after backward, from report.loss; layers that talk in forward "
                 "(tensor, expert or pipeline parallelism) cannot run in microbatches under DDP"
             )
