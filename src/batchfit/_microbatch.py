@@ -188,6 +188,8 @@ class Microbatcher:
         self._sync: Together | Sharded | Alone = together(
             modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s
         )
+        if isinstance(self._sync, Sharded):
+            self._sizing.shards = self._sync.ranks.world_size
         if noise is not None and self._sync.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
@@ -343,7 +345,10 @@ class Microbatcher:
         return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
+        """Take over what was learned; on another device or budget it is learned anew, and that is logged.
+
+        Under FSDP2 with another number of ranks too: each then holds other shards.
+        """
         if self._sizing.load_state_dict(state):
             self._packing.load(state.get("ragged", {}))
         else:

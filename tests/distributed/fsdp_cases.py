@@ -590,6 +590,24 @@ def outcome_of(call: Callable[[], Any]) -> list[str]:
     return ["value", ""]
 
 
+def learned_elsewhere(rank: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run learns, and what one that begins with it knows: with other shards, nothing."""
+    settled_down()
+    model, events = shard(make_model()), []
+    mb = Microbatcher(model, timeout_s=20, on_event=lambda event: events.append(event.kind))
+    if state is not None:
+        mb.load_state_dict(state)
+    known = bool(mb.state_dict()["learned"]["shapes"])
+
+    def fn(m: Any) -> torch.Tensor:
+        if state is None and len(m["x"]) > 2:
+            raise simulated_oom("cuda")
+        return loss_of(model, m)
+
+    mb.backward(fn, batch_of(rank, 0, 4))
+    return {"state": mb.state_dict(), "known": known, "relearned": events.count("relearned")}
+
+
 def unresettable(rank: int, how: str) -> Any:
     """A torch that cannot put FSDP2 at rest, or where doing it again is wrong: an error on all ranks."""
     settled_down()

@@ -217,3 +217,10 @@ def test_soak_is_the_run_without_faults(steps: int) -> None:
     for told in answers:
         assert told["error"] < 1e-10
         assert told["same"]
+
+
+def test_sizes_of_another_number_of_shards_are_learned_anew() -> None:
+    learned = values(run_ranks(cases.learned_elsewhere, world_size=2, args=(None,)))[0]["state"]
+    for world_size in (2, 1):
+        for told in values(run_ranks(cases.learned_elsewhere, world_size=world_size, args=(learned,))):
+            assert (told["known"], told["relearned"]) == ((True, 0) if world_size == 2 else (False, 1))
