@@ -383,6 +383,25 @@ def exact_misuse(rank: int, world_size: int) -> Any:
     return told, answer(inner, wanted)
 
 
+def exact_zero(rank: int, world_size: int) -> Any:
+    """An optimizer whose step sends is refused on all ranks; its own step is what it always was."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    inner, wanted = make_model(), make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.AdamW, lr=1e-2)
+    mb = Microbatcher(model, microbatch_size=3)
+    mb.backward(lambda m: loss_of(model, m), batch_of(rank, 0, 4 + rank))
+    told = outcome_of(lambda: mb.step(optimizer))
+    loss_of(wanted, joined([batch_of(r, 0, 4 + r) for r in range(world_size)])).backward()
+    found = answer(inner, wanted)
+    optimizer.step()
+    torch.optim.AdamW(wanted.parameters(), lr=1e-2).step()
+    pairs = zip(inner.parameters(), wanted.parameters(), strict=True)
+    found["error"] = max(found["error"], *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return told, found
+
+
 def half_quiet(rank: int, model: Any, mb: Microbatcher, fn: Any) -> None:
     with model.no_sync() if rank == 0 else nullcontext():
         mb.backward(fn, batch_of(rank, 0, 4))
@@ -587,6 +606,7 @@ EXACT = (
     exact_branches,
     exact_models,
     exact_scaler,
+    exact_zero,
     exact_map,
 )
 

@@ -94,6 +94,7 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
             told["exact_branches"],
             *told["exact_models"],
             told["exact_scaler"],
+            told["exact_zero"][1],
         ):
             assert one["same"], one
             assert one["error"] < 1e-10, one
@@ -129,6 +130,9 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
         # gradients once a batch, and buffers of two types, as DDP would
         assert branches["seen"] == ["all_reduce", "broadcast", "broadcast"] * 2
         assert told["exact_scaler"]["scales"] == [64.0, 32.0, 32.0, 32.0]
+        kind, text = told["exact_zero"][0]
+        assert kind == "BatchfitError"
+        assert "ZeroRedundancyOptimizer sends parameters" in text
         assert told["exact_map"] == [True, True, True]
 
 
