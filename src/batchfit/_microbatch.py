@@ -30,7 +30,8 @@ from batchfit._torch.attempt import attempt, recover, twice
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.coverage import Coverage, modules_held
 from batchfit._torch.device import CudaDevice, Device, check_budget, resolve_device
-from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
+from batchfit._torch.in_step import Work, sample_of
+from batchfit._torch.lockstep import Sharded, code_of
 from batchfit._torch.lockstep import Turn as InStep
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
