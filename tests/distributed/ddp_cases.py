@@ -983,6 +983,35 @@ def overlap(rank: int) -> Any:
     return found
 
 
+def overlap_thawed(rank: int) -> list[Any]:
+    """Parameters are thawed and frozen between batches, after DDP was made: it does not hear of that."""
+    settled_down()
+    found = []
+    for late in (False, True):
+        inner, wanted = make_model(), make_model()
+        parts: list[Any] = [inner[0], wanted[0]]  # type: ignore[index]
+        for one in parts:
+            one.requires_grad_(False)
+        model = DistributedDataParallel(inner)
+        if late:
+            parts[0].requires_grad_(True)
+        mb = Microbatcher(model, sync="overlap", timeout_s=20)
+        parts[0].requires_grad_(False)
+        ours = []
+        for step in range(6):
+            for one in parts:
+                one.requires_grad_(step in (2, 3))
+            for one in (model, wanted):
+                one.zero_grad()
+            with counted_collectives() as seen:
+                mb.backward(lambda m: loss_of(model, m), batch_of(rank, step, 4))  # noqa: B023
+            ours.append(len(seen))
+            loss_of(wanted, joined([batch_of(r, step, 4) for r in range(2)])).backward()
+            found.append(answer(inner, wanted))
+        found[-1]["ours"] = ours
+    return found
+
+
 def overlap_fails(rank: int, how: str) -> Any:
     """Rank 1 runs out, or has a bug, in a batch that is reduced while it runs."""
     settled_down()

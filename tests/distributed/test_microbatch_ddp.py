@@ -226,6 +226,15 @@ def test_overlap_is_exact() -> None:
         assert [one["ours"] for one in told if "ours" in one] == [plain, views, plain]
 
 
+def test_overlap_reduces_what_ddp_was_not_told_of() -> None:
+    for told in values(run_ranks(cases.overlap_thawed, world_size=2, timeout_s=60)):
+        for one in told:
+            assert one["same"], one
+            assert one["error"] < 1e-10, one
+        # our own reduction where other parameters get gradients than when DDP was made
+        assert [one["ours"] for one in told if "ours" in one] == [[1, 0, 1, 1, 0, 0], [1] * 6]
+
+
 SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "bug", "unwrapped")]
 
 

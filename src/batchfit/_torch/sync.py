@@ -280,7 +280,8 @@ class Turn:
         viewed = everybody.wrapped.views and any(old is not None for old in rewind.old)
         weight = 0.0
         waits = any(everybody.waits(leaf, old) for leaf, old in pairs)
-        if weigh is not None and self.syncs and not (viewed or waits):
+        ready = self.syncs and everybody.wrapped.reduce_all(leaves)
+        if weigh is not None and ready and not (viewed or waits):
             with suppress(Exception):  # it comes again where all are told of it
                 weight = weigh()
         weights = self._ask_how("", weight)
