@@ -79,16 +79,21 @@ class Meeting:
         self._lock = threading.Lock()
 
     def exchange(
-        self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]] = tuple
+        self,
+        entry: str,
+        doing: str,
+        timeout_s: float,
+        ended: Callable[[], Sequence[int]] = tuple,
+        or_leave: str = "",
     ) -> list[dict[str, Any]]:
-        """Every rank's entry, in the order of the ranks."""
+        """Every rank's entry, in the order of the ranks; `or_leave`: why this rank leaves if not all come."""
         with self._lock:
             if self._missing is not None:
                 raise self._missing.error()
             if self._store is None:
                 raise BatchfitError("the process group of these ranks has ended. Call Ranks.current() again.")
             try:
-                verdict = self._meet(entry, doing, timeout_s, ended)
+                verdict = self._meet(entry, doing, timeout_s, ended, or_leave)
             except RuntimeError as error:  # what a torch store raises once it cannot be reached
                 self._missing = self._store_lost(error, doing, timeout_s, ended)
                 raise self._missing.error() from error
@@ -187,7 +192,7 @@ class Meeting:
         return f"batchfit/{self._generation}/{number}"
 
     def _meet(
-        self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]]
+        self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]], or_leave: str
     ) -> dict[str, Any]:
         """Write our entry, wait for the verdict (rank 0: for all entries), delete what all have read."""
         store = self._store
@@ -222,7 +227,10 @@ class Meeting:
                 room, _Missing(gone, doing, timeout_s, f"{name_of(gone)}: the process has ended").to_json()
             )
         elif not came:
-            verdict = self._publish(room, _Missing(absent or (0,), doing, timeout_s).to_json())
+            missing = _Missing(absent or (0,), doing, timeout_s)
+            if or_leave:
+                missing = _Missing((self.rank,), doing, timeout_s, _has_left(self.rank, or_leave))
+            verdict = self._publish(room, missing.to_json())
         elif complete:
             verdict = self._publish(room, _collected(store.multi_get(entries), doing, timeout_s))
         else:

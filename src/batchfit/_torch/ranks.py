@@ -68,6 +68,17 @@ class Ranks:
         """What each rank holds, in the order of the ranks. It travels as JSON: a tuple becomes a list."""
         return self._exchange("gather", value, doing)
 
+    def gather_or_leave(self, value: object, *, doing: str, within_s: float, why: str) -> list[Any]:
+        """`gather` for a rank that cannot go on: those who do not come in time hear why it has left.
+
+        They may be waiting for it in a collective, and are not the ones to be named.
+        """
+        if self._meeting is None:
+            return self.gather(value, doing=doing)
+        entry = json.dumps({"call": "gather", "doing": doing, "value": value})
+        limit_s = min(within_s, self.timeout_s)
+        return _in_step(self._meeting.exchange(entry, doing, limit_s, or_leave=why))
+
     def any(self, flag: bool, *, doing: str) -> bool:
         """True on all ranks if it is true on one."""
         if not isinstance(flag, bool):
