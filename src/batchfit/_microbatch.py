@@ -28,6 +28,7 @@ from batchfit._torch.batch_map import map_batch
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.batch_run import run_batch
 from batchfit._torch.device import Device, check_budget, resolve_device
+from batchfit._torch.lockstep import Sharded
 from batchfit._torch.packing import Packing
 from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.rewind import leaves_of
@@ -147,6 +148,8 @@ class Microbatcher:
             padding_side=padding_side,
         )
         self._sync = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
+        if isinstance(self._sync, Sharded):
+            self._sizing.shards = self._sync.ranks.world_size
         if noise is not None and self._sync.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
@@ -299,7 +302,10 @@ class Microbatcher:
         return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
+        """Take over what was learned; on another device or budget it is learned anew, and that is logged.
+
+        Under FSDP2 with another number of ranks too: each then holds other shards.
+        """
         before = self._sizing.learned
         try:
             if self._sizing.load_state_dict(state):
