@@ -63,6 +63,7 @@ LAYERS = {
     "batchfit._loader": 2,
     "batchfit._sweep": 2,
     "batchfit._sweep_asked": 2,
+    "batchfit._sweep_named": 2,
     "batchfit._sweep_run": 2,
     "batchfit._sweep_child": 2,
     "batchfit._sweep_worker": 2,

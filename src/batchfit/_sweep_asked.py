@@ -17,9 +17,10 @@ from batchfit._decide.grid import Entry, GridError, did_you_mean, plan
 from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
+from batchfit._sweep_named import Named, loaded
 from batchfit._sweep_result import OWN_COLUMNS
 from batchfit._sweep_run import SEED, Job, Settings, wanted_knobs
-from batchfit._target import load_function, parse_target, source_line
+from batchfit._target import source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload
 
@@ -88,7 +89,7 @@ def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> Esti
     if isinstance(spec, Mapping):
         return estimate_of(spec, names)
     if isinstance(spec, str):
-        return NamedEstimate(spec)
+        return Named(spec)
     if not callable(spec):
         raise TypeError(
             "estimate must be a callable estimate(configuration, batch_size), a mapping of knobs, 'predict' "
@@ -96,19 +97,6 @@ def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> Esti
         )
     function: EstimateFunction = spec
     return function
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NamedEstimate:
-    """A user's function by its target."""
-
-    text: str
-
-    def __call__(self, configuration: Mapping[str, Any], batch_size: int) -> int:
-        function: Any = load_function(parse_target(self.text))
-        size: int = function(configuration, batch_size)
-        return size
 
 
 def _check_settings(settings: Settings) -> None:
@@ -135,15 +123,14 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _check_functions(factory: Any, names: tuple[str, ...], measure: Any) -> None:
-    function: Any = load_function(parse_target(factory)) if isinstance(factory, str) else factory
+    function: Any = loaded(factory)
     if not callable(function) or isinstance(function, Workload):
         raise TypeError(
             "factory must be a callable factory(**knobs) that returns a workload, or a target that names "
             f"one, not {factory!r}"
         )
     check_takes(function, names)
-    if isinstance(measure, str):
-        measure = load_function(parse_target(measure))
+    measure = loaded(measure)
     if measure is None:
         return
     if not callable(measure):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import inspect
 import json
 import logging
@@ -33,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -46,8 +47,9 @@ from batchfit._failure import last_users_line
 from batchfit._find import find_batch_size
 from batchfit._predict import predict_batch_size
 from batchfit._sweep_log import OnEvent, SweepEvent
+from batchfit._sweep_named import in_full, loaded
 from batchfit._sweep_result import OWN_COLUMNS, Stage, SweepRecord
-from batchfit._target import load_function, make_workload, parse_target
+from batchfit._target import make_workload, parse_target
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
 from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
@@ -97,6 +99,12 @@ class Job:
     def run(self, configuration: Configuration, on_event: OnEvent | None = None) -> SweepRecord:
         """The record of one configuration."""
         return run_configuration(self.factory, configuration, self.settings, on_event=on_event)
+
+    def in_full(self) -> Job:
+        """The same job for a process with another current folder."""
+        settings = self.settings
+        named = {name: in_full(getattr(settings, name)) for name in ("measure", "estimate")}
+        return Job(in_full(self.factory), replace(settings, **named))
 
 
 class Engine(Protocol):
@@ -167,6 +175,10 @@ class _Course:
 @contextmanager
 def _own_random(configuration: Configuration) -> Iterator[None]:
     """Inside, the random numbers of this configuration; afterwards those of the program go on."""
+    if "numpy" in sys.modules:
+        # `numpy.random` is loaded when it is first looked at. Looked at only by the user's code, it would be
+        # seeded by the clock, and the first configuration of every process would have numbers of its own.
+        importlib.import_module("numpy.random")
     before = global_states()
     digest = hashlib.sha256(f"{SEED}:{key_of(configuration)}".encode()).digest()
     seed = int.from_bytes(digest[:4], "big")  # NumPy takes 32 bits
@@ -197,8 +209,12 @@ def run_configuration(
     ambient = sys.exception()
     try:
         course.tell("begin")
+        # Before the search: a measure that cannot be found must not cost one. And before random numbers are
+        # the configuration's own: what a module draws when it is loaded is drawn once in a process.
+        make, measure = loaded(factory), loaded(settings.measure)
+        loaded(settings.estimate)
         with _own_random(configuration):
-            _run(factory, settings, course)
+            _run(partial(_made, factory, make, configuration), measure, settings, course)
     except _ListenerRaised:
         pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
@@ -240,12 +256,10 @@ def _told(error: BaseException, course: _Course, ambient: BaseException | None) 
     }
 
 
-def _run(factory: Callable[..., object] | str, settings: Settings, course: _Course) -> None:
-    work = _made(factory, course.configuration)
+def _run(make: Callable[[], Workload], measure: Measure | None, settings: Settings, course: _Course) -> None:
+    work = make()
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=_A_DAY_S)
-    # Loaded before the search: a measure that cannot be found must not cost one.
-    measure = _loaded_measure(settings.measure)
     course.stage = "search"
     course.device = resolve_device(settings.device, near=(*work.state, work.model))
     course.known.update(
@@ -286,19 +300,10 @@ def _model(device: Device) -> str:
     return device.name.partition(":")[0]
 
 
-def _made(factory: Callable[..., object] | str, configuration: Configuration) -> Workload:
-    if isinstance(factory, str):
-        target = parse_target(factory)
-        return make_workload(target, partial(load_function(target), **configuration))
-    return as_workload(factory(**configuration))
-
-
-def _loaded_measure(measure: Measure | str | None) -> Measure | None:
-    if not isinstance(measure, str):
-        return measure
-    function: Any = load_function(parse_target(measure))
-    loaded: Measure = function
-    return loaded
+def _made(given: Callable[..., object] | str, make: Any, configuration: Configuration) -> Workload:
+    if isinstance(given, str):
+        return make_workload(parse_target(given), partial(make, **configuration))
+    return as_workload(make(**configuration))
 
 
 def _start(work: Workload, settings: Settings, course: _Course) -> tuple[int | None, int | None]:

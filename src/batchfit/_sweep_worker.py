@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from batchfit._decide.grid import Entry
-from batchfit._sweep_asked import NamedEstimate
 from batchfit._sweep_child import MODULE, packed, unpacked
 from batchfit._sweep_log import SweepEvent
+from batchfit._sweep_named import Named
 from batchfit._sweep_result import Stage, SweepRecord
 from batchfit._sweep_run import Job
-from batchfit._target import load_function, parse_target
 from batchfit._torch import child as child_side
 from batchfit._torch.isolate import ending_text
 from batchfit._torch.process import Child, Silent
@@ -40,17 +39,6 @@ class Death:
 
     text: str
     started: bool
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A factory of the program's main file, by its target: a child has another main module."""
-
-    text: str
-
-    def __call__(self, **knobs: Any) -> object:
-        return load_function(parse_target(self.text))(**knobs)
 
 
 @final
@@ -141,7 +129,7 @@ def portable(job: Job) -> str:
         settings = replace(settings, measure=target)
     target = _target("estimate", settings.estimate)
     if target:
-        settings = replace(settings, estimate=NamedEstimate(target))
+        settings = replace(settings, estimate=Named(target))
     for name, part in (("factory", factory), ("measure", settings.measure), ("estimate", settings.estimate)):
         try:
             packed(part)

@@ -27,6 +27,7 @@ from batchfit import SweepEvent, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
 from batchfit._sweep_asked import _plain
+from batchfit._sweep_named import Named
 from batchfit._sweep_run import Job, Settings, here, run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
@@ -739,6 +740,16 @@ def test_a_job_travels_and_gives_the_same_record() -> None:
     again = run_configuration(job.factory, configuration, job.settings)
     keep = {"exclude": {"elapsed_s", "find_s", "trials"}}
     assert again.model_dump(**keep) == record.model_dump(**keep)  # type: ignore[arg-type]
+
+
+def test_a_job_in_full_names_its_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job("here.py:make", Settings(batch_size=4, measure="pkg.there:measure", estimate=Named("x/e.py:f")))
+    whole = job.in_full()
+    assert whole.factory == f"{tmp_path.resolve()}/here.py:make"
+    assert whole.settings.measure == "pkg.there:measure"
+    assert whole.settings.estimate == Named(f"{tmp_path.resolve()}/x/e.py:f")
+    assert whole.in_full() == whole
 
 
 def test_an_engine_in_any_order_gives_the_same_result() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,35 @@ def test_what_children_print_and_say_comes_out_here(capsys: pytest.CaptureFixtur
     assert kinds[0] == ("begin", 1)
     assert [kind for kind, number in kinds if number == 2][-2:] == ["using", "record"]
     assert [one.estimate for one in result.records] == [2, 2]
+
+
+DRAWING = """
+import numpy
+import torch
+
+torch.rand(3)  # once in a process, and no part of any configuration
+
+def make(number):
+    return lambda batch_size: torch.rand(batch_size)
+
+def measure(workload, size):
+    return {"numpy": numpy.random.rand(), "torch": torch.rand(()).item()}
+"""
+
+
+def test_random_numbers_are_those_of_the_configuration_in_a_new_process(tmp_path: Path) -> None:
+    """There `numpy.random` and the user's module are loaded for the first time."""
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    targets_there = [f"{tmp_path}/drawing.py:{name}" for name in ("make", "measure")]
+    measured = []
+    for devices in (None, "cpu"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step has no state to declare
+            result = batchfit.sweep(
+                targets_there[0], {"number": [1]}, measure=targets_there[1], devices=devices, **QUICK
+            )
+        measured.append(result.at(number=1).measures)
+    assert measured[0] == measured[1] != {}
 
 
 @pytest.mark.parametrize(
