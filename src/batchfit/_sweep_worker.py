@@ -3,7 +3,7 @@
 Rules:
 - A child that ends without an answer is a `Death`, with how it ended; who asked decides what then.
 - The functions of a job are found again by name in a child: what no other process can import is refused, with
-  its name, before any process is started.
+  its name, before any process is started. What a child cannot load all the same ends the sweep.
 - What a child prints goes through this process' own streams, so that a picture on the terminal makes way.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
+import pickletools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -77,6 +79,11 @@ class Worker:
                 yield Death(text, self._started)
             elif message["kind"] == "started":
                 self._started = True
+            elif message["kind"] == "unloadable":
+                raise BatchfitError(
+                    f"a child process of the sweep cannot load its functions: {message['text']}. They must "
+                    "stand at the top of a module that it can import, or be named as 'file.py:function'"
+                )
             elif message["kind"] == "event":
                 event: SweepEvent = unpacked(message["event"])
                 self.stage = _STAGES.get(event.kind, "search")
@@ -132,9 +139,12 @@ def portable(job: Job) -> str:
         settings = replace(settings, estimate=Named(target))
     for name, part in (("factory", factory), ("measure", settings.measure), ("estimate", settings.estimate)):
         try:
-            packed(part)
+            pickled = pickle.dumps(part)
         except Exception as error:  # noqa: BLE001  pickling fails with errors of many types
             raise TypeError(_refusal(name, part, f": {type(error).__name__}: {error}")) from None
+        # An object of the main module, or with a function of it inside: `_target` knows functions only.
+        if any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
+            raise TypeError(_refusal(name, part, " with something of the main module in it"))
     return packed(Job(factory, settings))
 
 

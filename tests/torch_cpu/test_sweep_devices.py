@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import signal
 import subprocess
@@ -172,6 +173,33 @@ def test_what_no_process_could_run_is_refused(change: dict[str, Any], text: str)
     with pytest.raises((TypeError, ValueError)) as caught:
         batchfit.sweep(factory, knobs, **asked)
     assert str(caught.value).startswith(text), caught.value
+
+
+def of_main(value: Any) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("given", ["factory", "estimate"])
+def test_what_is_of_the_main_module_inside_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child has another main module: it would die of it, at every configuration."""
+    monkeypatch.setattr(of_main, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    whole = functools.partial(targets.whoami, label=of_main) if given == "factory" else targets.whoami
+    estimate = {"number": of_main} if given == "estimate" else None
+    with pytest.raises(TypeError, match=rf"^{given} must be .* with something of the main module in it$"):
+        batchfit.sweep(whole, {"number": [1]}, estimate=estimate, devices="cpu", **QUICK)
+
+
+def test_what_a_child_cannot_load_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no configuration is recorded as failed for it."""
+    (tmp_path / "only_here.py").write_text("def make(number): return lambda batch_size: None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    make = importlib.import_module("only_here").make
+    (tmp_path / "only_here.py").write_text("1 / 0\n")
+    file = tmp_path / "out.json"
+    with pytest.raises(BatchfitError, match=r"cannot load its functions: .*Error"):
+        batchfit.sweep(make, {"number": [1, 2]}, devices="cpu", output=file, **QUICK)
+    assert not file.exists()
 
 
 def test_no_engine_of_ones_own_choice_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
