@@ -181,18 +181,22 @@ class SweepResult(Result):
         write_whole(Path(path), stream.getvalue())
 
     def to_dataframe(self) -> Any:
-        """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials."""
+        """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials.
+
+        A knob or a measure that is called like one of these columns stands there in its place.
+        """
         try:
             import pandas  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             raise ImportError("pip install pandas to use SweepResult.to_dataframe") from None
         rows = [
             {
-                **record.row,
                 "samples_per_s": record.samples_per_s,
                 "peak_bytes": record.peak_bytes,
                 "trials": len(record.trials),
                 "elapsed_s": record.elapsed_s,
+                **dict.fromkeys(self.columns),
+                **record.row,
             }
             for record in self.records
         ]
