@@ -169,9 +169,12 @@ def sweep(
 class Keeper:
     """The file of a sweep while it runs, and the records in it; without a path, the records alone."""
 
-    def __init__(self, asked: Asked, path: Path | None, records: Sequence[SweepRecord] = ()) -> None:
+    def __init__(
+        self, asked: Asked, path: Path | None, records: Sequence[SweepRecord] = (), *, stale: bool = False
+    ) -> None:
         self.asked = asked
         self.path = path
+        self.stale = stale  # the file still holds what this sweep replaces
         self.records = list(records)
         self.resumed = len(self.records)
         self._told_of_device = False
@@ -205,13 +208,15 @@ class Keeper:
             raise ValueError(f"output must be a file in a folder that exists, not {str(path)!r}")
         stack.enter_context(used_alone(path))
         if not path.exists() or overwrite:
-            return cls(asked, path)
+            return cls(asked, path, stale=path.exists())
         if not resume:
             raise ResultFileError(
                 f"{path} is there already, and nothing was run. Go on with it (resume), replace it "
                 "(overwrite), or name another file"
             )
-        return cls(asked, path, _kept(path, asked, retry_failed=retry_failed))
+        before = _kept(path, asked)
+        kept = [record for record in before if not (retry_failed and record.error is not None)]
+        return cls(asked, path, kept, stale=len(kept) < len(before))
 
     def share(self, ranks: Ranks) -> None:
         """All ranks hold what rank 0 has found in the file; in one process there is nothing to do."""
@@ -260,10 +265,16 @@ class Keeper:
             stacklevel=3,
         )
 
+    def begun(self) -> None:
+        """Something runs: from now on the file is this sweep's, and one that is stopped is resumed as it is."""
+        if self.stale:
+            self.save()
+
     def save(self) -> None:
         """Write the file, whole."""
         if self.path is not None:
             write_whole(self.path, self.result().to_json() + "\n")
+        self.stale = False
 
     def result(self) -> SweepResult:
         """The sweep as it is now."""
@@ -289,7 +300,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
+def _kept(path: Path, asked: Asked) -> Sequence[SweepRecord]:
     """The records of an earlier run of the same sweep."""
     try:
         before = SweepResult.from_json(path.read_text(encoding="utf-8"))
@@ -309,7 +320,7 @@ def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
             f"({'; '.join(strange[:4])}{'; ...' if len(strange) > 4 else ''}). Use the same "
             "knobs, or another file"
         )
-    return [record for record in before.records if not (retry_failed and record.error is not None)]
+    return before.records
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -344,6 +355,7 @@ def run_sweep(
     """Run what waits on an engine; each record is in the file before anyone is told of it."""
 
     def pass_on(event: SweepEvent) -> None:
+        keeper.begun()
         # A record is told once it is kept, which the engine does not see.
         if event.kind != "record":
             tell(event, on_event)

@@ -27,6 +27,7 @@ from batchfit._cli.sweep import SweepFlags, sweep_file
 from batchfit._cli.sweep_file import NEEDED, OPTIONAL, SweepFile
 from batchfit._cli.sweep_table import Lines, Pace, Table
 from batchfit._decide.grid import plan
+from batchfit._sweep_run import Job
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -307,6 +308,32 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     )
     assert len(SweepResult.from_json((project / "sweep-results.json").read_text()).records) == 1
     assert "1 of 3 configurations" in capsys.readouterr().out
+
+
+def test_what_is_replaced_is_not_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of another day is there, and Ctrl-C comes before the first record."""
+    old = SweepResult(planned=1, settings={"of": "another day"}).to_json()
+    (project / "sweep-results.json").write_text(old)
+    failed = refused("knobs.most=[99, 5]", overwrite=True)
+    assert failed.text.endswith("--set 'knobs.most=[99, 5]' --resume")
+    assert SweepResult.from_json((project / "sweep-results.json").read_text()).planned == 2
+    assert refused("knobs.most=[99, 5]", resume=True).text == failed.text
+
+
+def test_a_file_that_was_not_touched_yet_is_not_called_saved(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that says nothing before its first record, such as Ray's."""
+
+    def stopped(self: Job, configuration: Any, on_event: Any = None) -> SweepRecord:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "run", stopped)
+    (project / "sweep-results.json").write_text("mine")
+    failed = refused(overwrite=True)
+    assert failed.text.endswith("3 of 3 configurations are left: batchfit sweep sweep.yaml --overwrite")
+    assert "saved" not in capsys.readouterr().out
+    assert (project / "sweep-results.json").read_text() == "mine"
 
 
 # The screen
