@@ -266,7 +266,7 @@ class Keeper:
         )
 
     def begun(self) -> None:
-        """Something runs: from now on the file is this sweep's, and one that is stopped is resumed as it is."""
+        """Something runs: from now on the file is this sweep's, and a resume goes on with that."""
         if self.stale:
             self.save()
 
