@@ -9,8 +9,9 @@ Rules:
   and the program's own are put back after it.
 - A listener (`on_event`) that raises is not the user's configuration failing: the sweep ends with that error,
   and the configuration has no record.
-- A measurement that runs out of memory is tried again at a smaller size, and the record names the sizes. An
-  error that may mean something else counts as that only if a smaller size runs.
+- A measurement that runs out of memory is tried again at a smaller size, with state and random numbers as the
+  first call had them, and the record names the sizes. An error that may mean something else counts as that
+  only if a smaller size runs.
 - Where several ranks run a configuration together, they begin with the same size and go down together; the
   search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
 - When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
@@ -55,6 +56,7 @@ from batchfit._torch.attempt import recover
 from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
 from batchfit._torch.ranks import Ranks, join_launched
 from batchfit._torch.rng import global_states
+from batchfit._torch.snapshot import Snapshot
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -367,6 +369,7 @@ def _measure(
     device = course.device
     assert device is not None
     asking = partial(measure, **wanted_knobs(measure, course.configuration))
+    before = Snapshot.take(work.state)
     verdicts = set[str]()
     while True:
         sizes.append(size)
@@ -388,6 +391,9 @@ def _measure(
             assert measured is not None
             course.known["measures"] = _checked(measured, course.configuration)
             return
+        # What ran before it ran out is undone: the next call measures what the factory made, too.
+        before.restore()
+        recover(device)
         lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size - max(1, size // 10))])
         course.tell("measure_oom", size=lower, before=size)
         size = lower

@@ -189,6 +189,30 @@ def test_what_a_failed_measurement_held_is_gone_before_the_next() -> None:
     assert calls == [*record.measure_sizes]
 
 
+def test_a_measurement_that_is_called_again_has_what_the_first_call_had() -> None:
+    """What it had trained, drawn and counted before it ran out is undone."""
+    seen = []
+
+    def make(width: int) -> Workload:
+        model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        optimizer = torch.optim.Adam(model.parameters())
+        return batchfit.training(model, optimizer, lambda m, b: m(b).square().mean(), torch.ones(4, width))
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        model: Any = workload.model
+        state = [one.tolist() for one in model.state_dict().values()]
+        seen.append((state, [one.grad for one in model.parameters()], model.training, torch.rand(()).item()))
+        workload.step(size)
+        model.eval()
+        if size > 5:
+            raise simulated_oom()
+        return {}
+
+    record = sweep(make, {"width": [3]}, batch_size=8, measure=measure).at(width=3)
+    assert record.measure_sizes == (8, 6, 4)
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_a_measurement_goes_down_to_a_size_that_ran() -> None:
     """grow has run 9 and 14 before 16: 14 is tried before 0.8 x 16."""
     measure = lambda workload, size: {"ok": 1} if size <= 14 else torch.ones(2**40)  # noqa: E731
