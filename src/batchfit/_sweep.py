@@ -51,6 +51,7 @@ def sweep(
     *,
     mode: Literal["grid", "zip"] = "grid",
     batch_size: int | None = 64,
+    min_size: int = 1,
     auto: bool = True,
     estimate: EstimateSpec | None = None,
     measure: Measure | str | None = None,
@@ -89,6 +90,8 @@ def sweep(
         knobs: the values of each knob, all of them combined; or a list of configurations.
         mode: "zip" takes the first value of each knob, then the second, and so on.
         batch_size: the largest size to use, and with `auto=False` the one to use; None: as many as fit.
+        min_size: the smallest size to try, in a search and in a measurement that goes down: 2 for a model
+            that cannot train on one sample (BatchNorm over samples alone).
         auto: find a size for each configuration; False: use `batch_size` for all, confirmed by one trial.
         estimate: where a search begins: `estimate(configuration, batch_size) -> int`, or for each knob a
             table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
@@ -123,6 +126,7 @@ def sweep(
     """
     settings = Settings(
         batch_size=batch_size,
+        min_size=min_size,
         auto=auto,
         strategy=strategy,
         attempts=attempts,

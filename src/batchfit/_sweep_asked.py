@@ -70,7 +70,7 @@ class Asked:
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),
         }
-        plain = ("batch_size", "auto", "strategy", "attempts", "tolerance", "steps", "soak_steps")
+        plain = ("batch_size", "min_size", "auto", "strategy", "attempts", "tolerance", "steps", "soak_steps")
         said.update({name: getattr(settings, name) for name in plain})
         said.update(named or {})
         return cls(Job(factory, settings), entries, said)
@@ -109,11 +109,14 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError("batch_size must be given with auto=False, not None")
     if size is None and settings.strategy in ("grow", "halve"):
         raise ValueError(f"batch_size must be given with strategy {settings.strategy!r}, not None")
+    if type(settings.min_size) is int and size is not None and settings.min_size > size:
+        raise ValueError(f"min_size must be at most batch_size ({size}), not {settings.min_size!r}")
     check_steps(settings.steps, settings.soak_steps, None)
     if settings.device is not None:
         resolve_device(settings.device)
     Search(
         strategy=settings.strategy,
+        min_size=settings.min_size,
         max_size=size,
         start=size,
         attempts=settings.attempts,

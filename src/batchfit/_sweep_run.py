@@ -57,6 +57,7 @@ from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
 from batchfit._torch.ranks import Ranks, join_launched
 from batchfit._torch.rng import global_states
 from batchfit._torch.snapshot import Snapshot
+from batchfit._torch.trial import NOTE
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
@@ -78,6 +79,7 @@ class Settings:
     """How every configuration of a sweep is run; `estimate` None: what a prediction says."""
 
     batch_size: int | None
+    min_size: int = 1
     auto: bool = True
     strategy: str = "guided"
     attempts: int = 5
@@ -249,6 +251,9 @@ def _told(error: BaseException, course: _Course, ambient: BaseException | None) 
     text = " ".join(text.split())
     name = type(error).__name__
     told = f"{name}: {text}" if text else name
+    for note in getattr(error, "__notes__", ()):
+        if str(note).startswith(NOTE):  # a step that fails at some sizes only: at which
+            told += f" ({str(note).removeprefix('batchfit: ')})"
     dead = oom.classify(error, ambient=ambient) == "fatal"
     return {
         "error": told if len(told) <= _LONGEST_ERROR else told[: _LONGEST_ERROR - 3] + "...",
@@ -320,11 +325,11 @@ def _start(work: Workload, settings: Settings, course: _Course) -> tuple[int | N
             raise ValueError(
                 f"estimate must return a positive integer at {label(course.configuration)}, not {estimate!r}"
             )
-        return estimate, min(estimate, most)
+        return estimate, max(settings.min_size, min(estimate, most))
     if settings.strategy not in ("grow", "halve"):
         return None, None  # guided predicts for itself, where it can
     predicted = _predicted(work, settings)
-    return predicted, predicted or most
+    return predicted, max(settings.min_size, predicted) if predicted else most
 
 
 def _predicted(work: Workload, settings: Settings) -> int | None:
@@ -347,7 +352,7 @@ def _found(work: Workload, settings: Settings, course: _Course, start: int | Non
     return find_batch_size(
         work._watched(watched),
         budget=settings.budget,
-        min_size=fixed or 1,
+        min_size=fixed or settings.min_size,
         max_size=settings.batch_size,
         strategy=settings.strategy if fixed is None else "bisect",
         start=start if fixed is None else None,
@@ -380,9 +385,11 @@ def _measure(
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
         with limit:
             try:
-                measured = _attempt(asking, work, size, verdicts)
+                measured = _attempt(asking, work, size, verdicts, last=size <= settings.min_size)
             except Exception:
-                if verdicts == {"ambiguous"}:  # down to 1: it was never the memory, and the size found stands
+                if verdicts == {
+                    "ambiguous"
+                }:  # at every size: it was never the memory, and the size found stands
                     course.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
                 raise
             # Inside the limit, which counts what is cached; outside any `except`.
@@ -394,7 +401,13 @@ def _measure(
         # What ran before it ran out is undone: the next call measures what the factory made, too.
         before.restore()
         recover(device)
-        lower = max([math.floor(size * _LOWER), *(one for one in ran if one <= size - max(1, size // 10))])
+        lower = max(
+            [
+                settings.min_size,
+                math.floor(size * _LOWER),
+                *(one for one in ran if one <= size - max(1, size // 10)),
+            ]
+        )
         course.tell("measure_oom", size=lower, before=size)
         size = lower
 
@@ -411,7 +424,9 @@ def wanted_knobs(measure: Measure, configuration: Configuration) -> dict[str, An
     return {one.name: configuration[one.name] for one in parameters[2:] if one.name in configuration}
 
 
-def _attempt(measure: Measure, work: Workload, size: int, verdicts: set[str]) -> Mapping[str, Any] | None:
+def _attempt(
+    measure: Measure, work: Workload, size: int, verdicts: set[str], *, last: bool
+) -> Mapping[str, Any] | None:
     """What it measured; None where it ran out of memory and a smaller size is left. `verdicts`: why not."""
     ambient = sys.exception()
     try:
@@ -419,7 +434,7 @@ def _attempt(measure: Measure, work: Workload, size: int, verdicts: set[str]) ->
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         verdicts.add(verdict)
-        if size == 1 or verdict not in ("oom", "too_large", "ambiguous"):
+        if last or verdict not in ("oom", "too_large", "ambiguous"):
             raise
         return None
     if inspect.iscoroutine(measured):

@@ -208,9 +208,43 @@ def test_a_measurement_that_is_called_again_has_what_the_first_call_had() -> Non
             raise simulated_oom()
         return {}
 
-    record = sweep(make, {"width": [3]}, batch_size=8, measure=measure).at(width=3)
+    record = sweep(make, {"width": [3]}, batch_size=8, min_size=2, measure=measure).at(width=3)
     assert record.measure_sizes == (8, 6, 4)
     assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("strategy", ["guided", "bisect", "halve", "grow", "powers"])
+def test_nothing_is_tried_below_the_least_size(strategy: str) -> None:
+    sizes: set[int] = set()
+
+    def make(most: int) -> Workload:
+        def step(batch_size: int) -> None:
+            sizes.add(batch_size)
+            if batch_size < 3:
+                raise ValueError("expected more than 2 samples")
+            if batch_size > most:
+                raise simulated_oom()
+
+        return Workload(step, state=[])
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        sizes.add(size)
+        raise simulated_oom()
+
+    def estimate(configuration: Any, batch_size: int) -> int:
+        return 1
+
+    how: dict[str, Any] = {"strategy": strategy, "measure": measure, "batch_size": 16}
+    result = sweep(make, {"most": [2, 7, 16]}, min_size=3, estimate=estimate, **how)
+    assert min(sizes) == 3
+    assert [(one.error or "").partition(":")[0] for one in result.records] == [
+        *("NothingFitsError", "OutOfMemoryError", "OutOfMemoryError")
+    ]
+    assert all(one.measure_sizes[-1] == 3 for one in result.records[1:])
+    if strategy in ("guided", "powers"):  # these begin with the least size: without one, the record names it
+        found = sweep(make, {"most": [7]}, strategy=strategy, batch_size=16).at(most=7)
+        told = "ValueError: expected more than 2 samples (raised while trying batch size 1 "
+        assert (found.error or "").startswith(told)
 
 
 def test_a_measurement_goes_down_to_a_size_that_ran() -> None:
@@ -334,7 +368,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_sweep_goes_on() -> None:
     assert told["exit"].error == "SystemExit: 3"
     assert told["none"].error is not None
     assert told["none"].error.startswith("TypeError: workload must be a Workload or a callable")
-    assert told["step"].error == "KeyError: 'wrong'"
+    assert told["step"].error == "KeyError: 'wrong' (raised while trying batch size 1 (step 1))"
     assert told["memory"].error is not None
     assert told["memory"].error.startswith("NothingFitsError: a batch of 1 does not fit")
     assert [one.outcome for one in told["memory"].trials][-1] == "oom"
@@ -686,6 +720,8 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, ValueError, "batch_size must be a positive integer or None, not 0"),
         ({"batch_size": True}, ValueError, "batch_size must be a positive integer or None, not True"),
+        ({"min_size": 0}, ValueError, "min_size must be a positive integer, not 0"),
+        ({"min_size": 9, "batch_size": 8}, ValueError, "min_size must be at most batch_size (8), not 9"),
         ({"auto": 1}, TypeError, "auto must be True or False, not 1"),
         ({"auto": False, "batch_size": None}, ValueError,
          "batch_size must be given with auto=False, not None"),

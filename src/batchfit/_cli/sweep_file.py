@@ -22,6 +22,7 @@ NEEDED = ("factory", "knobs")
 OPTIONAL = (
     "mode",
     "batch_size",
+    "min_size",
     "auto",
     "estimate",
     "measure",
