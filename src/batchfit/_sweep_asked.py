@@ -57,7 +57,7 @@ class Asked:
                 raise GridError(
                     f"a knob must not be called {name!r}, which is a column of the result", "knobs", name
                 )
-        settings = replace(settings, estimate=_estimate(estimate, names, settings.batch_size))
+        settings = replace(settings, estimate=_estimate(estimate, entries, settings.batch_size))
         _check_settings(settings)
         _check_functions(factory, names, settings.measure)
         said = {
@@ -81,13 +81,14 @@ class Asked:
         return tuple(entry for entry in self.entries if not entry.why_not)
 
 
-def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> EstimateFunction | None:
+def _estimate(spec: Any, entries: Sequence[Entry], batch_size: int | None) -> EstimateFunction | None:
     if spec is None or spec == "predict":
         return None
     if batch_size is None:
         raise ValueError(f"estimate must be None where batch_size is None, not {spec!r:.80}: it is a share")
     if isinstance(spec, Mapping):
-        return estimate_of(spec, names)
+        wanted = [entry.configuration for entry in entries if not entry.why_not]
+        return estimate_of(spec, tuple(entries[0].configuration), wanted)
     if isinstance(spec, str):
         return Named(spec)
     if not callable(spec):

@@ -213,6 +213,8 @@ def test_all_that_fail_are_an_error_with_its_line(project: Path) -> None:
         ("steps: 2\n->steps: 2\nestimate: {most: crop}\n",
          "sweep.yaml:8: estimate for 'most' must be one of crops, top_k or arithmetic over the knobs (most), "
          "not 'crop': 'crop' is no knob; did you mean crops?"),
+        ("steps: 2\n->steps: 2\nestimate:\n  most: most - 5\n",
+         "sweep.yaml:9: the estimate for 'most' must be a positive factor at most=3, not -2"),
         ("batch_size: 6->batch_size: many",
          "sweep.yaml:5: batch_size must be a positive integer or None, not 'many'"),
         ("steps: 2\n->steps: 1\n", "sweep.yaml:7: steps must be an integer of at least 2, not 1"),
