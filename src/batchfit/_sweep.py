@@ -15,7 +15,7 @@ import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -243,6 +243,8 @@ class Keeper:
 
     def keep(self, record: SweepRecord) -> None:
         """One more record, on disk when this returns."""
+        if record.key not in {entry.key for entry in self.asked.wanted}:
+            raise RuntimeError(f"the engine gave a record that was not asked for: {record.label}")
         if any(one.key == record.key for one in self.records):
             raise RuntimeError(f"the configuration {record.label} has been run twice")
         if self.resumed and not self._told_of_device:
@@ -364,8 +366,14 @@ def run_sweep(
         if event.kind != "record":
             tell(event, on_event)
 
-    # Closed at once, whatever ends the loop: an engine may have processes to end.
-    with contextlib.closing(engine(asked.job, keeper.waiting(), pass_on)) as records:
+    records: Any = engine(asked.job, keeper.waiting(), pass_on)
+    if not isinstance(records, Iterator):
+        raise TypeError(
+            f"engine must be a generator function that yields records, not return {records!r:.80}"
+        )
+    with contextlib.ExitStack() as stack:
+        if isinstance(records, Generator):  # closed at once, whatever ends the loop: it may have processes
+            stack.callback(records.close)
         for record in records:
             keeper.keep(record)
             tell(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)

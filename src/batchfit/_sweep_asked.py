@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from batchfit._decide.estimates import EstimateFunction, estimate_of
@@ -184,9 +185,23 @@ def check_takes(function: Callable[..., object], names: Sequence[str]) -> None:
 def _name(function: Any) -> str:
     if isinstance(function, str):
         return function
-    inner = getattr(function, "func", function)  # functools.partial
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    return f"{getattr(inner, '__module__', '?')}:{name}"
+    if isinstance(function, partial):  # with other arguments it is another function
+        given = [*map(_argument, function.args)]
+        given += [f"{name}={_argument(one)}" for name, one in function.keywords.items()]
+        return f"{_name(function.func)}({', '.join(given)})"
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '?')}:{name}"
+
+
+def _argument(value: object) -> str:
+    """A value by what it says, where that is the same in every process; else by its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_argument(name)}: {_argument(one)}' for name, one in value.items())}}}"
+    return _name(value) if callable(value) else type(value).__qualname__
 
 
 def _plain(name: str, value: Any) -> Any:

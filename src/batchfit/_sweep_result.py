@@ -28,6 +28,9 @@ TIMINGS = frozenset({"elapsed_s", "find_s", "measure_s", "step_s"})
 # Columns of a summary that are ours: no knob and no measure may be called like that.
 OWN_COLUMNS = ("batch_size_used", "error")
 
+# Numbers that JSON has no word for: text in a file, numbers again in a DataFrame.
+NOT_FINITE = ("nan", "inf", "-inf")
+
 Stage = Literal["factory", "search", "measure"]
 
 
@@ -197,6 +200,7 @@ class SweepResult(Result):
                 "elapsed_s": record.elapsed_s,
                 **dict.fromkeys(self.columns),
                 **record.row,
+                **{name: float(one) for name, one in record.measures.items() if one in NOT_FINITE},
             }
             for record in self.records
         ]

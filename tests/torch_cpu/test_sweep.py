@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import batchfit
-from batchfit import SweepEvent, SweepResult, Workload
+from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
 from batchfit._sweep_asked import _plain
@@ -612,6 +612,17 @@ def test_a_sweep_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+def test_a_function_with_other_arguments_is_another_one(tmp_path: Path) -> None:
+    def make(most: int, layers: int, kind: object = None) -> Workload:
+        return limited(most)
+
+    how: dict[str, Any] = {"knobs": {"most": [2]}, "output": tmp_path / "out.json"}
+    sweep(functools.partial(make, layers=2, kind=object()), **how)
+    sweep(functools.partial(make, layers=2, kind=object()), resume=True, **how)
+    with pytest.raises(SettingsDifferError, match=r"make\(layers=2, kind=object\) then, .*layers=3.* now"):
+        sweep(functools.partial(make, layers=3, kind=object()), resume=True, **how)
+
+
 def test_another_range_is_another_sweep(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = sweep(limited, {"most": range(2, 5)}, output=file)
@@ -828,6 +839,21 @@ def test_an_engine_in_any_order_gives_the_same_result() -> None:
 
     with pytest.raises(RuntimeError, match="kib=8 has been run twice"):
         run(twice)
+
+
+def test_an_engine_that_is_none_is_told_so() -> None:
+    def listing(job: Job, waiting: Any, on_event: Any) -> Any:
+        return [job.run(one.configuration, on_event) for one in waiting]
+
+    def strange(job: Job, waiting: Any, on_event: Any) -> Any:
+        yield SweepRecord(knobs={"most": 99})
+
+    with pytest.raises(
+        TypeError, match="engine must be a generator function that yields records, not return "
+    ):
+        sweep(limited, {"most": [1]}, engine=listing)
+    with pytest.raises(RuntimeError, match="the engine gave a record that was not asked for: most=99"):
+        sweep(limited, {"most": [1]}, engine=strange)
 
 
 def test_events_and_log_lines(caplog: pytest.LogCaptureFixture) -> None:
