@@ -71,6 +71,11 @@ class RayEngine:
     ) -> Generator[SweepRecord, None, None]:
         if not waiting:
             return
+        if self.num_gpus is not None and self.num_gpus % 1 and job.settings.budget is None:
+            raise ValueError(
+                f"budget must be given with a part of a GPU (num_gpus {self.num_gpus:g}), not None: Ray does "
+                "not divide its memory, and tasks that share it would take each other's"
+            )
         ours = self._connect()
         try:
             yield from self._run(job.in_full(), list(waiting), on_event)
