@@ -27,7 +27,9 @@ from batchfit._decide.grid import Entry, key_of, without_done
 from batchfit._decide.units import format_bytes
 from batchfit._files import write_whole
 from batchfit._sweep_asked import Asked
+from batchfit._sweep_course import Measure, Settings
 from batchfit._sweep_engines import Where, all_ranks, over_ranks
+from batchfit._sweep_job import Engine, here
 from batchfit._sweep_log import OnEvent, SweepEvent, tell
 from batchfit._sweep_result import (
     SkippedConfiguration,
@@ -35,7 +37,6 @@ from batchfit._sweep_result import (
     SweepResult,
     in_order,
 )
-from batchfit._sweep_run import Engine, Measure, Settings, here
 from batchfit._torch.lock import used_alone
 from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks

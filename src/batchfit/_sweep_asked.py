@@ -18,9 +18,12 @@ from batchfit._decide.grid import Entry, GridError, did_you_mean, plan
 from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
+from batchfit._sweep_course import Settings
+from batchfit._sweep_job import Job
+from batchfit._sweep_measure import wanted_knobs
 from batchfit._sweep_named import Named, loaded
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._sweep_run import SEED, Job, Settings, wanted_knobs
+from batchfit._sweep_run import SEED
 from batchfit._target import source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload

@@ -21,10 +21,10 @@ from typing import Any, final
 
 from batchfit._decide.grid import Entry
 from batchfit._sweep_child import MODULE, packed, unpacked
+from batchfit._sweep_job import Job
 from batchfit._sweep_log import SweepEvent
 from batchfit._sweep_named import Named
 from batchfit._sweep_result import Stage, SweepRecord
-from batchfit._sweep_run import Job
 from batchfit._torch import child as child_side
 from batchfit._torch.isolate import ending_text
 from batchfit._torch.process import Child, Silent

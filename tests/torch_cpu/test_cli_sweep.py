@@ -29,7 +29,7 @@ from batchfit._cli.sweep import SweepFlags, sweep_file
 from batchfit._cli.sweep_file import NEEDED, OPTIONAL, SweepFile
 from batchfit._cli.sweep_table import Lines, Pace, Table, column_widths
 from batchfit._decide.grid import plan
-from batchfit._sweep_run import Job
+from batchfit._sweep_job import Job
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(batchfit.__file__).parents[1])

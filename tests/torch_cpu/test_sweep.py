@@ -27,8 +27,10 @@ from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
 from batchfit._sweep_asked import _plain
+from batchfit._sweep_course import Settings
+from batchfit._sweep_job import Job, here
 from batchfit._sweep_named import Named
-from batchfit._sweep_run import Job, Settings, here, run_configuration
+from batchfit._sweep_run import run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
 

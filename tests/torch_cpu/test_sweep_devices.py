@@ -24,10 +24,11 @@ from batchfit import SweepRecord, SweepResult
 from batchfit import _sweep_devices as sweep_devices
 from batchfit._decide.grid import plan
 from batchfit._decide.visible import Place
+from batchfit._sweep_course import Settings
 from batchfit._sweep_devices import Devices
 from batchfit._sweep_engines import Where
+from batchfit._sweep_job import Job
 from batchfit._sweep_ranks import Answer, may_go_on, settle
-from batchfit._sweep_run import Job, Settings
 from batchfit._sweep_worker import Death
 from batchfit._torch import child as child_side
 from batchfit.errors import BatchfitError, SearchStoppedError

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from batchfit._decide.estimates import EstimateFunction
     from batchfit._sweep import Keeper
     from batchfit._sweep_asked import Asked
+    from batchfit._sweep_job import Engine
     from batchfit._sweep_result import SweepResult
-    from batchfit._sweep_run import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep_asked import Asked
+    from batchfit._sweep_course import Settings
     from batchfit._sweep_engines import Where
-    from batchfit._sweep_run import Settings
 
     options: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
