@@ -15,7 +15,7 @@ import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -27,7 +27,9 @@ from batchfit._decide.grid import Entry, key_of, without_done
 from batchfit._decide.units import format_bytes
 from batchfit._files import write_whole
 from batchfit._sweep_asked import Asked
+from batchfit._sweep_course import Measure, Settings
 from batchfit._sweep_engines import Where, all_ranks, over_ranks
+from batchfit._sweep_job import Engine, here
 from batchfit._sweep_log import OnEvent, SweepEvent, tell
 from batchfit._sweep_result import (
     SkippedConfiguration,
@@ -35,7 +37,6 @@ from batchfit._sweep_result import (
     SweepResult,
     in_order,
 )
-from batchfit._sweep_run import Engine, Measure, Settings, here
 from batchfit._torch.lock import used_alone
 from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
@@ -51,6 +52,7 @@ def sweep(
     *,
     mode: Literal["grid", "zip"] = "grid",
     batch_size: int | None = 64,
+    min_size: int = 1,
     auto: bool = True,
     estimate: EstimateSpec | None = None,
     measure: Measure | str | None = None,
@@ -89,6 +91,8 @@ def sweep(
         knobs: the values of each knob, all of them combined; or a list of configurations.
         mode: "zip" takes the first value of each knob, then the second, and so on.
         batch_size: the largest size to use, and with `auto=False` the one to use; None: as many as fit.
+        min_size: the smallest size to try, in a search and in a measurement that goes down: 2 for a model
+            that cannot train on one sample (BatchNorm over samples alone).
         auto: find a size for each configuration; False: use `batch_size` for all, confirmed by one trial.
         estimate: where a search begins: `estimate(configuration, batch_size) -> int`, or for each knob a
             table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
@@ -123,6 +127,7 @@ def sweep(
     """
     settings = Settings(
         batch_size=batch_size,
+        min_size=min_size,
         auto=auto,
         strategy=strategy,
         attempts=attempts,
@@ -169,9 +174,12 @@ def sweep(
 class Keeper:
     """The file of a sweep while it runs, and the records in it; without a path, the records alone."""
 
-    def __init__(self, asked: Asked, path: Path | None, records: Sequence[SweepRecord] = ()) -> None:
+    def __init__(
+        self, asked: Asked, path: Path | None, records: Sequence[SweepRecord] = (), *, stale: bool = False
+    ) -> None:
         self.asked = asked
         self.path = path
+        self.stale = stale  # the file still holds what this sweep replaces
         self.records = list(records)
         self.resumed = len(self.records)
         self._told_of_device = False
@@ -205,13 +213,15 @@ class Keeper:
             raise ValueError(f"output must be a file in a folder that exists, not {str(path)!r}")
         stack.enter_context(used_alone(path))
         if not path.exists() or overwrite:
-            return cls(asked, path)
+            return cls(asked, path, stale=path.exists())
         if not resume:
             raise ResultFileError(
                 f"{path} is there already, and nothing was run. Go on with it (resume), replace it "
                 "(overwrite), or name another file"
             )
-        return cls(asked, path, _kept(path, asked, retry_failed=retry_failed))
+        before = _kept(path, asked)
+        kept = [record for record in before if not (retry_failed and record.error is not None)]
+        return cls(asked, path, kept, stale=len(kept) < len(before))
 
     def share(self, ranks: Ranks) -> None:
         """All ranks hold what rank 0 has found in the file; in one process there is nothing to do."""
@@ -234,6 +244,8 @@ class Keeper:
 
     def keep(self, record: SweepRecord) -> None:
         """One more record, on disk when this returns."""
+        if record.key not in {entry.key for entry in self.asked.wanted}:
+            raise RuntimeError(f"the engine gave a record that was not asked for: {record.label}")
         if any(one.key == record.key for one in self.records):
             raise RuntimeError(f"the configuration {record.label} has been run twice")
         if self.resumed and not self._told_of_device:
@@ -260,10 +272,16 @@ class Keeper:
             stacklevel=3,
         )
 
+    def begun(self) -> None:
+        """Something runs: from now on the file is this sweep's, and a resume goes on with that."""
+        if self.stale:
+            self.save()
+
     def save(self) -> None:
         """Write the file, whole."""
         if self.path is not None:
             write_whole(self.path, self.result().to_json() + "\n")
+        self.stale = False
 
     def result(self) -> SweepResult:
         """The sweep as it is now."""
@@ -289,7 +307,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
+def _kept(path: Path, asked: Asked) -> Sequence[SweepRecord]:
     """The records of an earlier run of the same sweep."""
     try:
         before = SweepResult.from_json(path.read_text(encoding="utf-8"))
@@ -309,7 +327,7 @@ def _kept(path: Path, asked: Asked, *, retry_failed: bool) -> list[SweepRecord]:
             f"({'; '.join(strange[:4])}{'; ...' if len(strange) > 4 else ''}). Use the same "
             "knobs, or another file"
         )
-    return [record for record in before.records if not (retry_failed and record.error is not None)]
+    return before.records
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -344,12 +362,19 @@ def run_sweep(
     """Run what waits on an engine; each record is in the file before anyone is told of it."""
 
     def pass_on(event: SweepEvent) -> None:
+        keeper.begun()
         # A record is told once it is kept, which the engine does not see.
         if event.kind != "record":
             tell(event, on_event)
 
-    # Closed at once, whatever ends the loop: an engine may have processes to end.
-    with contextlib.closing(engine(asked.job, keeper.waiting(), pass_on)) as records:
+    records: Any = engine(asked.job, keeper.waiting(), pass_on)
+    if not isinstance(records, Iterator):
+        raise TypeError(
+            f"engine must be a generator function that yields records, not return {records!r:.80}"
+        )
+    with contextlib.ExitStack() as stack:
+        if isinstance(records, Generator):  # closed at once, whatever ends the loop: it may have processes
+            stack.callback(records.close)
         for record in records:
             keeper.keep(record)
             tell(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)

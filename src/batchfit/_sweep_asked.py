@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from batchfit._decide.estimates import EstimateFunction, estimate_of
@@ -17,9 +18,13 @@ from batchfit._decide.grid import Entry, GridError, did_you_mean, plan
 from batchfit._decide.search import Search
 from batchfit._decide.units import parse_bytes
 from batchfit._find import check_steps
+from batchfit._sweep_course import Settings
+from batchfit._sweep_job import Job
+from batchfit._sweep_measure import wanted_knobs
+from batchfit._sweep_named import Named, loaded
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._sweep_run import SEED, Job, Settings, wanted_knobs
-from batchfit._target import load_function, parse_target, source_line
+from batchfit._sweep_run import SEED
+from batchfit._target import source_line
 from batchfit._torch.device import resolve_device
 from batchfit.workload import Workload
 
@@ -56,7 +61,7 @@ class Asked:
                 raise GridError(
                     f"a knob must not be called {name!r}, which is a column of the result", "knobs", name
                 )
-        settings = replace(settings, estimate=_estimate(estimate, names, settings.batch_size))
+        settings = replace(settings, estimate=_estimate(estimate, entries, settings.batch_size))
         _check_settings(settings)
         _check_functions(factory, names, settings.measure)
         said = {
@@ -69,7 +74,7 @@ class Asked:
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),
         }
-        plain = ("batch_size", "auto", "strategy", "attempts", "tolerance", "steps", "soak_steps")
+        plain = ("batch_size", "min_size", "auto", "strategy", "attempts", "tolerance", "steps", "soak_steps")
         said.update({name: getattr(settings, name) for name in plain})
         said.update(named or {})
         return cls(Job(factory, settings), entries, said)
@@ -80,15 +85,16 @@ class Asked:
         return tuple(entry for entry in self.entries if not entry.why_not)
 
 
-def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> EstimateFunction | None:
+def _estimate(spec: Any, entries: Sequence[Entry], batch_size: int | None) -> EstimateFunction | None:
     if spec is None or spec == "predict":
         return None
     if batch_size is None:
         raise ValueError(f"estimate must be None where batch_size is None, not {spec!r:.80}: it is a share")
     if isinstance(spec, Mapping):
-        return estimate_of(spec, names)
+        wanted = [entry.configuration for entry in entries if not entry.why_not]
+        return estimate_of(spec, tuple(entries[0].configuration), wanted)
     if isinstance(spec, str):
-        return NamedEstimate(spec)
+        return Named(spec)
     if not callable(spec):
         raise TypeError(
             "estimate must be a callable estimate(configuration, batch_size), a mapping of knobs, 'predict' "
@@ -96,19 +102,6 @@ def _estimate(spec: Any, names: tuple[str, ...], batch_size: int | None) -> Esti
         )
     function: EstimateFunction = spec
     return function
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class NamedEstimate:
-    """A user's function by its target."""
-
-    text: str
-
-    def __call__(self, configuration: Mapping[str, Any], batch_size: int) -> int:
-        function: Any = load_function(parse_target(self.text))
-        size: int = function(configuration, batch_size)
-        return size
 
 
 def _check_settings(settings: Settings) -> None:
@@ -121,11 +114,14 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError("batch_size must be given with auto=False, not None")
     if size is None and settings.strategy in ("grow", "halve"):
         raise ValueError(f"batch_size must be given with strategy {settings.strategy!r}, not None")
+    if type(settings.min_size) is int and size is not None and settings.min_size > size:
+        raise ValueError(f"min_size must be at most batch_size ({size}), not {settings.min_size!r}")
     check_steps(settings.steps, settings.soak_steps, None)
     if settings.device is not None:
         resolve_device(settings.device)
     Search(
         strategy=settings.strategy,
+        min_size=settings.min_size,
         max_size=size,
         start=size,
         attempts=settings.attempts,
@@ -135,15 +131,14 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _check_functions(factory: Any, names: tuple[str, ...], measure: Any) -> None:
-    function: Any = load_function(parse_target(factory)) if isinstance(factory, str) else factory
+    function: Any = loaded(factory)
     if not callable(function) or isinstance(function, Workload):
         raise TypeError(
             "factory must be a callable factory(**knobs) that returns a workload, or a target that names "
             f"one, not {factory!r}"
         )
     check_takes(function, names)
-    if isinstance(measure, str):
-        measure = load_function(parse_target(measure))
+    measure = loaded(measure)
     if measure is None:
         return
     if not callable(measure):
@@ -193,9 +188,23 @@ def check_takes(function: Callable[..., object], names: Sequence[str]) -> None:
 def _name(function: Any) -> str:
     if isinstance(function, str):
         return function
-    inner = getattr(function, "func", function)  # functools.partial
-    name = getattr(inner, "__qualname__", None) or type(inner).__qualname__
-    return f"{getattr(inner, '__module__', '?')}:{name}"
+    if isinstance(function, partial):  # with other arguments it is another function
+        given = [*map(_argument, function.args)]
+        given += [f"{name}={_argument(one)}" for name, one in function.keywords.items()]
+        return f"{_name(function.func)}({', '.join(given)})"
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', '?')}:{name}"
+
+
+def _argument(value: object) -> str:
+    """A value by what it says, where that is the same in every process; else by its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_argument(name)}: {_argument(one)}' for name, one in value.items())}}}"
+    return _name(value) if callable(value) else type(value).__qualname__
 
 
 def _plain(name: str, value: Any) -> Any:

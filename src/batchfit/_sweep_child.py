@@ -5,6 +5,7 @@ Rules:
   parent as they come, and the parent alone logs and writes.
 - It ends with its parent, and where the machine's memory runs out the kernel takes it first (`_torch.child`).
 - A record with an error is an answer like another one. Only what ends the process is none.
+- A job that cannot be loaded here is told, and is no failure of a configuration.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
             leave()
         if "job" in request:
             join(request)
-            job = unpacked(request["job"])  # imports the user's module
+            try:
+                job = unpacked(request["job"])  # imports the user's module
+            except Exception as error:  # noqa: BLE001  a module may raise anything when it is imported
+                say("unloadable", text=f"{type(error).__name__}: {error}")
+                leave()
             continue
 
         def tell(event: SweepEvent) -> None:

@@ -19,9 +19,10 @@ from typing import final
 from batchfit import errors
 from batchfit._decide.grid import Entry
 from batchfit._decide.visible import Place
+from batchfit._sweep_job import Job
 from batchfit._sweep_log import OnEvent, SweepEvent
 from batchfit._sweep_result import SweepRecord
-from batchfit._sweep_run import DEAD, Job
+from batchfit._sweep_run import DEAD
 from batchfit._sweep_worker import Death, Worker, check_may_have_children, portable
 from batchfit._torch.process import wait_for_any
 

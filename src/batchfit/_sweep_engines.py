@@ -20,8 +20,8 @@ import torch.distributed as dist
 from batchfit._decide.grid import did_you_mean
 from batchfit._decide.visible import VISIBLE, places_of
 from batchfit._sweep_devices import Devices
+from batchfit._sweep_job import Engine, here
 from batchfit._sweep_ranks import AllRanks
-from batchfit._sweep_run import Engine, here
 from batchfit._torch.ranks import Ranks, join_launched, made_by_us
 
 # name -> module and class there, and what it is told of the keywords of `sweep`

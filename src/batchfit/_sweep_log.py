@@ -51,6 +51,8 @@ class SweepEvent:
         return label(self.knobs)
 
 
+LONGEST_CELL = 40  # a list of a thousand numbers is for the file
+
 OnEvent = Callable[[SweepEvent], object]
 
 
@@ -110,7 +112,8 @@ def short(value: object) -> str:
     """A value as a table shows it."""
     if isinstance(value, bool) or value is None:
         return "-" if value is None else str(value).lower()
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 3] + "..."
 
 
 _LINES: dict[str, Callable[[SweepEvent], str]] = {

@@ -18,9 +18,9 @@ from typing import Any, final
 
 from batchfit._decide.grid import Entry
 from batchfit._sweep_devices import TRIES
+from batchfit._sweep_job import Job
 from batchfit._sweep_log import OnEvent, SweepEvent
 from batchfit._sweep_result import SweepRecord
-from batchfit._sweep_run import Job
 from batchfit._sweep_worker import Death, Worker, check_may_have_children, portable
 from batchfit._torch.collectives import reads_as_lost
 from batchfit._torch.company import Company

@@ -28,6 +28,9 @@ TIMINGS = frozenset({"elapsed_s", "find_s", "measure_s", "step_s"})
 # Columns of a summary that are ours: no knob and no measure may be called like that.
 OWN_COLUMNS = ("batch_size_used", "error")
 
+# Numbers that JSON has no word for: text in a file, numbers again in a DataFrame.
+NOT_FINITE = ("nan", "inf", "-inf")
+
 Stage = Literal["factory", "search", "measure"]
 
 
@@ -181,18 +184,23 @@ class SweepResult(Result):
         write_whole(Path(path), stream.getvalue())
 
     def to_dataframe(self) -> Any:
-        """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials."""
+        """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials.
+
+        A knob or a measure that is called like one of these columns stands there in its place.
+        """
         try:
             import pandas  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             raise ImportError("pip install pandas to use SweepResult.to_dataframe") from None
         rows = [
             {
-                **record.row,
                 "samples_per_s": record.samples_per_s,
                 "peak_bytes": record.peak_bytes,
                 "trials": len(record.trials),
                 "elapsed_s": record.elapsed_s,
+                **dict.fromkeys(self.columns),
+                **record.row,
+                **{name: float(one) for name, one in record.measures.items() if one in NOT_FINITE},
             }
             for record in self.records
         ]

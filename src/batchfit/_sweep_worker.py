@@ -3,7 +3,7 @@
 Rules:
 - A child that ends without an answer is a `Death`, with how it ended; who asked decides what then.
 - The functions of a job are found again by name in a child: what no other process can import is refused, with
-  its name, before any process is started.
+  its name, before any process is started. What a child cannot load all the same ends the sweep.
 - What a child prints goes through this process' own streams, so that a picture on the terminal makes way.
 """
 
@@ -12,18 +12,19 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
+import pickletools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from batchfit._decide.grid import Entry
-from batchfit._sweep_asked import NamedEstimate
 from batchfit._sweep_child import MODULE, packed, unpacked
+from batchfit._sweep_job import Job
 from batchfit._sweep_log import SweepEvent
+from batchfit._sweep_named import Named
 from batchfit._sweep_result import Stage, SweepRecord
-from batchfit._sweep_run import Job
-from batchfit._target import load_function, parse_target
 from batchfit._torch import child as child_side
 from batchfit._torch.isolate import ending_text
 from batchfit._torch.process import Child, Silent
@@ -40,17 +41,6 @@ class Death:
 
     text: str
     started: bool
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A factory of the program's main file, by its target: a child has another main module."""
-
-    text: str
-
-    def __call__(self, **knobs: Any) -> object:
-        return load_function(parse_target(self.text))(**knobs)
 
 
 @final
@@ -89,6 +79,11 @@ class Worker:
                 yield Death(text, self._started)
             elif message["kind"] == "started":
                 self._started = True
+            elif message["kind"] == "unloadable":
+                raise BatchfitError(
+                    f"a child process of the sweep cannot load its functions: {message['text']}. They must "
+                    "stand at the top of a module that it can import, or be named as 'file.py:function'"
+                )
             elif message["kind"] == "event":
                 event: SweepEvent = unpacked(message["event"])
                 self.stage = _STAGES.get(event.kind, "search")
@@ -141,12 +136,15 @@ def portable(job: Job) -> str:
         settings = replace(settings, measure=target)
     target = _target("estimate", settings.estimate)
     if target:
-        settings = replace(settings, estimate=NamedEstimate(target))
+        settings = replace(settings, estimate=Named(target))
     for name, part in (("factory", factory), ("measure", settings.measure), ("estimate", settings.estimate)):
         try:
-            packed(part)
+            pickled = pickle.dumps(part)
         except Exception as error:  # noqa: BLE001  pickling fails with errors of many types
             raise TypeError(_refusal(name, part, f": {type(error).__name__}: {error}")) from None
+        # An object of the main module, or with a function of it inside: `_target` knows functions only.
+        if any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
+            raise TypeError(_refusal(name, part, " with something of the main module in it"))
     return packed(Job(factory, settings))
 
 

@@ -139,6 +139,20 @@ def test_wrong_settings_are_refused_before_ray_starts(wrong: dict[str, Any], tex
     assert str(caught.value) == text
 
 
+def test_a_part_of_a_gpu_needs_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(Exception): ...
+
+    def connect(self: RayEngine) -> bool:
+        raise Connected
+
+    monkeypatch.setattr(RayEngine, "_connect", connect)
+    how: dict[str, Any] = {"engine": "ray", "num_gpus": 0.5, **QUICK}
+    with pytest.raises(Connected):
+        batchfit.sweep(targets.deadly, {"number": [1]}, **how)
+    with pytest.raises(ValueError, match=r"^budget must be given with a part of a GPU \(num_gpus 0\.5\)"):
+        batchfit.sweep(targets.deadly, {"number": [1]}, **{**how, "budget": None})
+
+
 def test_a_task_that_no_node_could_run_is_refused(cluster: None) -> None:
     with pytest.raises(ValueError, match=r"num_gpus must be at most what the cluster has \(0 GPU\), not 1"):
         batchfit.sweep(targets.deadly, {"number": [1]}, engine="ray", num_gpus=1, **QUICK)

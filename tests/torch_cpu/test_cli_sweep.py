@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import batchfit
@@ -25,8 +27,9 @@ from batchfit._cli import sweep as command
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.sweep import SweepFlags, sweep_file
 from batchfit._cli.sweep_file import NEEDED, OPTIONAL, SweepFile
-from batchfit._cli.sweep_table import Lines, Pace, Table
+from batchfit._cli.sweep_table import Lines, Pace, Table, column_widths
 from batchfit._decide.grid import plan
+from batchfit._sweep_job import Job
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -212,6 +215,8 @@ def test_all_that_fail_are_an_error_with_its_line(project: Path) -> None:
         ("steps: 2\n->steps: 2\nestimate: {most: crop}\n",
          "sweep.yaml:8: estimate for 'most' must be one of crops, top_k or arithmetic over the knobs (most), "
          "not 'crop': 'crop' is no knob; did you mean crops?"),
+        ("steps: 2\n->steps: 2\nestimate:\n  most: most - 5\n",
+         "sweep.yaml:9: the estimate for 'most' must be a positive factor at most=3, not -2"),
         ("batch_size: 6->batch_size: many",
          "sweep.yaml:5: batch_size must be a positive integer or None, not 'many'"),
         ("steps: 2\n->steps: 1\n", "sweep.yaml:7: steps must be an integer of at least 2, not 1"),
@@ -309,6 +314,32 @@ def test_ctrl_c_keeps_what_was_found_and_says_how_to_go_on(
     assert "1 of 3 configurations" in capsys.readouterr().out
 
 
+def test_what_is_replaced_is_not_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of another day is there, and Ctrl-C comes before the first record."""
+    old = SweepResult(planned=1, settings={"of": "another day"}).to_json()
+    (project / "sweep-results.json").write_text(old)
+    failed = refused("knobs.most=[99, 5]", overwrite=True)
+    assert failed.text.endswith("--set 'knobs.most=[99, 5]' --resume")
+    assert SweepResult.from_json((project / "sweep-results.json").read_text()).planned == 2
+    assert refused("knobs.most=[99, 5]", resume=True).text == failed.text
+
+
+def test_a_file_that_was_not_touched_yet_is_not_called_saved(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that says nothing before its first record, such as Ray's."""
+
+    def stopped(self: Job, configuration: Any, on_event: Any = None) -> SweepRecord:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "run", stopped)
+    (project / "sweep-results.json").write_text("mine")
+    failed = refused(overwrite=True)
+    assert failed.text.endswith("3 of 3 configurations are left: batchfit sweep sweep.yaml --overwrite")
+    assert "saved" not in capsys.readouterr().out
+    assert (project / "sweep-results.json").read_text() == "mine"
+
+
 # The screen
 
 
@@ -343,6 +374,45 @@ def test_a_live_table_with_the_time_left() -> None:
     table.on_event(SweepEvent(kind="record", knobs={"most": 7}, record=record(7, error="ValueError: x")))
     assert shown()[-2] == ["7", "-", "-", "ValueError:", "x"]
     assert shown()[-1] == ["3", "of", "3", "configurations,", "1", "failed"]
+
+
+def test_a_wide_table_keeps_its_knobs_and_sizes() -> None:
+    """On 80 columns, where rich by itself would leave out what comes first."""
+    from rich.console import Console
+
+    knobs = {"learning_rate": [0.1], "width": [8, 16], "number_of_layers": [12], "activation": ["relu"]}
+    entries = plan(knobs)
+    text = "RuntimeError: " + "a long story " * 20
+    measures = {"accuracy": 0.5, "latency_of_a_token_s": 0.25, "curve": list(range(99))}
+    done = [
+        SweepRecord(knobs=dict(entries[0].configuration), batch_size_used=48, measures=measures),
+        SweepRecord(knobs=dict(entries[1].configuration), error=text),
+    ]
+    stream = io.StringIO()
+    console = Console(file=stream, width=80, height=24, force_terminal=False)
+    console.print(Table(entries, done, console=console).picture())
+    head, first, second, foot = stream.getvalue().rstrip().splitlines()
+    assert head.split()[:2] == ["learning_…", "width"]
+    assert first.split()[:5] == ["0.1", "8", "12", "relu", "48"]
+    assert "RuntimeError: a long" in second
+    assert foot == "2 of 2 configurations, 1 failed"
+    assert max(len(head), len(first), len(second)) <= 80
+
+
+@given(
+    widths=st.lists(st.integers(1, 60), min_size=2, max_size=14),
+    first=st.integers(1, 14),
+    room=st.integers(20, 200),
+)
+@settings(max_examples=100, deadline=None)
+def test_columns_have_room(widths: list[int], first: int, room: int) -> None:
+    first = min(first, len(widths))
+    shown = column_widths(widths, first=first, room=room)
+    assert len(shown) >= first
+    assert all(one <= width for one, width in zip(shown, widths, strict=False))
+    assert shown[first:] == widths[first : len(shown)]  # a measure is whole, or not there
+    least = sum(min(width, 5) + 2 for width in widths[:first])
+    assert sum(one + 2 for one in shown) <= max(room - 24, least)
 
 
 def test_a_long_sweep_shows_the_part_that_runs() -> None:

@@ -23,11 +23,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import batchfit
-from batchfit import SweepEvent, SweepResult, Workload
+from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
 from batchfit import _sweep as module
 from batchfit._decide.grid import GridError, key_of
 from batchfit._sweep_asked import _plain
-from batchfit._sweep_run import Job, Settings, here, run_configuration
+from batchfit._sweep_course import Settings
+from batchfit._sweep_job import Job, here
+from batchfit._sweep_named import Named
+from batchfit._sweep_run import run_configuration
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
 
@@ -188,6 +191,64 @@ def test_what_a_failed_measurement_held_is_gone_before_the_next() -> None:
     assert calls == [*record.measure_sizes]
 
 
+def test_a_measurement_that_is_called_again_has_what_the_first_call_had() -> None:
+    """What it had trained, drawn and counted before it ran out is undone."""
+    seen = []
+
+    def make(width: int) -> Workload:
+        model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        optimizer = torch.optim.Adam(model.parameters())
+        return batchfit.training(model, optimizer, lambda m, b: m(b).square().mean(), torch.ones(4, width))
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        model: Any = workload.model
+        state = [one.tolist() for one in model.state_dict().values()]
+        seen.append((state, [one.grad for one in model.parameters()], model.training, torch.rand(()).item()))
+        workload.step(size)
+        model.eval()
+        if size > 5:
+            raise simulated_oom()
+        return {}
+
+    record = sweep(make, {"width": [3]}, batch_size=8, min_size=2, measure=measure).at(width=3)
+    assert record.measure_sizes == (8, 6, 4)
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("strategy", ["guided", "bisect", "halve", "grow", "powers"])
+def test_nothing_is_tried_below_the_least_size(strategy: str) -> None:
+    sizes: set[int] = set()
+
+    def make(most: int) -> Workload:
+        def step(batch_size: int) -> None:
+            sizes.add(batch_size)
+            if batch_size < 3:
+                raise ValueError("expected more than 2 samples")
+            if batch_size > most:
+                raise simulated_oom()
+
+        return Workload(step, state=[])
+
+    def measure(workload: Workload, size: int) -> dict[str, Any]:
+        sizes.add(size)
+        raise simulated_oom()
+
+    def estimate(configuration: Any, batch_size: int) -> int:
+        return 1
+
+    how: dict[str, Any] = {"strategy": strategy, "measure": measure, "batch_size": 16}
+    result = sweep(make, {"most": [2, 7, 16]}, min_size=3, estimate=estimate, **how)
+    assert min(sizes) == 3
+    assert [(one.error or "").partition(":")[0] for one in result.records] == [
+        *("NothingFitsError", "OutOfMemoryError", "OutOfMemoryError")
+    ]
+    assert all(one.measure_sizes[-1] == 3 for one in result.records[1:])
+    if strategy in ("guided", "powers"):  # these begin with the least size: without one, the record names it
+        found = sweep(make, {"most": [7]}, strategy=strategy, batch_size=16).at(most=7)
+        told = "ValueError: expected more than 2 samples (raised while trying batch size 1 "
+        assert (found.error or "").startswith(told)
+
+
 def test_a_measurement_goes_down_to_a_size_that_ran() -> None:
     """grow has run 9 and 14 before 16: 14 is tried before 0.8 x 16."""
     measure = lambda workload, size: {"ok": 1} if size <= 14 else torch.ones(2**40)  # noqa: E731
@@ -309,7 +370,7 @@ def test_a_configuration_that_fails_is_recorded_and_the_sweep_goes_on() -> None:
     assert told["exit"].error == "SystemExit: 3"
     assert told["none"].error is not None
     assert told["none"].error.startswith("TypeError: workload must be a Workload or a callable")
-    assert told["step"].error == "KeyError: 'wrong'"
+    assert told["step"].error == "KeyError: 'wrong' (raised while trying batch size 1 (step 1))"
     assert told["memory"].error is not None
     assert told["memory"].error.startswith("NothingFitsError: a batch of 1 does not fit")
     assert [one.outcome for one in told["memory"].trials][-1] == "oom"
@@ -553,6 +614,17 @@ def test_a_sweep_with_other_settings_is_not_resumed(tmp_path: Path) -> None:
     assert file.read_text() == before
 
 
+def test_a_function_with_other_arguments_is_another_one(tmp_path: Path) -> None:
+    def make(most: int, layers: int, kind: object = None) -> Workload:
+        return limited(most)
+
+    how: dict[str, Any] = {"knobs": {"most": [2]}, "output": tmp_path / "out.json"}
+    sweep(functools.partial(make, layers=2, kind=object()), **how)
+    sweep(functools.partial(make, layers=2, kind=object()), resume=True, **how)
+    with pytest.raises(SettingsDifferError, match=r"make\(layers=2, kind=object\) then, .*layers=3.* now"):
+        sweep(functools.partial(make, layers=3, kind=object()), resume=True, **how)
+
+
 def test_another_range_is_another_sweep(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = sweep(limited, {"most": range(2, 5)}, output=file)
@@ -661,6 +733,8 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
     [
         ({"batch_size": 0}, ValueError, "batch_size must be a positive integer or None, not 0"),
         ({"batch_size": True}, ValueError, "batch_size must be a positive integer or None, not True"),
+        ({"min_size": 0}, ValueError, "min_size must be a positive integer, not 0"),
+        ({"min_size": 9, "batch_size": 8}, ValueError, "min_size must be at most batch_size (8), not 9"),
         ({"auto": 1}, TypeError, "auto must be True or False, not 1"),
         ({"auto": False, "batch_size": None}, ValueError,
          "batch_size must be given with auto=False, not None"),
@@ -741,6 +815,16 @@ def test_a_job_travels_and_gives_the_same_record() -> None:
     assert again.model_dump(**keep) == record.model_dump(**keep)  # type: ignore[arg-type]
 
 
+def test_a_job_in_full_names_its_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job("here.py:make", Settings(batch_size=4, measure="pkg.there:measure", estimate=Named("x/e.py:f")))
+    whole = job.in_full()
+    assert whole.factory == f"{tmp_path.resolve()}/here.py:make"
+    assert whole.settings.measure == "pkg.there:measure"
+    assert whole.settings.estimate == Named(f"{tmp_path.resolve()}/x/e.py:f")
+    assert whole.in_full() == whole
+
+
 def test_an_engine_in_any_order_gives_the_same_result() -> None:
     def backwards(job: Job, waiting: Any, on_event: Any) -> Any:
         return here(job, list(reversed(waiting)), on_event)
@@ -757,6 +841,21 @@ def test_an_engine_in_any_order_gives_the_same_result() -> None:
 
     with pytest.raises(RuntimeError, match="kib=8 has been run twice"):
         run(twice)
+
+
+def test_an_engine_that_is_none_is_told_so() -> None:
+    def listing(job: Job, waiting: Any, on_event: Any) -> Any:
+        return [job.run(one.configuration, on_event) for one in waiting]
+
+    def strange(job: Job, waiting: Any, on_event: Any) -> Any:
+        yield SweepRecord(knobs={"most": 99})
+
+    with pytest.raises(
+        TypeError, match="engine must be a generator function that yields records, not return "
+    ):
+        sweep(limited, {"most": [1]}, engine=listing)
+    with pytest.raises(RuntimeError, match="the engine gave a record that was not asked for: most=99"):
+        sweep(limited, {"most": [1]}, engine=strange)
 
 
 def test_events_and_log_lines(caplog: pytest.LogCaptureFixture) -> None:

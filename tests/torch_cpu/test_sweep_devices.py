@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,11 @@ from batchfit import SweepRecord, SweepResult
 from batchfit import _sweep_devices as sweep_devices
 from batchfit._decide.grid import plan
 from batchfit._decide.visible import Place
+from batchfit._sweep_course import Settings
 from batchfit._sweep_devices import Devices
 from batchfit._sweep_engines import Where
+from batchfit._sweep_job import Job
 from batchfit._sweep_ranks import Answer, may_go_on, settle
-from batchfit._sweep_run import Job, Settings
 from batchfit._sweep_worker import Death
 from batchfit._torch import child as child_side
 from batchfit.errors import BatchfitError, SearchStoppedError
@@ -116,6 +119,35 @@ def test_what_children_print_and_say_comes_out_here(capsys: pytest.CaptureFixtur
     assert [one.estimate for one in result.records] == [2, 2]
 
 
+DRAWING = """
+import numpy
+import torch
+
+torch.rand(3)  # once in a process, and no part of any configuration
+
+def make(number):
+    return lambda batch_size: torch.rand(batch_size)
+
+def measure(workload, size):
+    return {"numpy": numpy.random.rand(), "torch": torch.rand(()).item()}
+"""
+
+
+def test_random_numbers_are_those_of_the_configuration_in_a_new_process(tmp_path: Path) -> None:
+    """There `numpy.random` and the user's module are loaded for the first time."""
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    targets_there = [f"{tmp_path}/drawing.py:{name}" for name in ("make", "measure")]
+    measured = []
+    for devices in (None, "cpu"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step has no state to declare
+            result = batchfit.sweep(
+                targets_there[0], {"number": [1]}, measure=targets_there[1], devices=devices, **QUICK
+            )
+        measured.append(result.at(number=1).measures)
+    assert measured[0] == measured[1] != {}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -142,6 +174,33 @@ def test_what_no_process_could_run_is_refused(change: dict[str, Any], text: str)
     with pytest.raises((TypeError, ValueError)) as caught:
         batchfit.sweep(factory, knobs, **asked)
     assert str(caught.value).startswith(text), caught.value
+
+
+def of_main(value: Any) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("given", ["factory", "estimate"])
+def test_what_is_of_the_main_module_inside_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child has another main module: it would die of it, at every configuration."""
+    monkeypatch.setattr(of_main, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    whole = functools.partial(targets.whoami, label=of_main) if given == "factory" else targets.whoami
+    estimate = {"number": of_main} if given == "estimate" else None
+    with pytest.raises(TypeError, match=rf"^{given} must be .* with something of the main module in it$"):
+        batchfit.sweep(whole, {"number": [1]}, estimate=estimate, devices="cpu", **QUICK)
+
+
+def test_what_a_child_cannot_load_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no configuration is recorded as failed for it."""
+    (tmp_path / "only_here.py").write_text("def make(number): return lambda batch_size: None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    make = importlib.import_module("only_here").make
+    (tmp_path / "only_here.py").write_text("1 / 0\n")
+    file = tmp_path / "out.json"
+    with pytest.raises(BatchfitError, match=r"cannot load its functions: .*Error"):
+        batchfit.sweep(make, {"number": [1, 2]}, devices="cpu", output=file, **QUICK)
+    assert not file.exists()
 
 
 def test_no_engine_of_ones_own_choice_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

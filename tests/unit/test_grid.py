@@ -29,6 +29,24 @@ def test_a_zip_and_a_list_are_the_same_rows() -> None:
     assert list(zipped[1]) == ["layers", "width"]
 
 
+def test_an_estimate_is_tried_on_every_configuration_beforehand() -> None:
+    rows = [{"p": 4}, {"p": 0}, {"p": "a"}]
+
+    def never(value: Any) -> float:
+        raise AssertionError("a function of the user's was called")
+
+    estimate_of({"p": "1 / p"}, ("p",), rows[:1])
+    estimate_of({"p": never}, ("p",), rows)
+    for spec, text in (
+        ("1 / p", r"the estimate '1 / p' must have a value at p=0"),
+        ("p", r"the estimate for 'p' must be a positive factor at p=0, not 0"),
+        ("crops", r"an estimate must be made from numbers, not 'a'"),
+    ):
+        with pytest.raises(GridError, match=text) as caught:
+            estimate_of({"p": spec}, ("p",), rows)
+        assert caught.value.place == ("estimate", "p")
+
+
 @given(st.dictionaries(names, lists, max_size=3))
 @settings(deadline=None, max_examples=80)
 def test_a_grid_holds_every_combination_once(knobs: dict[str, list[Any]]) -> None:

@@ -105,6 +105,34 @@ def test_a_dataframe(result: SweepResult) -> None:
     assert list(frame.columns[:2]) == ["max_crops", "batch_size_used"]
 
 
+def test_a_measure_of_ones_own_is_not_written_over_in_a_dataframe(result: SweepResult) -> None:
+    pytest.importorskip("pandas", reason="needs pandas")
+    first = result.records[0].model_copy(update={"measures": {"samples_per_s": 1.5, "peak_bytes": 7}})
+    frame = result.model_copy(update={"records": (first, *result.records[1:])}).to_dataframe()
+    assert (frame["samples_per_s"][0], frame["peak_bytes"][0]) == (1.5, 7)
+    assert frame[["samples_per_s", "peak_bytes"]][1:].isna().all(axis=None)  # no number of ours among them
+    assert list(frame.columns).count("samples_per_s") == 1
+
+
+def test_numbers_that_json_cannot_say_are_numbers_in_a_dataframe(result: SweepResult) -> None:
+    pytest.importorskip("pandas", reason="needs pandas")
+    said: tuple[Any, ...] = ("-inf", 2.0, "nan")
+    records = [
+        one.model_copy(update={"measures": {"loss": v}}) for one, v in zip(result.records, said, strict=True)
+    ]
+    losses = result.model_copy(update={"records": tuple(records)}).to_dataframe()["loss"]
+    assert losses.dtype == float
+    assert losses[:2].tolist() == [float("-inf"), 2.0]
+    assert losses.isna().tolist() == [False, False, True]
+
+
+def test_a_long_value_does_not_stretch_the_table(result: SweepResult) -> None:
+    first = result.records[0].model_copy(update={"measures": {"curve": list(range(1000))}})
+    shown = str(result.model_copy(update={"records": (first,)}))
+    assert len(shown.splitlines()[1]) < 80
+    assert "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11..." in shown
+
+
 def test_a_dataframe_without_pandas(result: SweepResult, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"^pip install pandas to use SweepResult\.to_dataframe$"):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from batchfit._decide.estimates import EstimateFunction
     from batchfit._sweep import Keeper
     from batchfit._sweep_asked import Asked
+    from batchfit._sweep_job import Engine
     from batchfit._sweep_result import SweepResult
-    from batchfit._sweep_run import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,14 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         with uninterrupted():
             result = keeper.result()
             if speaks():
-                _deliver(result, flags, stdout, output)
-    return _ended(result, code, why, _command(path, flags))
+                _deliver(result, flags, stdout, output=None if keeper.stale else output)
+    return _ended(result, code, why, _command(path, flags, stale=keeper.stale))
 
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep_asked import Asked
+    from batchfit._sweep_course import Settings
     from batchfit._sweep_engines import Where
-    from batchfit._sweep_run import Settings
 
     options: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
@@ -205,7 +205,7 @@ def _run(asked: Asked, keeper: Keeper, engine: Engine, heading: str) -> tuple[Co
     return Code.FOUND, ""
 
 
-def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, output: Path) -> None:
+def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, *, output: Path | None) -> None:
     if flags.csv is not None:
         result.to_csv(flags.csv)
     if flags.as_json:
@@ -219,15 +219,17 @@ def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, output: Pat
     stdout.flush()
 
 
-def _command(path: Path, flags: SweepFlags) -> str:
-    """The command that goes on with the same sweep."""
+def _command(path: Path, flags: SweepFlags, *, stale: bool) -> str:
+    """The command that goes on with the same sweep; `stale`: the file is still as it was before."""
     words = ["batchfit", "sweep", str(path)]
     for one in flags.sets:
         words += ["--set", one]
     for name in ("devices", "engine", "ray_address", "output"):
         value = getattr(flags, name)
         words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join([*words, "--resume"])
+    if stale and flags.overwrite:
+        return shlex.join([*words, "--overwrite"])
+    return shlex.join([*words, "--resume", *(["--retry-failed"] if stale else [])])
 
 
 def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:

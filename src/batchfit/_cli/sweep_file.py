@@ -22,6 +22,7 @@ NEEDED = ("factory", "knobs")
 OPTIONAL = (
     "mode",
     "batch_size",
+    "min_size",
     "auto",
     "estimate",
     "measure",
@@ -116,7 +117,8 @@ class SweepFile:
             )
             estimate = self.data.get("estimate")
             if isinstance(estimate, Mapping):
-                estimate_of(estimate, tuple(entries[0].configuration))
+                wanted = [entry.configuration for entry in entries if not entry.why_not]
+                estimate_of(estimate, tuple(entries[0].configuration), wanted)
         except ValueError as error:
             raise self.blame(error) from None
         return entries

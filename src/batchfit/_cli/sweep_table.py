@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from batchfit._sweep_result import SweepRecord
 
 _EVERY_S = 0.12  # between two pictures
+_GAP = 2  # between two columns
+_LEAST_COLUMN = 5  # a word that can still be told from others
+_LEAST_STATUS = 24  # what runs now: "measuring at 1024  12 s"
 
 
 class Screen(Protocol):
@@ -226,13 +229,18 @@ class Table:
         records = dict(self._records)  # read once: the sweep runs in another thread than this
         knobs = list(self._entries[0].configuration)
         measures = list(dict.fromkeys(name for one in records.values() for name in one.measures))
+        visible = self._visible(records, max(3, self._console.height - 4))
+        rows = [self._row(entry, records.get(entry.key), measures) for entry in visible]
+        names = [*knobs, "batch size", *measures]
+        widths = [max(len(name), *(row[index].cell_len for row in rows)) for index, name in enumerate(names)]
+        shown = column_widths(widths, first=len(knobs) + 1, room=self._console.width)
         table = RichTable(box=None, pad_edge=False, header_style="bold")
-        for name in (*knobs, "batch size", *measures):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, overflow="ellipsis")
-        room = max(3, self._console.height - 4)
-        for entry in self._visible(records, room):
-            table.add_row(*self._row(entry, records.get(entry.key), measures))
+        for name, width in zip(names, shown, strict=False):
+            table.add_column(name, justify="right", no_wrap=True, overflow="ellipsis", width=width)
+        left = self._console.width - sum(width + _GAP for width in shown)
+        table.add_column("", no_wrap=True, overflow="ellipsis", width=max(1, left))
+        for row in rows:
+            table.add_row(*row[: len(shown)], row[-1])
         return Group(table, self._foot(len(records)))
 
     def _visible(self, records: Mapping[str, SweepRecord], room: int) -> Sequence[Entry]:
@@ -265,6 +273,23 @@ class Table:
         parts = [f"{done} of {len(self._entries)} configurations", self._pace.left]
         parts.append(f"{failed} failed" if failed else "")
         return Text(", ".join(part for part in parts if part), style="dim")
+
+
+def column_widths(widths: Sequence[int], *, first: int, room: int) -> list[int]:
+    """The width of each column that is shown, by what they would take and the width of the terminal.
+
+    The `first` ones, knobs and batch size, are always there, cut where they must be. Measures follow as far
+    as there is room for them whole; the file has them all. What runs now has a place in any case.
+    """
+    shown = list(widths[:first])
+    room -= _LEAST_STATUS
+    while sum(width + _GAP for width in shown) > room and max(shown) > _LEAST_COLUMN:
+        shown[shown.index(max(shown))] -= 1
+    for width in widths[first:]:
+        if sum(one + _GAP for one in shown) + width + _GAP > room:
+            break
+        shown.append(width)
+    return shown
 
 
 def _doing(event: SweepEvent) -> str:

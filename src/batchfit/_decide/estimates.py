@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -90,6 +90,16 @@ class Estimate:
 
     factors: Mapping[str, Factor]
 
+    def check(self, configuration: Configuration) -> None:
+        """Refuse a configuration for which a table or a formula has no factor; the place is the knob's."""
+        for name, factor in self.factors.items():
+            if isinstance(factor, OfValue):
+                continue  # the user's own code: it is called where a configuration is run, and not before
+            try:
+                Estimate({name: factor})(configuration, 1)
+            except ValueError as error:
+                raise GridError(str(error), "estimate", name) from None
+
     def __call__(self, configuration: Configuration, batch_size: int) -> int:
         scale = 1.0
         for name, factor in self.factors.items():
@@ -103,8 +113,10 @@ class Estimate:
         return max(1, min(int(batch_size * scale), batch_size))
 
 
-def estimate_of(spec: Mapping[str, Any], knobs: tuple[str, ...]) -> Estimate:
-    """The estimate that a mapping of knobs describes.
+def estimate_of(
+    spec: Mapping[str, Any], knobs: tuple[str, ...], configurations: Iterable[Configuration] = ()
+) -> Estimate:
+    """The estimate that a mapping of knobs describes, and that has a value for these configurations.
 
     A knob's entry is the name of a table ("crops", "top_k"), `{"blocks": 24}`, a table of one's own from
     largest values to factors with `"else"` for what is beyond (`{2: 1.0, 8: 0.5, "else": 0.25}`), a formula
@@ -124,7 +136,10 @@ def estimate_of(spec: Mapping[str, Any], knobs: tuple[str, ...]) -> Estimate:
                 *("estimate", str(name)),
             )
         factors[name] = _factor(name, one, knobs)
-    return Estimate(factors)
+    estimate = Estimate(factors)
+    for configuration in configurations:
+        estimate.check(configuration)
+    return estimate
 
 
 def _factor(name: str, spec: Any, knobs: tuple[str, ...]) -> Factor:

@@ -22,8 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from batchfit import SweepEvent, SweepRecord
@@ -72,9 +71,14 @@ class RayEngine:
     ) -> Generator[SweepRecord, None, None]:
         if not waiting:
             return
+        if self.num_gpus is not None and self.num_gpus % 1 and job.settings.budget is None:
+            raise ValueError(
+                f"budget must be given with a part of a GPU (num_gpus {self.num_gpus:g}), not None: Ray does "
+                "not divide its memory, and tasks that share it would take each other's"
+            )
         ours = self._connect()
         try:
-            yield from self._run(_anywhere(job), list(waiting), on_event)
+            yield from self._run(job.in_full(), list(waiting), on_event)
         finally:
             if ours:
                 ray.shutdown()
@@ -159,19 +163,3 @@ def _record(reference: Any, entry: Any, on_event: Callable[[SweepEvent], object]
             on_event(event)
     found: SweepRecord = record
     return found
-
-
-def _anywhere(job: Any) -> Any:
-    """The job with its files named in full: a worker may have another current folder."""
-    settings = job.settings
-    return replace(
-        job, factory=_whole(job.factory), settings=replace(settings, measure=_whole(settings.measure))
-    )
-
-
-def _whole(target: Any) -> Any:
-    if not isinstance(target, str):
-        return target
-    place, colon, function = target.rpartition(":")
-    is_file = place.endswith(".py") or "/" in place
-    return f"{Path(place).resolve()}{colon}{function}" if is_file else target
