@@ -137,9 +137,9 @@ def pages(folder: Path, tag: str) -> None:
     for part in {p.subject: p for p in reversed(PARTS)}.values():
         if part.subject == "prediction":
             if (folder / "truth.json").exists():
-                subprocess.run(
-                    [sys.executable, str(HERE / "prediction_gpu.py"), "page", str(folder)], check=True
-                )
+                to = str(results / f"prediction_{tag}.json")
+                made = [sys.executable, str(HERE / "prediction_gpu.py"), "page", str(folder), "--to", to]
+                subprocess.run(made, check=True)
             continue
         found = folder / f"{part.out}.json"
         if not found.exists():

@@ -1,0 +1,84 @@
+"""Every committed page of a benchmark is what its script makes of its JSON: no figure is written by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from conftest import need
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+need("benchmarks", present=(FOLDER / "pages.py").exists())
+# Measured before runs kept their JSON; the next run of the benchmark replaces it.
+WITHOUT_JSON = {"find_h200_202611.md"}
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import pages
+
+    return pages
+
+
+def test_each_page_says_what_its_json_says(pages: ModuleType) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    found = {page.name: text for page, text in pages.wrong(pages.RESULTS)}
+    assert {name for name, text in found.items() if text is None} <= WITHOUT_JSON
+    differ = [name for name, text in found.items() if text is not None]
+    assert not differ, f"{differ}: run python benchmarks/pages.py write"
+
+
+def test_a_page_that_was_changed_by_hand_is_told_and_made_again(
+    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "import_time_cpu_202611"
+    (tmp_path / f"{name}.json").write_text((pages.RESULTS / f"{name}.json").read_text())
+    right = (pages.RESULTS / f"{name}.md").read_text()
+    page = tmp_path / f"{name}.md"
+    page.write_text(right.replace("1.22", "1.02"))
+    [(told, text)] = pages.wrong(tmp_path)
+    assert (told, text) == (page, right)
+    (tmp_path / "soak_cpu_202611.md").write_text("no JSON")
+    assert dict(pages.wrong(tmp_path))[tmp_path / "soak_cpu_202611.md"] is None
+
+    def call(command: str) -> int:
+        monkeypatch.setattr("sys.argv", ["pages.py", command, "--results", str(tmp_path)])
+        try:
+            pages.main()
+        except SystemExit as ended:
+            return int(str(ended.code or 0))
+        return 0
+
+    (tmp_path / "soak_cpu_202611.md").unlink()
+    assert call("check") == 1
+    assert "is not what its JSON says" in capsys.readouterr().out
+    assert call("write") == call("check") == 0
+    assert page.read_text() == right
+    (tmp_path / "unheard_of_cpu_202611.md").write_text("")
+    with pytest.raises(ValueError, match="PAGES must name the script of unheard_of"):
+        list(pages.wrong(tmp_path))
+
+
+def test_a_picture_is_drawn_and_linked_only_beside_a_file(
+    pages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"a": 1}))
+    drawn: list[Path] = []
+
+    def draw(found: dict[str, int], to: Path) -> None:
+        drawn.append(to)
+        to.write_text("<svg/>")
+
+    given = argparse.Namespace(results=tmp_path / "run.json", to=None)
+    pages.write_page(given, lambda found: f"# A title\n\n{found['a']}\n", draw)
+    assert capsys.readouterr().out == "# A title\n\n1\n"
+    assert drawn == []
+    given.to = tmp_path / "page.md"
+    pages.write_page(given, lambda found: f"# A title\n\n{found['a']}\n", draw)
+    assert drawn == [tmp_path / "page.svg"]
+    assert given.to.read_text() == "# A title\n\n1\n\n![A title](page.svg)\n"
