@@ -561,7 +561,7 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=125, help="GiB of the card for all children together")
     kept = Path(__file__).parent / "results" / "prediction_h200_202611.json"
     parser.add_argument(
-        "--to", type=Path, default=kept, help="`page`: the JSON kept there, the page beside it"
+        "--to", type=Path, default=kept, help="where `page` keeps the JSON, the page beside it"
     )
     given = parser.parse_intermixed_args()
 
