@@ -3,7 +3,7 @@
     python benchmarks/gpu.py run --folder gpu --deadline-s 570        # again and again, until nothing is left
     python benchmarks/gpu.py run --folder gpu --only find profile     # some of them
     python benchmarks/gpu.py run --folder quick --quick               # a short form, under ten minutes in all
-    python benchmarks/gpu.py pages gpu --tag h200_202611              # JSON and pages into benchmarks/results
+    python benchmarks/gpu.py pages gpu --tag h200_202611              # JSON, pages, plots, summary
 
 Rules:
 - What is timed has the machine to itself. Predictions and their truths run side by side, after all others.
@@ -152,6 +152,9 @@ def pages(folder: Path, tag: str) -> None:
         command = [sys.executable, str(HERE / f"{part.script}.py"), "page", str(found), "--to", str(to)]
         subprocess.run(command, check=True)
         print(f"{part.subject}: {kept.name}")
+    # All that is made from these: a figure must not be new in one place and old in another.
+    for script in ("plots", "summary"):
+        subprocess.run([sys.executable, str(HERE / f"{script}.py"), "write"], check=True)
 
 
 def main() -> None:

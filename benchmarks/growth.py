@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from plots import canvas, save
 from turns import about, made_by
 
 Results = dict[str, Any]
@@ -234,15 +235,9 @@ def page(found: Results) -> str:
 
 def draw(found: Results, to: Path) -> None:
     """The three in one picture."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "batchfit", "svg.fonttype": "none"}  # same figures, same small file
-    from matplotlib import pyplot
-
     if missing := {"search", "trace", "votes"} - set(found):
         raise SystemExit(f"the picture needs all parts: run --parts {' '.join(sorted(missing))} first")
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    figure, (left, middle, right) = canvas().subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     lows = [int(low) for low in found["search"]]
     for way in next(iter(found["search"].values())):
         left.plot(lows, [found["search"][str(low)][way][0] for low in lows], marker=".", label=way)
@@ -258,8 +253,7 @@ def draw(found: Results, to: Path) -> None:
         right.plot([int(world) for world in found["votes"]], ms, marker=".", label=name)
     right.set(xlabel="ranks", ylabel="ms", title="one decision of all ranks", xticks=WORLDS)
     right.legend(fontsize=7)
-    figure.savefig(to, metadata={"Date": None})
-    pyplot.close(figure)
+    save(figure, to)
 
 
 def main() -> None:

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import goals
+import plots
 from turns import interval
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- made by benchmarks/summary.py -->", "<!-- end of the summary -->"
+PLOTS_BEGIN, PLOTS_END = "<!-- plots, made by benchmarks/summary.py -->", "<!-- end of the plots -->"
 GOALS_BEGIN, GOALS_END = "<!-- goals, made by benchmarks/summary.py -->", "<!-- end of the goals -->"
 Results = dict[str, Any]
 PEERS = {  # finders as readers know them
@@ -232,6 +234,11 @@ def pages(root: Path) -> dict[Path, str]:
     links = "../benchmarks/results/"
     text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links, with_goals=True))
     text = inserted(text, goals.table(results, links=links), GOALS_BEGIN, GOALS_END)
+    pictures = [
+        f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'
+        for plot, _, _ in plots.wanted(results)
+    ]
+    text = inserted(text, "\n\n".join(pictures), PLOTS_BEGIN, PLOTS_END)
     short = table(results, links="benchmarks/results/", with_goals=False)
     return {readme: inserted(readme.read_text(encoding="utf-8"), short), docs: text}
 
@@ -247,6 +254,8 @@ def main() -> None:
         print(table(given.root / "benchmarks" / "results", links="benchmarks/results/", with_goals=True))
         return
     wrong = []
+    if stale := plots.stale(given.root / "benchmarks" / "results"):
+        print(f"{', '.join(stale)}: not of the newest JSON. Run: python benchmarks/plots.py write")
     for page, text in pages(given.root).items():
         if given.command == "write":
             page.write_text(text, encoding="utf-8")
@@ -254,6 +263,7 @@ def main() -> None:
             wrong.append(page.name)
     if wrong:
         print(f"{' and '.join(wrong)}: not what the JSON says. Run: python benchmarks/summary.py write")
+    if wrong or (stale and given.command == "check"):
         sys.exit(1)
 
 

@@ -82,3 +82,41 @@ def test_a_picture_is_drawn_and_linked_only_beside_a_file(
     pages.write_page(given, lambda found: f"# A title\n\n{found['a']}\n", draw)
     assert drawn == [tmp_path / "page.svg"]
     assert given.to.read_text() == "# A title\n\n1\n\n![A title](page.svg)\n"
+
+
+def test_each_picture_shows_its_figures(
+    pages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    import plots
+
+    for name in ("search_simulated", "prediction_h200_202611", "ragged_h200_202611"):
+        (tmp_path / f"{name}.json").write_bytes((pages.RESULTS / f"{name}.json").read_bytes())
+    swept = {"points": [{"size": size, "samples_per_s": 7.0 * size} for size in (1, 2, 4)]}
+    ours = {"points": swept["points"][1:], "recommended": 4}
+    profile = {"about": {}, "vit/24GiB/sweep": swept, "vit/24GiB/ours/1": ours, "gpt2/24GiB/sweep": swept}
+    (tmp_path / "profile_h200_202611.json").write_text(json.dumps(profile))
+    found = {
+        "batchfit": {"answer": 31, "seconds": 4.2, "ooms": 0},
+        "bisection": {"answer": 33, "seconds": 5.6, "ooms": 2},
+        "toma": {"answer": None, "seconds": 1.0, "ooms": 9},
+    }
+    ran = {"survived": 200, "of": 200, "settled_retries": 0}
+    case = {"find": found, "survive": {"31": ran}, "truth": {"sustained": 31, "fails": 32}}
+    (tmp_path / "find_h200_202611.json").write_text(json.dumps({"cases": {"gpt2/24": case}}))
+    plots.write(tmp_path)
+    assert plots.stale(tmp_path) == []
+    drawn = {plot.subject: plot.file(tmp_path).read_text() for plot in plots.PLOTS}
+    for subject, told in {
+        "search": ("Accelerate", "batchfit", "99.6"),
+        "find": ("gpt2/24 GiB", "bisection, 2 OOMs"),
+        "prediction": ("calibrated", "within one sample"),
+        "profile": ("vit, 24GiB", "gpt2, 24GiB", "advice"),
+        "ragged": ("by_hand", "101k cold", "98k cold"),
+    }.items():
+        for words in told:
+            assert words in drawn[subject], (subject, words)
+    assert "toma" not in drawn["find"]
+    first = drawn["ragged"]
+    plots.write(tmp_path)
+    assert plots.PLOTS[-1].file(tmp_path).read_text() == first  # the same figures, the same file

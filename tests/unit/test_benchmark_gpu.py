@@ -100,3 +100,26 @@ def test_the_order_is_the_users_and_quick_takes_what_has_a_short_form(
     ]
     driver.run(tmp_path / "out", 30.0, [], True)
     assert "broken" not in capsys.readouterr().out
+
+
+def test_pages_carry_the_tag_and_all_that_is_made_from_them_follows(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "import pathlib, sys; here = pathlib.Path(__file__)\n"
+    note += "with (here.parent / 'calls').open('a') as calls: print(here.stem, *sys.argv[1:], file=calls)"
+    for name in ("find_gpu", "ragged_gpu", "prediction_gpu", "plots", "summary"):
+        (tmp_path / f"{name}.py").write_text(note)
+    (tmp_path / "results").mkdir()
+    kept = tmp_path / "gpu"
+    kept.mkdir()
+    for name in ("find", "ragged", "truth"):
+        (kept / f"{name}.json").write_text("{}")
+    driver.pages(kept, "h200_209901")
+    calls = (tmp_path / "calls").read_text().replace(f"{tmp_path}/", "").splitlines()
+    assert sorted(calls[:-2]) == [
+        "find_gpu page gpu/find.json --to results/find_h200_209901.json",
+        "prediction_gpu page gpu --to results/prediction_h200_209901.json",
+        "ragged_gpu page gpu/ragged.json --to results/ragged_h200_209901.md",
+    ]
+    assert calls[-2:] == ["plots write", "summary write"]
+    assert (tmp_path / "results" / "ragged_h200_209901.json").exists()

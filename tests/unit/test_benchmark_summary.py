@@ -23,7 +23,7 @@ def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import summary
 
     yield summary
-    for name in ("summary", "goals", "turns", "pages", "find_gpu", "ranks_gpu"):
+    for name in ("summary", "goals", "plots", "turns", "pages", "find_gpu", "ranks_gpu"):
         sys.modules.pop(name, None)
 
 
@@ -32,6 +32,8 @@ def test_readme_and_docs_say_what_the_results_say(summary: ModuleType) -> None:
         told = "run python benchmarks/summary.py write"
         assert page.read_text(encoding="utf-8") == text, f"{page.name} disagrees with the JSON: {told}"
     assert 1 <= len(list(summary.rows(FOLDER / "results"))) <= 5
+    stale = summary.plots.stale(FOLDER / "results")
+    assert not stale, f"{stale} are of other figures: run python benchmarks/plots.py write"
 
 
 def found(answer: int | None, seconds: float, ooms: int, sizes: list[int]) -> dict[str, Any]:
@@ -160,10 +162,10 @@ def test_a_page_that_says_something_else_is_told_and_put_right(
     (tmp_path / "docs").mkdir()
     planted(tmp_path / "benchmarks" / "results")
     empty = f"before\n{summary.BEGIN}\n{summary.END}\nafter\n"
-    goals = f"{summary.GOALS_BEGIN}\n{summary.GOALS_END}\n"
+    blocks = f"{summary.GOALS_BEGIN}\n{summary.GOALS_END}\n{summary.PLOTS_BEGIN}\n{summary.PLOTS_END}\n"
     readme, docs = tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"
     readme.write_text(empty)
-    docs.write_text(empty + goals)
+    docs.write_text(empty + blocks)
 
     def call(command: str) -> int:
         monkeypatch.setattr(sys, "argv", ["summary.py", command, "--root", str(tmp_path)])
@@ -176,7 +178,13 @@ def test_a_page_that_says_something_else_is_told_and_put_right(
     assert call("check") == 1
     assert "README.md and benchmarks.md: not what the JSON says" in capsys.readouterr().out
     assert call("write") == 0
+    assert call("check") == 1  # no picture is drawn yet
+    assert "plot_find.svg, plot_prediction.svg" in capsys.readouterr().out
+    results = tmp_path / "benchmarks" / "results"
+    for plot, kept, _ in summary.plots.wanted(results):
+        plot.file(results).write_text(f"<svg/>{summary.plots.digest(kept)}")
     assert call("check") == 0
+    assert 'plot_ragged.svg" width="900" alt="Tokens a second' in docs.read_text()
     text = readme.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
@@ -238,6 +246,22 @@ def test_a_ratio_is_met_or_missed_only_where_its_interval_says_so(
     low: float, high: float, met: bool | None, summary: ModuleType
 ) -> None:
     assert summary.goals.by_interval("x", (low + high) / 2, low, high).met is met
+
+
+def test_a_picture_is_told_that_is_missing_old_or_of_nothing(summary: ModuleType, tmp_path: Path) -> None:
+    plots = summary.plots
+    planted(tmp_path)
+    names = ["plot_find.svg", "plot_prediction.svg", "plot_ragged.svg", "plot_search.svg"]
+    assert plots.stale(tmp_path) == names  # of a profile there is nothing to draw
+    for plot, kept, _ in plots.wanted(tmp_path):
+        plot.file(tmp_path).write_text(plots.digest(kept))
+    assert plots.stale(tmp_path) == []
+    (tmp_path / "plot_profile.svg").write_text("")
+    newer = (tmp_path / "ragged_h200_202611.json").read_text().replace("96400", "96500")
+    (tmp_path / "ragged_h200_202612.json").write_text(newer)
+    assert plots.stale(tmp_path) == ["plot_profile.svg", "plot_ragged.svg"]
+    (tmp_path / "profile_h200_202612.json").write_text(json.dumps({"about": {}}))  # no sweep in it yet
+    assert plots.stale(tmp_path) == ["plot_profile.svg", "plot_ragged.svg"]
 
 
 def test_a_loader_that_stalls_is_told(summary: ModuleType) -> None:
