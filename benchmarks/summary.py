@@ -21,14 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import floors
 import goals
 import plots
 from turns import interval
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- made by benchmarks/summary.py -->", "<!-- end of the summary -->"
-PLOTS_BEGIN, PLOTS_END = "<!-- plots, made by benchmarks/summary.py -->", "<!-- end of the plots -->"
-GOALS_BEGIN, GOALS_END = "<!-- goals, made by benchmarks/summary.py -->", "<!-- end of the goals -->"
+PARTS = {  # what else stands in the docs: its comments
+    name: (f"<!-- {name}, made by benchmarks/summary.py -->", f"<!-- end of {name} -->")
+    for name in ("the goals", "the plots", "own time", "growth")
+}
 Results = dict[str, Any]
 PEERS = {  # finders as readers know them
     "bisection": "bisection",
@@ -233,12 +236,18 @@ def pages(root: Path) -> dict[Path, str]:
     readme, docs = root / "README.md", root / "docs" / "benchmarks.md"
     links = "../benchmarks/results/"
     text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links, with_goals=True))
-    text = inserted(text, goals.table(results, links=links), GOALS_BEGIN, GOALS_END)
     pictures = [
         f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'
         for plot, _, _ in plots.wanted(results)
     ]
-    text = inserted(text, "\n\n".join(pictures), PLOTS_BEGIN, PLOTS_END)
+    parts = {
+        "the goals": [goals.table(results, links=links)],
+        "the plots": ["\n\n".join(pictures)],
+        "own time": floors.own_time(results),
+        "growth": floors.growth(results),
+    }
+    for name, lines in parts.items():
+        text = inserted(text, "\n".join(lines), *PARTS[name])
     short = table(results, links="benchmarks/results/", with_goals=False)
     return {readme: inserted(readme.read_text(encoding="utf-8"), short), docs: text}
 

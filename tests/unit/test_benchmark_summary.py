@@ -23,7 +23,7 @@ def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import summary
 
     yield summary
-    for name in ("summary", "goals", "plots", "turns", "pages", "find_gpu", "ranks_gpu"):
+    for name in ("summary", "goals", "plots", "floors", "turns", "pages", "find_gpu", "ranks_gpu"):
         sys.modules.pop(name, None)
 
 
@@ -162,7 +162,7 @@ def test_a_page_that_says_something_else_is_told_and_put_right(
     (tmp_path / "docs").mkdir()
     planted(tmp_path / "benchmarks" / "results")
     empty = f"before\n{summary.BEGIN}\n{summary.END}\nafter\n"
-    blocks = f"{summary.GOALS_BEGIN}\n{summary.GOALS_END}\n{summary.PLOTS_BEGIN}\n{summary.PLOTS_END}\n"
+    blocks = "".join(f"{begin}\n{end}\n" for begin, end in summary.PARTS.values())
     readme, docs = tmp_path / "README.md", tmp_path / "docs" / "benchmarks.md"
     readme.write_text(empty)
     docs.write_text(empty + blocks)
@@ -277,3 +277,22 @@ def test_a_loader_that_stalls_is_told(summary: ModuleType) -> None:
     assert met(planned=0.02, larger=0.09) == [True, True, True]
     assert met(planned=0.05, larger=0.09) == [True, False, True]
     assert met(planned=0.02, larger=0.11) == [True, True, False]
+
+
+def test_floors_and_growth_follow_their_json(summary: ModuleType, tmp_path: Path) -> None:
+    assert summary.floors.own_time(tmp_path) == summary.floors.growth(tmp_path) == []
+    for subject in ("own_cost_cpu", "cost_cpu", "import_time_cpu", "growth_cpu"):
+        name = f"{subject}_202611.json"
+        (tmp_path / name).write_bytes((FOLDER / "results" / name).read_bytes())
+    before = summary.floors.own_time(tmp_path) + summary.floors.growth(tmp_path)
+    cost = json.loads((tmp_path / "cost_cpu_202611.json").read_text())
+    cost["microbatch"]["cpu_ms"] |= {"step, tiny, by hand": 8.0, "step, tiny, ours": 24.0}
+    (tmp_path / "cost_cpu_202612.json").write_text(json.dumps(cost))  # a later month counts
+    grown = json.loads((tmp_path / "growth_cpu_202611.json").read_text())
+    grown["votes"]["4"]["vote"] = 0.0777
+    (tmp_path / "growth_cpu_202611.json").write_text(json.dumps(grown))
+    after = summary.floors.own_time(tmp_path) + summary.floors.growth(tmp_path)
+    changed = [line for line, old in zip(after, before, strict=True) if line != old]
+    assert len(changed) == 2
+    assert "where it takes 1.0 ms | 2.0 ms a microbatch" in changed[0]
+    assert changed[1].startswith("- A vote of 4 ranks takes 77.7 ms")
