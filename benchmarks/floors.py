@@ -49,14 +49,14 @@ def own_time(results: Path) -> list[str]:
             "a find",
             "its trials near the maximum and its soak: the program's own steps are "
             f"{share(find, 'the program')} of a find of a small GPT in virtual memory",
-            f"two full garbage collections ({share(find, 'batchfit/_torch/here.py')}: before memory is counted, "
-            "and after the first trial; all others look at new objects only), counting live tensors "
+            f"two full garbage collections ({share(find, 'batchfit/_torch/here.py')}: before memory is "
+            "counted, and after the first trial; all others look at new objects only), counting live tensors "
             f"({share(find, 'batchfit/_torch/ledger.py')}), virtual memory itself",
         ),
         (
             f"a step of {MICROBATCHES} microbatches",
-            f"the loop by hand: {share(small, 'the program')} where a microbatch takes {each['small']:.0f} ms, "
-            f"{share(tiny, 'the program')} where it takes {each['tiny']:.1f} ms",
+            f"the loop by hand: {share(small, 'the program')} where a microbatch takes "
+            f"{each['small']:.0f} ms, {share(tiny, 'the program')} where it takes {each['tiny']:.1f} ms",
             f"{more:.1f} ms a microbatch on this CPU: cutting, weighing, the way back, random states",
         ),
         (
@@ -100,13 +100,14 @@ def growth(results: Path) -> list[str]:
         return f"{min(trials):.0f} to {max(trials):.0f}"
 
     peers = [way for way in next(iter(bins.values())) if not way.startswith("batchfit")]
-    beside = ", ".join(f"{way.removesuffix(' [port]')} {ends(way)}" for way in peers)
+    beside = "; ".join(f"{way.removesuffix(' [port]')} {ends(way)}" for way in peers)
     a_thousand = [1e3 * one["cpu_s"] / one["events"] for one in found["trace"].values()]
     models = sorted(found["trace"], key=lambda name: found["trace"][name]["parameters"])
     votes = found["votes"]
     most = max(votes, key=int)
     return [
-        f"- A search takes {ends('batchfit, default')} trials on average for maxima from 2 to 4095; {beside}.",
+        f"- A search takes {ends('batchfit, default')} trials on average for maxima from 2 to 4095; "
+        f"{beside}.",
         "- A trace grows with the number of operations, thus with layers, not with parameters: "
         f"{statistics.median(a_thousand):.1f} s a thousand events, from {models[0]} to {models[-1]}.",
         f"- A vote of {most} ranks takes {1e3 * votes[most]['vote']:.1f} ms, a gloo all-reduce of one number "
