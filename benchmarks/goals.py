@@ -31,10 +31,11 @@ CAUSES = {  # (row, check): why it was missed
     "one LSTM only",
     ("prediction", "seconds of a trace"): "a trace grows with the number of operations, and torch's fake "
     "tensors are most of it; these models have the most operations",
-    ("loader with 4 workers", "steady throughput"): "samples that cost next to nothing to make, on two busy "
-    "cores: dealing indices shows, and DataLoader against itself spreads by more",
-    ("loader with 4 workers", "unplanned change"): "four workers make the first batches of the new size at "
-    "once, on two busy cores: with one worker the wait is a third",
+    ("loader with 4 workers", "steady throughput"): "where samples cost next to nothing to make, dealing "
+    "indices shows; DataLoader against itself spreads by more",
+    ("loader with 4 workers", "unplanned change"): "the first batch of the new size has to be made, and all "
+    "workers begin theirs at once: where they outnumber the cores, it waits for one (a single worker takes a "
+    "third of the time)",
 }
 
 

@@ -61,6 +61,7 @@ PARTS = (
     Part(
         "integrations", "integrations_gpu", ("run",), "integrations", quick=("--rows", "lightning/ours/find")
     ),
+    Part("loader", "loader", ("run", "--rounds", "5"), "loader"),  # the machine's cores, not its card
     Part("sweep", "sweep_gpu", ("run",), "sweep"),
     Part("schedules", "schedules_gpu", ("run",), "schedules"),
     Part("prediction", "prediction_gpu", ("truth", "--workers", "5", "--room", "100"), "truth", alone=False),

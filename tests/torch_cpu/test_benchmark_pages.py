@@ -84,6 +84,33 @@ def test_a_picture_is_drawn_and_linked_only_beside_a_file(
     assert given.to.read_text() == "# A title\n\n1\n\n![A title](page.svg)\n"
 
 
+@pytest.mark.slow
+def test_the_loader_is_measured_case_by_case_and_goes_on_where_it_was(
+    pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import loader
+
+    out = tmp_path / "loader.json"
+    cases = [loader.Case(name, (8,), 4, 6, 30, 0.001) for name in ("a", "b")]
+    monkeypatch.setattr(loader, "WORKERS", 1)
+
+    def run(rounds: int = 1, deadline_s: float = 60.0) -> str:
+        loader.run(argparse.Namespace(out=out, rounds=rounds, deadline_s=deadline_s))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    monkeypatch.setattr(loader, "CASES", cases[:1])
+    assert run() == "0 rows left"
+    first = json.loads(out.read_text())["cases"][0]
+    monkeypatch.setattr(loader, "CASES", cases)
+    assert run(deadline_s=-1) == "1 rows left"
+    assert run() == "0 rows left"
+    found = json.loads(out.read_text())
+    assert [one["name"] for one in found["cases"]] == ["a", "b"]
+    assert found["cases"][0] == first
+    assert "| b | 4, 6 (" in loader.page(found)
+    assert run(rounds=2, deadline_s=-1) == "2 rows left"  # medians of other rounds are not mixed in
+
+
 def test_each_picture_shows_its_figures(
     pages: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
