@@ -8,21 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmark_scripts import imported
 
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-need("benchmarks", present=(FOLDER / "pages.py").exists())
 # Measured before runs kept their JSON; the next run of the benchmark replaces it.
 WITHOUT_JSON = {"find_h200_202611.md"}
 
 
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import pages
-
-    return pages
+    return imported("pages", monkeypatch)
 
 
 def test_each_page_says_what_its_json_says(pages: ModuleType) -> None:
