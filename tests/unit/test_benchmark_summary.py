@@ -264,6 +264,17 @@ def test_a_picture_is_told_that_is_missing_old_or_of_nothing(summary: ModuleType
     assert plots.stale(tmp_path) == ["plot_profile.svg", "plot_ragged.svg"]
 
 
+def test_both_ways_over_ranks_are_told_beside_ddp(summary: ModuleType) -> None:
+    names = {"ddp": 1.0, "late": 1.2, "safe": 1.2, "overlap": 1.005}
+    rounds = {name: [times] * 9 for name, times in names.items()}
+    part = {"seconds": rounds, "vote_s": [0.1], "in_votes_s": dict.fromkeys(names, [0.0])}
+    checks = summary.goals.microbatch_checks({}, {"about": {}, "many": part})
+    assert [(one.name, one.met) for one in checks] == [
+        ("DDP, sync=overlap, many microbatches", True),
+        ("DDP, sync=safe, many microbatches", False),
+    ]
+
+
 def test_a_loader_that_stalls_is_told(summary: ModuleType) -> None:
     def case(planned: float, larger: float) -> dict[str, Any]:
         waits = {"no change": 0.01, "planned": planned, "set, larger": larger, "set, smaller": 0.01}
