@@ -20,7 +20,7 @@ from typing import Any
 Results = dict[str, Any]
 SOAKED = "our seconds hold a soak of 25 steps, which no peer makes"
 VOTED = (
-    "ranks vote before they reduce, so that one rank's OOM costs a retry and not the run: nothing overlaps"
+    "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
 )
 CAUSES = {  # (row, check): why it was missed
     ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,
@@ -234,7 +234,7 @@ def cause(goal: Goal, check: Check) -> str:
 
 def table(results: Path, *, links: str) -> str:
     """The table, in markdown, and below it what falls short; `links` leads from the page to the results."""
-    lines = ["| goal | check | measured | goal | met |", "|---" * 5 + "|"]
+    lines = ["| subject | check | measured | goal | met |", "|---" * 5 + "|"]
     short = []
     for goal, checks in measured(results):
         if not checks:

@@ -267,7 +267,7 @@ def test_a_picture_is_told_that_is_missing_old_or_of_nothing(summary: ModuleType
 def test_both_ways_over_ranks_are_told_beside_ddp(summary: ModuleType) -> None:
     names = {"ddp": 1.0, "late": 1.2, "safe": 1.2, "overlap": 1.005}
     rounds = {name: [times] * 9 for name, times in names.items()}
-    part = {"seconds": rounds, "vote_s": [0.1], "in_votes_s": dict.fromkeys(names, [0.0])}
+    part = {"seconds": rounds, "vote_s": [0.1], "in_votes_s": {name: [0.0] for name in names}}
     checks = summary.goals.microbatch_checks({}, {"about": {}, "many": part})
     assert [(one.name, one.met) for one in checks] == [
         ("DDP, sync=overlap, many microbatches", True),
