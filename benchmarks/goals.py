@@ -19,9 +19,7 @@ from typing import Any
 
 Results = dict[str, Any]
 SOAKED = "our seconds hold a soak of 25 steps, which no peer makes"
-VOTED = (
-    "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
-)
+VOTED = "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
 CAUSES = {  # (row, check): why it was missed
     ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,
     ("ResNet-50: find", "seconds to the fastest peer"): SOAKED,
