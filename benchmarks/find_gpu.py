@@ -33,6 +33,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from rows import keep
+
 GIB = 2**30
 MODELS = ("gpt2", "resnet50", "vit", "t5_small", "convnext", "llama110m")
 TINY, TINY_GIB = "tiny", 1 / 128
@@ -390,9 +392,9 @@ def run(given: argparse.Namespace) -> None:
 
     def save() -> None:
         results["calls"][-1]["seconds"] = time.monotonic() - begun
-        given.out.write_text(json.dumps(results, indent=1))
+        keep(given.out, results)
 
-    def keep(job: Job, answer: Results) -> None:
+    def note(job: Job, answer: Results) -> None:
         results["about"].update(answer.pop("about", {}))
         case = case_of(results, key(job))
         if job["kind"] == "bracket":
@@ -407,11 +409,11 @@ def run(given: argparse.Namespace) -> None:
         print(f"{time.monotonic() - begun:6.1f}", key(job), what, json.dumps(shown)[-300:], flush=True)
 
     jobs = [] if given.only == "untimed" else timed_jobs(results, pairs, given.finders)
-    one_at_a_time(jobs, ends, keep, 1 if given.smoke else 3)
+    one_at_a_time(jobs, ends, note, 1 if given.smoke else 3)
     if given.only != "timed":
         for number in range(3):
             now = untimed_jobs(results, pairs)[number]
-            side_by_side(now, ends, keep, workers=given.workers, room_gib=given.room_gib)
+            side_by_side(now, ends, note, workers=given.workers, room_gib=given.room_gib)
     save()
     left = len(timed_jobs(results, pairs, given.finders)) + sum(map(len, untimed_jobs(results, pairs)))
     print(f"{time.monotonic() - begun:.0f} s, {left} runs left", flush=True)

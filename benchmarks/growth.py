@@ -28,6 +28,7 @@ from typing import Any
 
 from pages import add_page, write_page
 from plots import canvas, save
+from rows import keep
 from turns import about, made_by
 
 Results = dict[str, Any]
@@ -172,12 +173,12 @@ def run(given: argparse.Namespace) -> None:
     found: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
     found["about"] = about("python benchmarks/growth.py run")
 
-    def keep() -> None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    def keep_it() -> None:
+        keep(given.out, found)
 
     if "search" in given.parts and "search" not in found:
         found["search"] = search()
-        keep()
+        keep_it()
     for name in LLAMAS if "trace" in given.parts else ():
         if name in found.get("trace", {}):
             continue
@@ -185,10 +186,10 @@ def run(given: argparse.Namespace) -> None:
         quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=quiet)
         found.setdefault("trace", {})[name] = json.loads(done.stdout.splitlines()[-1])
-        keep()
+        keep_it()
     if "votes" in given.parts and "votes" not in found:
         found["votes"] = votes()
-        keep()
+        keep_it()
 
 
 def page(found: Results) -> str:

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 import batchfit
 from batchfit._decide.progress import Progress
 from pages import add_page, write_page
+from rows import keep
 
 WORKERS = 4
 AHEAD = 10  # batches before a change, so that all workers are at work
@@ -272,7 +273,7 @@ def run(given: argparse.Namespace) -> None:
         }
         print(case.name, json.dumps(one["steady"]), flush=True)
         found["cases"].append(one)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        keep(given.out, found)
     print(f"{len(CASES) - len(found['cases'])} rows left")
 
 

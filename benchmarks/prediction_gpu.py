@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rows import keep
+
 GIB = 2**30
 # Caps are spread over models; two numbers where fp32 and bf16 have one each.
 CAPS = {
@@ -603,7 +605,7 @@ def main() -> None:
         return
 
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-    given.out.with_name("about.json").write_text(json.dumps(about()))
+    keep(given.out.with_name("about.json"), about())
     jobs = []
     for model, precision, cap in cases(given.models or list(CAPS), given.precisions):
         key = f"{model}/{precision}/{cap}"
@@ -616,13 +618,13 @@ def main() -> None:
             room = cap / 8 if given.mode == "calibrated" else 0.0
         jobs.append((key, room, ["child", given.what, *rest]))
 
-    def keep(key: str, answer: dict[str, Any], seconds: float) -> None:
+    def note(key: str, answer: dict[str, Any], seconds: float) -> None:
         results[key] = {**answer, "seconds": seconds}
-        given.out.write_text(json.dumps(results))
+        keep(given.out, results)
         shown = {k: v for k, v in answer.items() if k not in ("trials", "prediction")}
         print(key, round(seconds, 1), json.dumps(shown)[-400:], flush=True)
 
-    pool.run(jobs, keep)
+    pool.run(jobs, note)
     print(f"{sum('error' in results.get(key, {'error': None}) for key, _, _ in jobs)} cases left")
 
 

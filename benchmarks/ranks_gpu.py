@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import keep
 
 PARTS = {"many": 8, "one": 1}
 SAMPLES, LENGTH, WARM, ROUNDS = 32, 512, 9, 40
@@ -176,7 +177,7 @@ def run(given: argparse.Namespace) -> None:
             print(f"{part}: {'is there' if part in results else 'left for another call'}", flush=True)
             continue
         results[part] = both_ranks(part, given.smoke, left_s / (len(PARTS) - list(PARTS).index(part)))
-        given.out.write_text(json.dumps(results, indent=1))
+        keep(given.out, results)
         print(f"{part}: {summary(results[part])}", flush=True)
     print(f"{sum(part not in results for part in PARTS)} parts left")
 

@@ -123,3 +123,29 @@ def test_pages_carry_the_tag_and_all_that_is_made_from_them_follows(
     ]
     assert calls[-2:] == ["plots write", "summary write"]
     assert (tmp_path / "results" / "ragged_h200_209901.json").exists()
+
+
+def test_a_run_that_is_ended_while_it_writes_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not SCRIPT.exists():
+        pytest.skip("benchmarks are not in the distribution")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import rows
+
+    out = tmp_path / "run.json"
+    rows.keep(out, {"a": 1})
+    whole = out.read_text()
+
+    def ended(path: Path, text: str) -> int:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", ended)
+        with pytest.raises(KeyboardInterrupt):
+            rows.keep(out, {"a": 1, "b": 2})
+    assert out.read_text() == whole
+    rows.keep(out, {"a": 1, "b": 2})
+    assert '"b": 2' in out.read_text()

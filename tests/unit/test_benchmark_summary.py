@@ -23,7 +23,7 @@ def summary(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import summary
 
     yield summary
-    for name in ("summary", "goals", "plots", "floors", "turns", "pages", "find_gpu", "ranks_gpu"):
+    for name in ("summary", "goals", "plots", "floors", "turns", "pages", "rows", "find_gpu", "ranks_gpu"):
         sys.modules.pop(name, None)
 
 
