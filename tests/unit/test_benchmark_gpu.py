@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -149,3 +150,27 @@ def test_a_run_that_is_ended_while_it_writes_loses_no_row(
     assert out.read_text() == whole
     rows.keep(out, {"a": 1, "b": 2})
     assert '"b": 2' in out.read_text()
+
+
+def test_ranks_that_had_no_time_are_left_for_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not SCRIPT.exists():
+        pytest.skip("benchmarks are not in the distribution")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import ranks_gpu
+
+    def measured(rounds: int) -> None:
+        times = {name: [1.0] * rounds for name in ranks_gpu.CONTENDERS}
+        found = {"seconds": times, "in_votes_s": times, "vote_s": [0.1]}
+        monkeypatch.setattr(ranks_gpu, "both_ranks", lambda *_: found)
+
+    monkeypatch.setattr(ranks_gpu, "about", lambda smoke: {})
+    given = argparse.Namespace(out=tmp_path / "ranks.json", smoke=False, deadline_s=60.0)
+    measured(ranks_gpu.LEAST - 1)
+    ranks_gpu.run(given)
+    assert "2 parts left" in capsys.readouterr().out
+    assert not given.out.exists()
+    measured(ranks_gpu.LEAST)
+    ranks_gpu.run(given)
+    assert "0 parts left" in capsys.readouterr().out
