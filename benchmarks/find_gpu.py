@@ -309,9 +309,10 @@ def side_by_side(
 
     def one(job: Job) -> None:
         nonlocal free
+        takes = min(job["cap_gib"], room_gib)  # one that is larger than the room has it to itself
         with turn:
-            turn.wait_for(lambda: free >= job["cap_gib"])
-            free -= job["cap_gib"]
+            turn.wait_for(lambda: free >= takes)
+            free -= takes
         try:
             if ends - time.monotonic() > S_PER_GIB * job["cap_gib"]:
                 answer = Child(job, ends).answer()
@@ -320,7 +321,7 @@ def side_by_side(
                         done(job, answer)
         finally:
             with turn:
-                free += job["cap_gib"]
+                free += takes
                 turn.notify_all()
 
     with ThreadPoolExecutor(workers) as executor:

@@ -46,9 +46,9 @@ PARTS = (
     "peer/torch_max_mem",
 )
 PACKAGES = {"peer/toma": "toma", "peer/torch_max_mem": "torch-max-mem"}
-SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 100
+SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 80
 STEPS, PEER_STEPS = 1000, 200
-PEER_S = 90.0  # a peer that needs longer for its batches is stopped, and the page says how far it came
+PEER_S = 60.0  # a peer that needs longer for its batches is stopped, and the page says how far it came
 # Of the free run's peaks, and what the allocator's rests take on top of live tensors.
 QUANTILE, RESTS = 0.9, 1.05
 

@@ -8,7 +8,9 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,8 @@ GUIDES = (
     "loader.md",
     "sweep.md",
 )  # pages that show what their first example prints
+# What each takes is mostly the framework's import, or a trace; `make test-all` runs them.
+SLOW = ("accelerate.md", "explain.md", "lightning.md", "predict.md", "torchtune.md", "transformers.md")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 
@@ -34,8 +38,13 @@ def pages_with_code() -> list[Path]:
     return [page for page in PAGES if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("page", pages_with_code(), ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+def slow_ones_marked(names: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_ones_marked([page.name for page in pages_with_code()]))
+def test_python_blocks_run(name: str, tmp_path: Path) -> None:
+    page = next(page for page in PAGES if page.name == name)
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     if page.name in GUIDES:
         blocks = blocks[1:]  # the first one is run below, where its output is read
@@ -82,7 +91,7 @@ def test_the_readme_examples_are_short_and_print_what_they_say(number: int, tmp_
     assert timeless(shown.group(1)) == timeless(done.stdout)
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", slow_ones_marked(GUIDES))
 def test_a_guide_shows_what_its_example_prints(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     block = BLOCK.search(page)

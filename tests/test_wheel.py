@@ -67,6 +67,7 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]) -> None:
     assert re.search(r"^batchfit = batchfit\._cli:main$", commands, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_source_archive_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     sources = environments.unpack(built[1], tmp_path / "unpacked")
     assert (sources / "tests" / "conftest.py").exists()
@@ -94,6 +95,7 @@ def _tools() -> list[importlib.machinery.ModuleSpec]:
     return [one for one in found if one is not None and one.origin is not None]
 
 
+@pytest.mark.slow
 def test_quick_tests_pass_against_the_wheel(installed: tuple[Path, Path]) -> None:
     assert environments.run_tests(*installed, ("tests/unit/test_report.py",)) == 0
 
@@ -104,6 +106,7 @@ def test_tests_of_all_layers_pass_against_the_wheel(installed: tuple[Path, Path]
     assert environments.run_tests(*installed, ("tests/unit", *environments.QUICK)) == 0
 
 
+@pytest.mark.slow
 def test_a_wheel_without_one_file_fails(installed: tuple[Path, Path], tmp_path: Path) -> None:
     """The tests above look at the wheel: a file that is missing there, and in src/ is not, is noticed."""
     (packages,) = installed[0].glob("lib/python*/site-packages")

@@ -15,14 +15,16 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Final, Literal, final
 
-from batchfit._init_loop import Edit, is_tidy, loop_edits
+from batchfit._init_edits import Edit, edited, import_edits, is_tidy
+from batchfit._init_loop import loop_edits
 
 Kind = Literal["accelerate", "lightning", "transformers", "loop", "torchtune", "none"]
 # `tune run --nproc_per_node 2 lora_finetune_distributed`, and a recipe named without the command.
 _TUNE_RUN: Final = re.compile(r"\btune run[ \t]+(?:--?[\w-]+[ \t=][^\s-]\S*[ \t]+)*([\w./-]+)")
 _TUNE_NAME: Final = re.compile(r"\b(\w*(?:finetune|dpo|qat|distillation)_(?:distributed|single_device))\b")
 _TUNE_OURS: Final = {"full_finetune_single_device", "lora_finetune_single_device"}
-_TRAINERS: Final = {"Trainer": "BatchfitTrainer", "Seq2SeqTrainer": "BatchfitSeq2SeqTrainer"}
+_TRAINERS: Final = ("Trainer", "Seq2SeqTrainer")
+_MORE_TRAINERS: Final = ("trl", "sentence_transformers", "setfit")  # most of theirs derive from it
 
 
 @final
@@ -69,7 +71,7 @@ def _accelerate(tree: ast.Module, text: str) -> Advice | None:
     name = "find_executable_batch_size"
     edits = _imports_from_here(tree, text, ("accelerate",), name, "accelerate")
     if edits:
-        return Advice("accelerate", _edited(text, edits))
+        return Advice("accelerate", edited(text, edits))
     uses = any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(tree))
     if uses and "accelerate" in _imported(tree):
         note = f"import {name} from batchfit.integrations.accelerate in place of accelerate.utils"
@@ -78,41 +80,66 @@ def _accelerate(tree: ast.Module, text: str) -> Advice | None:
 
 
 def _transformers(tree: ast.Module, text: str) -> Advice | None:
-    names = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers"
-        for alias in node.names
-        if alias.name in _TRAINERS
-    }
-    made = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign)
-        and isinstance(node.value, ast.Call)
-        and _called(node.value) in {*names, *(f"transformers.{name}" for name in _TRAINERS)}
+    ours, others = _trainer_names(tree)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    made = [call for call in calls if _called(call) in ours]
+    notes = [
+        f"line {call.lineno}: {_called(call)} is not in batchfit's tests. Where it derives from Trainer of "
+        "transformers, adapt(trainer) of batchfit.integrations.transformers before train() may do"
+        for call in calls
+        if _called(call) in others
     ]
     if not made:
-        return None
-    notes: list[str] = []
+        return Advice("transformers", text, tuple(notes)) if notes else None
     edits: list[Edit] = []
-    for node in made:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        target = targets[0]
-        if len(targets) != 1 or not isinstance(target, ast.Name):
-            notes.append(f"line {node.lineno}: give the trainer to adapt() before it trains")
+    assigned: dict[int, tuple[ast.stmt, list[ast.expr]]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets: list[ast.expr] = [*node.targets] if isinstance(node, ast.Assign) else [node.target]
+            assigned[id(node.value)] = node, targets
+    for call in made:
+        statement, targets = assigned.get(id(call), (None, []))
+        if statement is None or len(targets) != 1 or not _is_path(targets[0]):
+            notes.append(f"line {call.lineno}: give the trainer to adapt() before it trains")
         else:
-            edits.append(Edit.after(node, [f"{target.id} = adapt({target.id})"]))
+            name = ast.unparse(targets[0])
+            edits.append(Edit.after(statement, [f"{name} = adapt({name})"]))
     taken, lines = _without_their_search(tree, text)
     if lines:  # adapt() refuses such a trainer
         where = ", ".join(str(line) for line in lines)
         note = f"line {where}: take auto_find_batch_size out, then run this again; batchfit refuses it"
         return Advice("transformers", text, (note,))
     if edits:
-        edits += [*taken, *_import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
+        edits += [*taken, *import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
     elif taken:
         notes.append("take auto_find_batch_size out; batchfit refuses it beside its own search")
-    return Advice("transformers", _edited(text, edits), tuple(notes))
+    return Advice("transformers", edited(text, edits), tuple(notes))
+
+
+def _trainer_names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """What makes a Trainer of Hugging Face's: their classes and those derived from them; those of others."""
+    ours = {f"transformers.{name}" for name in _TRAINERS}
+    others: set[str] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        package = (node.module or "").split(".")[0]
+        for alias in node.names:
+            name = alias.asname or alias.name
+            if package == "transformers" and alias.name in _TRAINERS:
+                ours.add(name)
+            elif package in _MORE_TRAINERS and alias.name.endswith("Trainer"):
+                others.add(name)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for _ in classes:  # one may derive from another that comes later
+        for known in (ours, others):
+            known |= {one.name for one in classes if any(ast.unparse(base) in known for base in one.bases)}
+    return ours, others
+
+
+def _is_path(target: ast.expr) -> bool:
+    """`trainer`, `self.trainer`."""
+    return isinstance(target, ast.Name) or (isinstance(target, ast.Attribute) and _is_path(target.value))
 
 
 def _without_their_search(tree: ast.Module, text: str) -> tuple[list[Edit], list[int]]:
@@ -150,7 +177,7 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
             names |= {f"{alias.asname or alias.name}.Trainer" for alias in known}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) in names]
     if not calls:
-        return None
+        return _lightning_cli(tree, text, roots)
     theirs = _their_finder(tree, text, roots)
     if theirs is not None:
         return theirs
@@ -168,8 +195,23 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
         else:
             notes.append(f"line {callbacks.lineno}: add BatchSizeFinder() to these callbacks")
     if edits:
-        edits += _import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
-    return Advice("lightning", _edited(text, edits), tuple(notes))
+        edits += import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
+    return Advice("lightning", edited(text, edits), tuple(notes))
+
+
+def _lightning_cli(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice | None:
+    """A program that makes its Trainer from a config or a command line."""
+    if not set(roots) & _imported(tree):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node).split(".")[-1] == "LightningCLI":
+            note = (
+                f"line {node.lineno}: its Trainer comes from LightningCLI: add "
+                "batchfit.integrations.lightning.BatchSizeFinder to trainer.callbacks in its config, or pass "
+                'trainer_defaults={"callbacks": [BatchSizeFinder()]}'
+            )
+            return Advice("lightning", text, (note,))
+    return None
 
 
 def _their_finder(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice | None:
@@ -188,17 +230,17 @@ def _their_finder(tree: ast.Module, text: str, roots: Sequence[str]) -> Advice |
         else:
             continue
         return Advice("lightning", text, (f"line {node.lineno}: {why}",))
-    return Advice("lightning", _edited(text, edits)) if edits else None
+    return Advice("lightning", edited(text, edits)) if edits else None
 
 
 def _loop(tree: ast.Module, text: str) -> Advice | None:
     found = loop_edits(tree, text)
     if found is None:
         return None
-    edits, notes = found
+    edits = [*found.edits]
     if edits:
-        edits = [*edits, *_import_edits(tree, text, "import batchfit")]
-    return Advice("loop", _edited(text, edits), tuple(notes))
+        edits += import_edits(tree, text, *found.imports)
+    return Advice("loop", edited(text, edits), found.notes)
 
 
 # --- configs
@@ -206,7 +248,7 @@ def _loop(tree: ast.Module, text: str) -> Advice | None:
 
 def _advise_config(text: str, file: str) -> Advice:
     keys = {match[1]: match for match in re.finditer(r"^(\w+)[ \t]*:(.*)$", text, re.MULTILINE)}
-    if not ({"batch_size", "checkpointer", "tokenizer"} <= keys.keys() and "torchtune." in text):
+    if "torchtune." not in text:
         return Advice("none", text, ("only torchtune's configs are known, and this is none",))
     other = _other_recipe(text, keys.keys())
     if other:
@@ -225,7 +267,8 @@ def _advise_config(text: str, file: str) -> Advice:
 
 def _other_recipe(text: str, keys: Set[str]) -> str:
     """What shows that a config is for a recipe that we have not; empty where nothing does."""
-    missing = sorted({"dataset", "optimizer", "loss", "epochs", "model"} - keys)
+    needed = {"batch_size", "checkpointer", "tokenizer", "dataset", "optimizer", "loss", "epochs", "model"}
+    missing = sorted(needed - keys)
     if missing:
         return f"it has no {missing[0]}"
     foreign = sorted(key for key in keys if key == "quantizer" or key.endswith("_checkpointer"))
@@ -240,33 +283,7 @@ def _other_recipe(text: str, keys: Set[str]) -> str:
     return f"its comments name {min(named)}"
 
 
-# --- edits
-
-
-def _edited(text: str, edits: Sequence[Edit]) -> str:
-    """The text with the edits made, the last one first, so that lines keep their numbers."""
-    if not edits:
-        return text
-    lines = text.removesuffix("\n").split("\n")
-    for edit in sorted(edits, key=lambda one: (one.first, one.last), reverse=True):
-        lines[edit.first : edit.last] = edit.lines
-    return "\n".join(lines) + "\n" * text.endswith("\n")
-
-
-def _import_edits(tree: ast.Module, text: str, line: str) -> list[Edit]:
-    """The import, after the last one at the top of the file; none where it is there."""
-    wanted = ast.dump(ast.parse(line).body[0])
-    if any(ast.dump(node) == wanted for node in tree.body):
-        return []
-    lines = text.split("\n")
-    place = next((number for number, one in enumerate(lines) if not one.startswith("#")), 0)
-    for number, node in enumerate(tree.body):
-        docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or docstring:
-            place = node.end_lineno or node.lineno
-        else:
-            break
-    return [Edit(place, place, (line,))]
+# --- imports and calls
 
 
 def _imports_from_here(

@@ -14,7 +14,9 @@ Rules
   out-of-memory. So it is moved only where it does nothing else, where nothing but the loss is used later,
   where it carries nothing from batch to batch, and where nothing in it leaves the loop.
 - Statements that do something else stay where they are, before that function, where nothing that they make
-  for the whole batch is used in it. What only notes the loss comes after it. Otherwise nothing is changed.
+  for the whole batch is used in it; so does a batch's way to the device, where it is used later. What only
+  notes the loss comes after it. Otherwise nothing is changed.
+- A loop of Accelerate's (`accelerator.backward(loss)`, in `accumulate` too) gets our `backward` in its place.
 - The models are those that compute the loss and whose parameters are handed on somewhere, as to an optimizer.
   Where there are none, nothing is changed.
 - The first loop that can be changed is. Where none can, a note says why.
@@ -23,87 +25,55 @@ Rules
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from batchfit._init_edits import Edit, is_tidy, lines_of
+from batchfit._init_effects import (
+    called_name,
+    changed_names,
+    effect_line,
+    function_effect,
+    is_zero_grad,
+    keeps_batch,
+    names_in,
+    notes_the_loss,
+)
+from batchfit._init_later import read_after
+
 _LEAVES = (ast.Break, ast.Continue, ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
-# All that may stand in the function; whatever else does something, or hides an error (`try`).
-_PLAIN = (
-    *(ast.Assign, ast.AnnAssign, ast.Expr, ast.With, ast.If, ast.For, ast.While),
-    *(ast.Pass, ast.Assert, ast.Raise),
-)
-# Calls that change something even where their result is used; those whose names end in `_` do too.
-_CHANGES = re.compile(
-    r"append|appendleft|clear|discard|extend|insert|pop|popitem|popleft|remove|setdefault|update"
-    r"|delattr|exec|input|print|put|put_nowait|get_nowait|send|setattr|write|writelines"
-    r"|add_scalar|log_metrics|zero_grad|\w*[^\W_]_"
-)
-# Calls that may as well come after `backward`, with the loss as a number.
-_NOTES = re.compile(r"add_scalar|append|debug|info|print|set_description|set_postfix|update")
-# Methods that leave a batch a batch: its samples along the first dimension.
-_CASTS = re.compile(r"to|cuda|cpu|float|half|bfloat16|double|long|int")
 _GUIDE = "docs/microbatch.md shows the loop with batchfit.Microbatcher"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """Lines `first` up to before `last` (counted from 0) become `lines`; none of them: an insertion."""
-
-    first: int
-    last: int
-    lines: tuple[str, ...]
-
-    @classmethod
-    def replacing(cls, node: ast.stmt, lines: Sequence[str]) -> Edit:
-        indent = " " * node.col_offset
-        return cls(node.lineno - 1, node.end_lineno or node.lineno, tuple(indent + line for line in lines))
-
-    @classmethod
-    def after(cls, node: ast.stmt, lines: Sequence[str]) -> Edit:
-        end, indent = node.end_lineno or node.lineno, " " * node.col_offset
-        return cls(end, end, tuple(indent + line for line in lines))
-
-    @classmethod
-    def inside(cls, line: int, byte: int, text: str, more: str) -> Edit:
-        """Put `more` into a line, at an offset as `ast` counts it: in bytes."""
-        whole = text.split("\n")[line - 1].encode()
-        return cls(line - 1, line, ((whole[:byte] + more.encode() + whole[byte:]).decode(),))
-
-    @classmethod
-    def argument(cls, call: ast.Call, text: str, argument: str) -> Edit:
-        """One more argument of a call, after the last one that there is."""
-        end_line, end_byte = call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1
-        given: list[ast.expr] = [*call.args, *(keyword.value for keyword in call.keywords)]
-        ends = [(one.end_lineno or 0, one.end_col_offset or 0) for one in given]
-        if not ends:
-            return cls.inside(end_line, end_byte, text, argument)
-        line, byte = max(ends)
-        return cls.inside(line, byte, text, f", {argument}")
 
 
 class _UnchangedError(Exception):
     """The loop is left alone; the text says why."""
 
 
-def loop_edits(tree: ast.Module, text: str) -> tuple[list[Edit], list[str]] | None:
-    """The edits and notes for the first loop; None where there is none."""
+@final
+@dataclass(frozen=True, slots=True)
+class LoopAdvice:
+    """What changes a loop, the imports that it needs then, and what there is to say."""
+
+    edits: tuple[Edit, ...] = ()
+    imports: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def loop_edits(tree: ast.Module, text: str) -> LoopAdvice | None:
+    """What to do with the first loop that can be changed; None where there is no loop."""
     if any(isinstance(node, ast.Attribute) and node.attr == "Microbatcher" for node in ast.walk(tree)):
-        return [], ["it has a Microbatcher already: nothing to add"]
+        return LoopAdvice(notes=("it has a Microbatcher already: nothing to add",))
     whys = []
     for scope, top, loop in _training_loops(tree):
         try:
-            edits = _changed(tree, text, scope, top, loop)
+            edits, imports = _changed(tree, text, scope, top, loop)
         except _UnchangedError as why:
             whys.append(f"line {loop.lineno}: the loop is left alone, since {why}. {_GUIDE}")
             continue
-        notes = [
-            "the loss must be a mean over the samples; for one over tokens give Microbatcher(weight=...)"
-        ]
-        return edits, notes
-    return ([], whys) if whys else None
+        note = "the loss must be a mean over the samples; for one over tokens give Microbatcher(weight=...)"
+        return LoopAdvice(tuple(edits), tuple(imports), (note,))
+    return LoopAdvice(notes=tuple(whys)) if whys else None
 
 
 def _training_loops(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, ast.For]]:
@@ -117,7 +87,7 @@ def _training_loops(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, ast.F
                 yield from within(node, node.body, None)
                 continue
             outer = top or (node if isinstance(node, ast.For | ast.While) else None)
-            if isinstance(node, ast.For) and outer is not None and _backward(node.body) is not None:
+            if isinstance(node, ast.For) and outer is not None and _backward(_body_of(node)[0]) is not None:
                 yield scope, outer, node
                 continue
             for name in ("body", "orelse", "finalbody"):
@@ -126,8 +96,29 @@ def _training_loops(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, ast.F
     yield from within(tree, tree.body, None)
 
 
-def _backward(body: Sequence[ast.stmt]) -> tuple[int, str, str | None] | None:
-    """Where `loss.backward()` or `scaler.scale(loss).backward()` is: index, the loss, the scaler."""
+def _body_of(loop: ast.For) -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """The statements of a batch, and those after them: what `with accelerator.accumulate(model):` holds."""
+    first = loop.body[0]
+    if isinstance(first, ast.With) and len(first.items) == 1 and first.items[0].optional_vars is None:
+        of = first.items[0].context_expr
+        if isinstance(of, ast.Call) and called_name(of) == "accumulate":
+            return first.body, loop.body[1:]
+    return loop.body, []
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """Where `backward` is called, of which loss (empty: of none with a name), and through what."""
+
+    index: int
+    loss: str = ""
+    scaler: str = ""
+    accelerator: str = ""
+
+
+def _backward(body: Sequence[ast.stmt]) -> _Backward | None:
+    """`loss.backward()`, `scaler.scale(loss).backward()` or `accelerator.backward(loss)`."""
     for index, node in enumerate(body):
         call = node.value if isinstance(node, ast.Expr) else None
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
@@ -135,8 +126,11 @@ def _backward(body: Sequence[ast.stmt]) -> tuple[int, str, str | None] | None:
         if call.func.attr != "backward":
             continue
         of = call.func.value
-        if isinstance(of, ast.Name) and not call.args and not call.keywords:
-            return index, of.id, None
+        if isinstance(of, ast.Name) and not call.keywords:
+            if not call.args:
+                return _Backward(index, of.id)
+            if len(call.args) == 1 and isinstance(call.args[0], ast.Name):
+                return _Backward(index, call.args[0].id, accelerator=of.id)
         if (
             isinstance(of, ast.Call)
             and isinstance(of.func, ast.Attribute)
@@ -145,33 +139,52 @@ def _backward(body: Sequence[ast.stmt]) -> tuple[int, str, str | None] | None:
             and len(of.args) == 1
             and isinstance(of.args[0], ast.Name)
         ):
-            return index, of.args[0].id, of.func.value.id
-        return index, "", None
+            return _Backward(index, of.args[0].id, scaler=of.func.value.id)
+        return _Backward(index)
     return None
 
 
-def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: ast.For) -> list[Edit]:
-    found = _backward(loop.body)
+def _accelerators(tree: ast.Module) -> set[str]:
+    """The variables that are made by `Accelerator(...)`, or are annotated as one."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            if called_name(node.value) == "Accelerator":
+                found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            kind = ast.unparse(node.annotation).split(".")[-1]
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            found |= {name} if kind == "Accelerator" else set()
+    return found
+
+
+def _changed(
+    tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: ast.For
+) -> tuple[list[Edit], list[str]]:
+    body, after = _body_of(loop)
+    found = _backward(body)
     assert found is not None
-    index, loss, scaler = found
-    if not loss:
+    loss = found.loss
+    if not loss or (found.accelerator and found.accelerator not in _accelerators(tree)):
         raise _UnchangedError("backward is not called on a variable")
-    before, call = loop.body[:index], loop.body[index]
+    before, call = body[: found.index], body[found.index]
     parts = _batch_names(loop)
-    head, moved, kept, tail = _parted(before, loss, set(parts) | set(_models(tree)))
-    rest = [*tail, *loop.body[index + 1 :], *loop.orelse]
+    follows = [*body[found.index + 1 :], *after, *loop.orelse]
+    later = _read_later(scope, loop, follows)
+    head, moved, kept, tail = _parted(before, loss, set(_models(tree)), parts, later)
+    rest = [*tail, *follows]
     _check_flow(before, rest)
     _check_effects(tree, head, moved, loss, parts)
-    _check(scope, loop, head, moved, rest, loss, parts)
-    used = {name for node in moved for name in _names(node, ast.Load)}
+    _check(head, moved, loss, parts, later=_read_later(scope, loop, rest))
+    used = {name for node in moved for name in names_in(node, ast.Load)}
     if not used & set(parts):
         raise _UnchangedError(f"what computes the loss does not read {' or '.join(parts)}")
     models = [name for name in _models(tree) if name in used]
     if not models:
         raise _UnchangedError("no optimizer is given the parameters of a model by name")
-    if set(models) & _names(top, ast.Store):  # made anew in the outer loop
+    if set(models) & names_in(top, ast.Store):  # made anew in the outer loop
         top = loop
-    if set(models) & _names(loop, ast.Store):
+    if set(models) & names_in(loop, ast.Store):
         raise _UnchangedError("its model is made in it")
     if not is_tidy(text, [*before, call]):
         raise _UnchangedError("its statements share lines, or are indented by tabs")
@@ -183,8 +196,8 @@ def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: a
     lines = text.split("\n")
     indent = " " * call.col_offset
     first = before[len(head)].lineno - 1
-    stays = _lines_of(kept, lines, first)
-    notes = _lines_of(tail, lines, first)
+    stays = lines_of(kept, lines, first)
+    notes = lines_of(tail, lines, first)
     new = [lines[number] for number in sorted(stays)]
     new += [""] * bool(kept or head) + [f"{indent}def {function}({argument}):"]
     if len(parts) > 1:
@@ -194,110 +207,60 @@ def _changed(tree: ast.Module, text: str, scope: ast.AST, top: ast.stmt, loop: a
             new.append(f"    {lines[number]}" if lines[number].strip() else lines[number])
     while not new[-1].strip():
         new.pop()
-    more = f", scaler={scaler}" if scaler else ""
+    imports = ["import batchfit"]
+    if found.accelerator:
+        ours = _free("backward", names)
+        renamed = "" if ours == "backward" else f" as {ours}"
+        imports.append(f"from batchfit.integrations.accelerate import backward{renamed}")
+        run = f"{ours}({found.accelerator}, {micro}, {function}, {given})"
+    else:
+        run = f"{micro}.backward({function}, {given}{f', scaler={found.scaler}' * bool(found.scaler)})"
     new += [
         f"{indent}    return {loss}",
         "",
-        f"{indent}{loss} = {micro}.backward({function}, {given}{more}).loss",
+        f"{indent}{loss} = {run}.loss",
         *(lines[number] for number in sorted(notes)),
     ]
     made = f"{' ' * top.col_offset}{micro} = batchfit.Microbatcher({', '.join(models)})"
-    return [
+    edits = [
         Edit(first, call.end_lineno or call.lineno, tuple(new)),
         Edit(top.lineno - 1, top.lineno - 1, (made,)),
     ]
+    return edits, imports
+
+
+def _read_later(scope: ast.AST, loop: ast.For, follows: Sequence[ast.stmt]) -> set[str]:
+    """The names that are read after `backward`, in the loop or after it."""
+    return read_after(scope, loop) | {name for node in follows for name in names_in(node, ast.Load)}
 
 
 def _parted(
-    before: Sequence[ast.stmt], loss: str, apart: set[str]
+    before: Sequence[ast.stmt], loss: str, models: set[str], parts: Sequence[str], later: set[str]
 ) -> tuple[list[ast.stmt], list[ast.stmt], list[ast.stmt], list[ast.stmt]]:
     """What stays before the function, what goes into it, zero_grad beside it, what comes after `backward`."""
+    apart = set(parts) | models
     end = len(before)
-    while end and (_is_zero_grad(before[end - 1]) or _effect(before[end - 1])):
+    while end and (is_zero_grad(before[end - 1]) or effect_line(before[end - 1])):
         end -= 1
-    made = {name for node in before[:end] for name in _names(node, ast.Store)}
-    used = {name for node in before[:end] for name in _names(node, ast.Load)}
-    trailing = [node for node in before[end:] if not _is_zero_grad(node)]
+    made = {name for node in before[:end] for name in names_in(node, ast.Store)}
+    used = {name for node in before[:end] for name in names_in(node, ast.Load)}
+    trailing = [node for node in before[end:] if not is_zero_grad(node)]
     notes = (
-        _notes_the_loss(node, loss, read=apart | made - {loss}, changed=apart | made | used)
+        notes_the_loss(node, loss, read=apart | made - {loss}, changed=apart | made | used)
         for node in trailing
     )
     tail = trailing if all(notes) else []
+    later = later | {name for node in trailing for name in names_in(node, ast.Load)}
     begin = 0
     for number, node in enumerate(before):
-        if _effect(node) and not _is_zero_grad(node) and node not in tail:
+        does = effect_line(node) and not is_zero_grad(node) and node not in tail
+        # `x = x.to(device)`: a whole batch goes there, where it is used after `backward` as well.
+        moves = names_in(node, ast.Store) & set(parts) & later and keeps_batch(node, parts)
+        if does or moves:
             begin = number + 1
     after = [node for node in before[begin:] if node not in tail]
-    kept = [node for node in after if _is_zero_grad(node)]
-    return list(before[:begin]), [node for node in after if not _is_zero_grad(node)], kept, tail
-
-
-def _effect(statement: ast.AST) -> int | None:
-    """The line where the statement does something besides computing; None where it does not."""
-    for node in ast.walk(statement):
-        plain = isinstance(node, _PLAIN) or not isinstance(node, ast.stmt)
-        if not plain or _changed_by(node) is not None:
-            return getattr(node, "lineno", None)
-    return None
-
-
-def _changed_by(node: ast.AST) -> ast.expr | None:
-    """The expression that this one node changes, if any: `meter.update` of `meter.update(1)`."""
-    if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        return node
-    if isinstance(node, ast.AugAssign):
-        return node.target
-    if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
-        if not isinstance(node.value, ast.Call):
-            return node.value
-        return None if _name_of(node.value) in ("train", "eval") else node.value.func
-    if isinstance(node, ast.Call):
-        name = _name_of(node)
-        in_place = any(
-            one.arg == "out" or (one.arg == "inplace" and ast.unparse(one.value) != "False")
-            for one in node.keywords
-        )
-        if in_place or _CHANGES.fullmatch(name):
-            return node.func
-    return None
-
-
-def _name_of(call: ast.Call) -> str:
-    """`update` of `meter.update(...)`, `print` of `print(...)`."""
-    of = call.func
-    return of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
-
-
-def _notes_the_loss(statement: ast.stmt, loss: str, *, read: set[str], changed: set[str]) -> bool:
-    """`losses.append(loss.item())`, `total += loss.item()`: the same before and after `backward`.
-
-    It takes the loss as a number, since the loss that comes back has no graph. It must not read the names
-    `read`, but for their length, and what it changes must be none of `changed`.
-    """
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        of, target = [statement.value], statement.target.id
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        call = statement.value
-        base = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        if not _NOTES.fullmatch(_name_of(call)) or not isinstance(base, ast.Name):
-            return False
-        if _name_of(call) == "update" and f"{loss}.item()" not in ast.unparse(call):
-            return False  # of a scaler, or of a running mean of weights
-        of, target = [*call.args, *(one.value for one in call.keywords)], base.id
-    else:
-        return False
-    numbers = (f"{loss}.item()", f"float({loss})", *(f"len({name})" for name in read))
-    nodes = [node for one in of for node in ast.walk(one)]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    within = {id(inner) for one in calls for inner in ast.walk(one)}
-    free = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in within}
-    return (
-        target not in changed
-        and all(ast.unparse(one) in numbers for one in calls)
-        and not free & (read | {loss})
-        and not any(isinstance(node, ast.NamedExpr | ast.Lambda | ast.comprehension) for node in nodes)
-        and not any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in nodes)
-    )
+    kept = [node for node in after if is_zero_grad(node)]
+    return list(before[:begin]), [node for node in after if not is_zero_grad(node)], kept, tail
 
 
 def _check_flow(before: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -> None:
@@ -305,7 +268,9 @@ def _check_flow(before: Sequence[ast.stmt], rest: Sequence[ast.stmt]) -> None:
     inner = [node for statement in before for node in ast.walk(statement)]
     if any(isinstance(node, _LEAVES) for node in inner):
         raise _UnchangedError("what computes the loss may leave the loop")
-    if any(isinstance(node, ast.Call) and _name_of(node) in ("next", "step", "backward") for node in inner):
+    if any(
+        isinstance(node, ast.Call) and called_name(node) in ("next", "step", "backward") for node in inner
+    ):
         raise _UnchangedError("what computes the loss takes more than this batch, or steps")
     if any(
         isinstance(node, ast.Attribute) and node.attr == "backward" for one in rest for node in ast.walk(one)
@@ -317,93 +282,35 @@ def _check_effects(
     tree: ast.Module, head: Sequence[ast.stmt], moved: Sequence[ast.stmt], loss: str, parts: Sequence[str]
 ) -> None:
     """Refuse where the loss is computed among statements that do more, or by a function that does."""
-    made = {name for node in head for name in _names(node, ast.Store)}
-    for node in (inner for statement in head for inner in ast.walk(statement)):
-        root = _root(_changed_by(node))
-        if isinstance(root, ast.Name) and "zero_grad" not in ast.unparse(node):
-            made.add(root.id)
-    read = {name for node in moved for name in _names(node, ast.Load)}
-    computed = any(loss in _names(node, ast.Store) for node in moved)
-    if head and (not computed or made & read - set(parts) or not all(_keeps(node, parts) for node in head)):
-        line = _effect(head[-1])  # the head ends with what keeps it from moving
+    made = {name for node in head for name in names_in(node, ast.Store) | changed_names(node)}
+    read = {name for node in moved for name in names_in(node, ast.Load)}
+    computed = any(loss in names_in(node, ast.Store) for node in moved)
+    if head and (
+        not computed or made & read - set(parts) or not all(keeps_batch(node, parts) for node in head)
+    ):
+        line = effect_line(head[-1]) or head[-1].lineno  # the head ends with what keeps it from moving
         raise _UnchangedError(f"line {line} does something besides computing the loss")
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     asked, seen = read & functions.keys(), set[str]()
     while asked:
         name = asked.pop()
         seen.add(name)
-        there = _function_effect(functions[name], set(parts))
+        there = function_effect(functions[name], set(parts))
         if there:
             raise _UnchangedError(f"{name}, line {there}, does something besides computing the loss")
-        asked |= _names(functions[name], ast.Load) & functions.keys() - seen
-
-
-def _keeps(statement: ast.stmt, parts: Sequence[str]) -> bool:
-    """Whether the batch is as it was after a statement, samples first, so that it can be cut there."""
-    if _names(statement, ast.Store) & set(parts):
-        if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
-            return False
-        target, value = statement.targets[0], statement.value
-        pairs = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        return all(
-            isinstance(one, ast.Call)
-            and isinstance(one.func, ast.Attribute)
-            and _CASTS.fullmatch(one.func.attr) is not None
-            and ast.unparse(one.func.value) == ast.unparse(name)
-            for name, one in pairs
-        )
-    for node in ast.walk(statement):
-        root = _root(_changed_by(node))
-        if isinstance(root, ast.Name) and root.id in parts:
-            return False
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            given = {one.id for one in node.value.args if isinstance(one, ast.Name)}
-            if given & set(parts) and not _NOTES.fullmatch(_name_of(node.value)):
-                return False
-    return True
-
-
-def _root(node: ast.AST | None) -> ast.AST | None:
-    """`meter` of `meter.all[0].update`."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
-        node = node.value
-    return node
-
-
-def _function_effect(function: ast.FunctionDef, parts: set[str]) -> int | None:
-    """The line where a function changes what is not its own, or reads the batch that it is not given."""
-    arguments = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    own = _names(function, ast.Store) - arguments
-    for node in ast.walk(function):
-        stops = isinstance(node, ast.Global | ast.Nonlocal | ast.Yield | ast.YieldFrom) or (
-            isinstance(node, ast.Call) and _name_of(node) in ("next", "step", "backward", "zero_grad")
-        )
-        asks = isinstance(node, ast.Name) and node.id in parts - own - arguments
-        root = _root(_changed_by(node))
-        foreign = root is not None and not (isinstance(root, ast.Name) and root.id in own)
-        if stops or asks or foreign:
-            return getattr(node, "lineno", function.lineno)
-    return None
+        asked |= names_in(functions[name], ast.Load) & functions.keys() - seen
 
 
 def _check(
-    scope: ast.AST,
-    loop: ast.For,
-    head: Sequence[ast.stmt],
-    moved: Sequence[ast.stmt],
-    rest: Sequence[ast.stmt],
-    loss: str,
-    parts: Sequence[str],
+    head: Sequence[ast.stmt], moved: Sequence[ast.stmt], loss: str, parts: Sequence[str], *, later: set[str]
 ) -> None:
     """Refuse statements that would mean something else inside a function."""
     known = set(parts)
     for statement in moved:
-        stored = _names(statement, ast.Store)
-        everywhere = {name for one in moved for name in _names(one, ast.Store)}
-        early = (_names(statement, ast.Load) & everywhere) - known - stored
-        own = _names(statement, ast.Load) & stored - known
+        stored = names_in(statement, ast.Store)
+        everywhere = {name for one in moved for name in names_in(one, ast.Store)}
+        early = (names_in(statement, ast.Load) & everywhere) - known - stored
+        own = names_in(statement, ast.Load) & stored - known
         simple = isinstance(statement, ast.Assign)
         if early or (own and simple):
             raise _UnchangedError(f"{min(early | own)} is carried from one batch to the next")
@@ -411,19 +318,12 @@ def _check(
     if loss not in known:
         raise _UnchangedError(f"{loss} is not computed in it")
     made = known - set(parts) - {loss}
-    later = {name for node in rest for name in _names(node, ast.Load)}
-    inside = {id(node) for node in ast.walk(loop)}
-    later |= {
-        node.id
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in inside
-    }
-    carried = made & {name for node in head for name in _names(node, ast.Load)}
+    carried = made & {name for node in head for name in names_in(node, ast.Load)}
     if carried:
         raise _UnchangedError(f"{min(carried)} is carried from one batch to the next")
     if made & later:
         raise _UnchangedError(f"{min(made & later)} is used after backward, and is there for a part only")
-    changed = {name for statement in moved for name in _names(statement, ast.Store)} & set(parts)
+    changed = {name for statement in moved for name in names_in(statement, ast.Store)} & set(parts)
     if changed & later:
         raise _UnchangedError(f"{min(changed & later)} is changed before backward and used after it")
 
@@ -432,7 +332,7 @@ def _batch_names(loop: ast.For) -> list[str]:
     """The names of a batch: `batch`, or `x` and `y`; what `enumerate` and `range` count is none."""
     target: ast.expr = loop.target
     if any(
-        isinstance(node, ast.Call) and _name_of(node) in ("range", "trange", "arange", "count")
+        isinstance(node, ast.Call) and called_name(node) in ("range", "trange", "arange", "count")
         for node in ast.walk(loop.iter)
     ):
         raise _UnchangedError("it counts, and its batch is made in it: give that to Microbatcher.backward")
@@ -462,59 +362,6 @@ def _models(tree: ast.Module) -> list[str]:
             if name not in found and name != "self":
                 found.append(name)
     return found
-
-
-def _is_zero_grad(node: ast.stmt) -> bool:
-    call = node.value if isinstance(node, ast.Expr) else None
-    return (
-        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "zero_grad"
-    )
-
-
-def _lines_of(statements: Sequence[ast.stmt], lines: Sequence[str], first: int) -> set[int]:
-    """The lines of the statements from `first` on, with the comments right above them."""
-    numbers: set[int] = set()
-    for node in statements:
-        above = node.lineno - 1
-        while above > first and lines[above - 1].strip().startswith("#"):
-            above -= 1
-        numbers |= set(range(above, node.end_lineno or node.lineno))
-    return numbers
-
-
-def is_tidy(text: str, statements: Sequence[ast.stmt]) -> bool:
-    """Every statement has lines of its own, indented by spaces, and no text that runs over lines."""
-    lines = text.split("\n")
-    ends = 0
-    for node in statements:
-        first, last = node.lineno - 1, node.end_lineno or node.lineno
-        head = lines[first][: node.col_offset]
-        if first < ends or head.strip(" ") or len(lines[first].encode()) < node.col_offset:
-            return False
-        tail = lines[last - 1].encode()[node.end_col_offset or 0 :].decode().strip()
-        if tail and not tail.startswith("#"):
-            return False
-        for inner in ast.walk(node):
-            is_text = isinstance(inner, ast.JoinedStr) or (
-                isinstance(inner, ast.Constant) and isinstance(inner.value, str | bytes)
-            )
-            if is_text and getattr(inner, "end_lineno", 0) != getattr(inner, "lineno", 0):
-                return False
-        ends = last
-    return True
-
-
-def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    """The variables that are read or set in it; those of comprehensions are their own."""
-    own = {
-        one.id
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.comprehension)
-        for one in ast.walk(inner.target)
-        if isinstance(one, ast.Name)
-    }
-    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, context)}
-    return names - own
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -28,6 +28,7 @@ from batchfit._torch.batch_map import map_batch
 from batchfit._torch.batch_parts import Split, Whole
 from batchfit._torch.batch_run import run_batch
 from batchfit._torch.device import Device, check_budget, resolve_device
+from batchfit._torch.lockstep import Sharded
 from batchfit._torch.packing import Packing
 from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.rewind import leaves_of
@@ -38,7 +39,7 @@ from batchfit._torch.splittable import check_models, check_options, check_ragged
 from batchfit._torch.stepping import step
 from batchfit._torch.sync import together
 from batchfit._torch.tries import Around, BackwardTry, CachedTry, Judgement, judge_loss, tensors_of
-from batchfit._torch.weighing import Weighing, Weight, warn_of_reduction
+from batchfit._torch.weighing import Weighing, Weight, checked_advice, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
 
@@ -89,6 +90,8 @@ class Microbatcher:
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
+        advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
+            or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
     of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
@@ -114,6 +117,7 @@ class Microbatcher:
         device: str | torch.device | Device | None = None,
         sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
+        advice: Mapping[str, str] | None = None,
     ) -> None:
         check_models(models)
         check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
@@ -125,6 +129,7 @@ class Microbatcher:
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
         self._reduction = reduction
+        self._advice = checked_advice(advice)
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._noise = noise
         self._target = where(device, models)
@@ -143,6 +148,8 @@ class Microbatcher:
             padding_side=padding_side,
         )
         self._sync = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
+        if isinstance(self._sync, Sharded):
+            self._sizing.shards = self._sync.ranks.world_size
         if noise is not None and self._sync.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
@@ -295,7 +302,10 @@ class Microbatcher:
         return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned; on another device or budget it is learned anew, and that is logged."""
+        """Take over what was learned; on another device or budget it is learned anew, and that is logged.
+
+        Under FSDP2 with another number of ranks too: each then holds other shards.
+        """
         before = self._sizing.learned
         try:
             if self._sizing.load_state_dict(state):
@@ -321,7 +331,7 @@ class Microbatcher:
                     found = found if again.count(found) > _AGAIN // 2 else "unclear"
             except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
                 log.debug("reduction could not be checked: %s", type(error).__name__)
-        warn_of_reduction(found, self._reduction)
+        warn_of_reduction(found, self._reduction, self._advice)
 
 
 def _encoded_again(

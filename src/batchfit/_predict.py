@@ -4,6 +4,7 @@ Rules:
 - A trace shows what each operation allocates; a replay of the caching allocator says what fits. With a GPU,
   two small real runs tell what neither of them saw.
 - The margin is stated and applied to the budget: the smaller, the more was measured.
+- Under `torch.distributed` all ranks predict, and all get the answer of the one on which the fewest fit.
 - What cannot be traced is an `UntraceableError` that names operation and line; it is never guessed.
 """
 
@@ -14,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,8 @@ from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
 from batchfit._decide.units import parse_bytes
 from batchfit._torch.device import resolve_device, tensors_in
+from batchfit._torch.joint import joint
+from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.tracing import STRAIGHT, Traced, glance, rules_for, trace_workload
 from batchfit._torch.trial import run_trial
@@ -80,10 +84,24 @@ def predict_batch_size(
         UntraceableError: the step cannot be traced; names the operation and the line.
         NothingFitsError: not even one sample fits (with one budget).
     """
-    begun = time.perf_counter()
     work = as_workload(workload)
     _check_arguments(max_size, margin, calibrate)
     card = None if gpu is None else card_named(gpu)
+    asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
+    return joint(asked, Ranks.current())
+
+
+def _predicted(
+    work: Workload,
+    budget: Budget | Sequence[Budget] | None,
+    card: Card | None,
+    max_size: int | None,
+    margin: float | None,
+    calibrate: bool | None,
+    expandable_segments: bool | None,
+) -> Prediction:
+    """What this process predicts."""
+    begun = time.perf_counter()
     rules = rules_for(work, card)
     here = rules.device.type == "cuda"
     if calibrate and not here:

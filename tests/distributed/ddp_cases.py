@@ -383,6 +383,25 @@ def exact_misuse(rank: int, world_size: int) -> Any:
     return told, answer(inner, wanted)
 
 
+def exact_zero(rank: int, world_size: int) -> Any:
+    """An optimizer whose step sends is refused on all ranks; its own step is what it always was."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    inner, wanted = make_model(), make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = ZeroRedundancyOptimizer(inner.parameters(), torch.optim.AdamW, lr=1e-2)
+    mb = Microbatcher(model, microbatch_size=3)
+    mb.backward(lambda m: loss_of(model, m), batch_of(rank, 0, 4 + rank))
+    told = outcome_of(lambda: mb.step(optimizer))
+    loss_of(wanted, joined([batch_of(r, 0, 4 + r) for r in range(world_size)])).backward()
+    found = answer(inner, wanted)
+    optimizer.step()
+    torch.optim.AdamW(wanted.parameters(), lr=1e-2).step()
+    pairs = zip(inner.parameters(), wanted.parameters(), strict=True)
+    found["error"] = max(found["error"], *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return told, found
+
+
 def half_quiet(rank: int, model: Any, mb: Microbatcher, fn: Any) -> None:
     with model.no_sync() if rank == 0 else nullcontext():
         mb.backward(fn, batch_of(rank, 0, 4))
@@ -587,6 +606,7 @@ EXACT = (
     exact_branches,
     exact_models,
     exact_scaler,
+    exact_zero,
     exact_map,
 )
 
@@ -707,6 +727,95 @@ def interrupted(rank: int) -> Any:
     if rank == 0:
         time.sleep(1)  # it keeps the store, and a busy machine may let the others look late
     return *outcome, elapsed_s
+
+
+def interrupted_in_vote(rank: int) -> Any:
+    """Ctrl-C on rank 1 while it waits for the others' votes on a batch, and lives on."""
+    settled_down()
+    model = DistributedDataParallel(make_model())
+    mb = Microbatcher(model, timeout_s=20)
+    gather = Ranks.gather
+
+    def fn(micro: Any) -> Any:
+        if rank == 0:
+            while not Ranks.current().flagged("rank 1 waits"):
+                time.sleep(0.01)
+        return loss_of(model, micro)
+
+    def waiting(self: Ranks, value: Any, *, doing: str) -> list[Any]:
+        previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            return gather(self, value, doing=doing)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+            self.flag("rank 1 waits")
+
+    mb.backward(lambda micro: loss_of(model, micro), batch_of(rank, 0, 4))
+    if rank == 1:
+        Ranks.gather = waiting  # type: ignore[method-assign]
+    begun = time.monotonic()
+    outcome = outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, 4)))
+    elapsed_s = time.monotonic() - begun
+    digests("nobody ends before")
+    return *outcome, elapsed_s
+
+
+def talkative(rank: int) -> list[Any]:
+    """Functions that talk to other ranks, with unequal microbatches; then one that does not."""
+    settled_down()
+    found = []
+    for sync_ in ("safe", "overlap"):
+        inner, wanted = make_model(), make_model()
+        model = DistributedDataParallel(inner)
+        mb = Microbatcher(model, microbatch_size=4, sync=sync_, timeout_s=20)  # type: ignore[arg-type]
+
+        def logs(micro: Any) -> Any:
+            loss = loss_of(model, micro)  # noqa: B023
+            dist.all_reduce(loss.detach().clone())
+            return loss
+
+        def hooked(micro: Any) -> Any:
+            loss = loss_of(model, micro)  # noqa: B023
+            loss.register_hook(lambda gradient: dist.all_reduce(gradient.clone()))
+            return loss
+
+        rows = [8, 3]
+        for fn in (logs, logs):
+            found.append(outcome_of(lambda: mb.backward(fn, batch_of(rank, 0, rows[rank]))))  # noqa: B023
+        found.append(outcome_of(lambda: mb.backward(hooked, batch_of(rank, 0, 4))))  # noqa: B023
+        # One plain step: DDP sorts its buckets in the next forward, and that is no collective of fn's.
+        loss_of(model, batch_of(rank, 0, 4)).backward()
+        model.zero_grad()
+        for step in range(2):
+            mb.backward(lambda m: loss_of(model, m), batch_of(rank, step, rows[rank]))  # noqa: B023
+            loss_of(wanted, joined([batch_of(r, step, rows[r]) for r in range(2)])).backward()
+        found.append(answer(inner, wanted))
+    return found
+
+
+def overlap_misfits(rank: int) -> list[Any]:
+    """Under `overlap` a rank fails before it is agreed how to reduce, or is out of step: then all go on."""
+    settled_down()
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    mb = Microbatcher(model, sync="overlap", timeout_s=20)
+
+    def backward(batch: Any) -> Any:
+        return mb.backward(lambda m: loss_of(model, m), batch).microbatch_sizes
+
+    good, told = batch_of(rank, 0, 4), []
+    for _ in range(2):
+        backward(good)
+    for act in (
+        lambda: backward("no batch" if rank == 1 else good),
+        lambda: backward(good) if rank == 1 else mb.step(optimizer),
+    ):
+        begun = time.monotonic()
+        told.append([*outcome_of(act), time.monotonic() - begun])
+        told.append(outcome_of(lambda: backward(good)))
+    return told
 
 
 def killed(rank: int, how: str) -> Any:
@@ -874,6 +983,35 @@ def overlap(rank: int) -> Any:
     return found
 
 
+def overlap_thawed(rank: int) -> list[Any]:
+    """Parameters are thawed and frozen between batches, after DDP was made: it does not hear of that."""
+    settled_down()
+    found = []
+    for late in (False, True):
+        inner, wanted = make_model(), make_model()
+        parts: list[Any] = [inner[0], wanted[0]]  # type: ignore[index]
+        for one in parts:
+            one.requires_grad_(False)
+        model = DistributedDataParallel(inner)
+        if late:
+            parts[0].requires_grad_(True)
+        mb = Microbatcher(model, sync="overlap", timeout_s=20)
+        parts[0].requires_grad_(False)
+        ours = []
+        for step in range(6):
+            for one in parts:
+                one.requires_grad_(step in (2, 3))
+            for one in (model, wanted):
+                one.zero_grad()
+            with counted_collectives() as seen:
+                mb.backward(lambda m: loss_of(model, m), batch_of(rank, step, 4))  # noqa: B023
+            ours.append(len(seen))
+            loss_of(wanted, joined([batch_of(r, step, 4) for r in range(2)])).backward()
+            found.append(answer(inner, wanted))
+        found[-1]["ours"] = ours
+    return found
+
+
 def overlap_fails(rank: int, how: str) -> Any:
     """Rank 1 runs out, or has a bug, in a batch that is reduced while it runs."""
     settled_down()
@@ -890,7 +1028,7 @@ def overlap_fails(rank: int, how: str) -> Any:
         if rank == 1 and step == 1 and how == "backward":
             inner[0].weight.register_hook(lambda _: (_ for _ in ()).throw(simulated_oom("cuda")))  # type: ignore[union-attr]
         if rank == 1 and step == 1 and how == "bug":
-            raise KeyError("a bug of mine")
+            raise OSError("a bug of mine: the database timed out")
         return nn.functional.cross_entropy(out, micro["y"])
 
     def run() -> None:
@@ -914,4 +1052,4 @@ def overlap_fails(rank: int, how: str) -> Any:
 
 def write_and_leave(outcome: list[str]) -> int:
     """The exit status of a rank that ends at once, as one does that raises: 3 for our own clean error."""
-    return {"BatchfitError": 3, "KeyError": 4}.get(outcome[0], 5)
+    return {"BatchfitError": 3, "OSError": 4}.get(outcome[0], 5)

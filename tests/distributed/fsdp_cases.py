@@ -552,7 +552,7 @@ def failures(rank: int) -> list[Any]:
 
     def fn(m: Any) -> torch.Tensor:
         if rank == 1 and how == "bug":
-            raise KeyError("a bug of mine")
+            raise OSError("a bug of mine: the database timed out")
         out = model(m["x"])
         if rank == 1 and how == "hook":
             out.register_hook(lambda _: 1 / 0)
@@ -588,6 +588,24 @@ def outcome_of(call: Callable[[], Any]) -> list[str]:
     except BaseException as error:  # noqa: BLE001
         return [type(error).__name__, str(error)]
     return ["value", ""]
+
+
+def learned_elsewhere(rank: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run learns, and what one that begins with it knows: with other shards, nothing."""
+    settled_down()
+    model, events = shard(make_model()), []
+    mb = Microbatcher(model, timeout_s=20, on_event=lambda event: events.append(event.kind))
+    if state is not None:
+        mb.load_state_dict(state)
+    known = bool(mb.state_dict()["learned"]["shapes"])
+
+    def fn(m: Any) -> torch.Tensor:
+        if state is None and len(m["x"]) > 2:
+            raise simulated_oom("cuda")
+        return loss_of(model, m)
+
+    mb.backward(fn, batch_of(rank, 0, 4))
+    return {"state": mb.state_dict(), "known": known, "relearned": events.count("relearned")}
 
 
 def unresettable(rank: int, how: str) -> Any:

@@ -16,7 +16,7 @@ from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
 
 import batchfit
-from batchfit._torch import lost
+from batchfit._torch import lost, rehearsal
 from batchfit.testing import FakeDevice, simulated_oom
 
 gloo = pytest.mark.skipif(
@@ -135,6 +135,30 @@ def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
         assert kind == "RankMissingError", text
         # Rank 0 keeps the store, and ends when it has named the one that is lost.
         assert missing in ([1], [0, 1]), text
+
+
+def nothing_fits_on_one(rank: int) -> Any:
+    """Rank 1 runs out in its very first step, while the others wait for it in a collective."""
+    rehearsal._PATIENCE_S = 2.0
+    lost._PATIENCE_S = 3.0
+    world = make("ddp")
+    step = failing(world.step, above=0, at=3, in_step=1) if rank == 1 else world.step
+    try:
+        search(step, world)
+    except Exception as error:  # noqa: BLE001
+        return [type(error).__name__, str(error), list(getattr(error, "missing", ()))]
+    return "found"
+
+
+@gloo
+def test_a_rank_on_which_nothing_fits_is_the_one_that_is_named() -> None:
+    outcomes = run_ranks(nothing_fits_on_one, world_size=3, timeout_s=60)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, outcome.trace
+        kind, text, missing = outcome.value
+        assert "ran out" in text
+        assert kind == ("NothingFitsError" if rank == 1 else "RankMissingError")
+        assert missing == ([] if rank == 1 else [1])
 
 
 def refused(rank: int) -> Any:

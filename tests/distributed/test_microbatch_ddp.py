@@ -94,6 +94,7 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
             told["exact_branches"],
             *told["exact_models"],
             told["exact_scaler"],
+            told["exact_zero"][1],
         ):
             assert one["same"], one
             assert one["error"] < 1e-10, one
@@ -129,6 +130,9 @@ def test_gradients_are_those_of_the_joined_batch(world_size: int) -> None:
         # gradients once a batch, and buffers of two types, as DDP would
         assert branches["seen"] == ["all_reduce", "broadcast", "broadcast"] * 2
         assert told["exact_scaler"]["scales"] == [64.0, 32.0, 32.0, 32.0]
+        kind, text = told["exact_zero"][0]
+        assert kind == "BatchfitError"
+        assert "ZeroRedundancyOptimizer sends parameters" in text
         assert told["exact_map"] == [True, True, True]
 
 
@@ -164,6 +168,32 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others() -> None:
         assert well[2] < 15
 
 
+def test_ctrl_c_in_a_vote_is_told_to_the_others_too() -> None:
+    well, ill = values(run_ranks(cases.interrupted_in_vote, world_size=2, timeout_s=60))
+    assert ill[0] == "KeyboardInterrupt"
+    assert well[0] == "RankMissingError"
+    assert "rank 1 has left: KeyboardInterrupt)" in well[1]
+    assert well[2] < 15  # of a time-out of 20 s
+
+
+def test_a_function_that_talks_to_other_ranks_is_refused() -> None:
+    for told in values(run_ranks(cases.talkative, world_size=2, timeout_s=60)):
+        for first, again, hooked, after in (told[:4], told[4:]):
+            for kind, text in (first, again, hooked):
+                assert kind == "CollectivesError"
+                assert "fn talks to other ranks (collectives in its first microbatch: 1)" in text
+            assert after["same"]
+            assert after["error"] < 1e-10
+
+
+def test_ranks_go_on_after_one_that_failed_before_a_batch_that_overlaps() -> None:
+    well, ill = values(run_ranks(cases.overlap_misfits, world_size=2, timeout_s=60))
+    assert [one[0] for one in well] == ["RankFailedError", "value", "RanksDisagreeError", "value"]
+    assert [one[0] for one in ill] == ["TypeError", "value", "RanksDisagreeError", "value"]
+    assert "rank 1 raised TypeError: batch must hold tensors" in well[0][1]
+    assert max(one[2] for one in (*well[::2], *ill[::2])) < 15  # of a time-out of 20 s
+
+
 @pytest.mark.parametrize("how", ["killed", "hangs", "reducing"])
 def test_a_rank_that_dies_or_hangs_is_named(how: str) -> None:
     outcomes = run_ranks(cases.killed, world_size=3, args=(how,), timeout_s=60)
@@ -194,6 +224,15 @@ def test_overlap_is_exact() -> None:
         # our own reduction for the first batch, for an empty one, and where gradients wait or are views
         plain, views = [1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 1, 1]
         assert [one["ours"] for one in told if "ours" in one] == [plain, views, plain]
+
+
+def test_overlap_reduces_what_ddp_was_not_told_of() -> None:
+    for told in values(run_ranks(cases.overlap_thawed, world_size=2, timeout_s=60)):
+        for one in told:
+            assert one["same"], one
+            assert one["error"] < 1e-10, one
+        # our own reduction where other parameters get gradients than when DDP was made
+        assert [one["ours"] for one in told if "ours" in one] == [[1, 0, 1, 1, 0, 0], [1] * 6]
 
 
 SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("forward", "bug", "unwrapped")]

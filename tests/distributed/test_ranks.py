@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import Outcome, run_ranks
 
+from batchfit._torch import meeting as meetings
 from batchfit._torch import ranks as ranks_module
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import RankMissingError, RanksDisagreeError
@@ -87,8 +88,8 @@ def test_wrong_values_are_refused_before_anyone_is_asked() -> None:
 
 
 def test_ranks_are_named_in_runs() -> None:
-    assert ranks_module._name([3]) == "rank 3"
-    assert ranks_module._name([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert meetings.name_of([3]) == "rank 3"
+    assert meetings.name_of([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     assert ranks_module._who_holds(["24", "32", "32"]) == "rank 0 holds 24, ranks 1-2 hold 32"
     assert len(ranks_module._who_holds(["x" * 5000, "y"])) < 300
 
@@ -96,8 +97,8 @@ def test_ranks_are_named_in_runs() -> None:
 # the races, with the store in hand
 
 
-def meeting(store: dist.Store, rank: int, world_size: int = 2) -> ranks_module._Meeting:
-    made = ranks_module._Meeting(store, rank=rank, world_size=world_size)
+def meeting(store: dist.Store, rank: int, world_size: int = 2) -> meetings.Meeting:
+    made = meetings.Meeting(store, rank=rank, world_size=world_size)
     made._generation = 0  # these live in one process, where each would count as another group
     return made
 
@@ -119,7 +120,7 @@ def test_a_time_out_at_the_moment_when_the_last_one_comes_names_nobody() -> None
 
 @gloo
 def test_rank_0_that_came_but_never_publishes_is_the_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(meetings, "_FAREWELL_S", 0.1)
     store = dist.HashStore()
     store.set("batchfit/0/0/0", ENTRY)
     with pytest.raises(RankMissingError) as caught:
@@ -176,7 +177,7 @@ def test_rank_0_keeps_the_store_until_the_last_verdict_is_read() -> None:
 
 @gloo
 def test_rank_0_does_not_wait_for_ever_for_one_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(meetings, "_FAREWELL_S", 0.1)
     store = dist.HashStore()
     store.set("batchfit/0/0/1", ENTRY)
     main = meeting(store, rank=0)
@@ -192,7 +193,7 @@ def test_rank_0_lingers_after_naming_the_missing(monkeypatch: pytest.MonkeyPatch
         main.exchange(ENTRY, "x", 0.01)
     begun = time.monotonic()
     main.close()
-    assert time.monotonic() - begun >= 10 * ranks_module._LONGEST_PAUSE_S  # the others look that often
+    assert time.monotonic() - begun >= 10 * meetings._LONGEST_PAUSE_S  # the others look that often
 
 
 @gloo

@@ -260,6 +260,7 @@ def test_autocast_and_a_scaler() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
 def test_a_compiled_model() -> None:
     model = Small()

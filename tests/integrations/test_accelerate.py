@@ -628,6 +628,18 @@ def test_a_workload_gives_the_size_before_anything_is_run(living_bytes: int) -> 
     assert sizes[0] > 500
 
 
+def test_a_workload_that_does_not_fit_says_why_it_reached_zero(living_bytes: int) -> None:
+    model = nn.Linear(256, 256)
+    work = batchfit.inference(model, torch.ones(2, 256))
+    runs: list[int] = []
+    train = ours(runs.append, starting_batch_size=64, workload=work)
+    with virtual_memory(living_bytes + 256 * 1024 + 4096):
+        for more in (r" \(a batch of 1 does not fit on cpu .*\)$", "$"):  # later calls, as upstream: at once
+            with pytest.raises(RuntimeError, match=r"^No executable batch size found, reached zero\." + more):
+                train()
+    assert runs == []
+
+
 def test_the_size_is_kept_for_later_programs() -> None:
     first, second, third = Limited(100), Limited(100), Limited(100)
     ours(first.__call__, key="the training")()

@@ -615,6 +615,11 @@ def test_fast_dev_run_searches_nothing() -> None:
         ({"tolerance": 1.0}, "tolerance must be at least 0 and below 1, not 1.0"),
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
         ({"on_trial": 3}, "on_trial must be a callable"),
+        ({"budget": "lots"}, "budget must be bytes or text such as '24GiB' or '800MiB', not 'lots'"),
+        ({"budget": -1}, "budget must be positive, not -1"),
+        ({"key": 3}, "key must be a name or None, not 3"),
+        ({"fresh": "yes"}, "fresh must be True or False, not 'yes'"),
+        ({"batch_arg_name": ""}, "batch_arg_name must be the name of an attribute, not ''"),
     ],
 )
 def test_wrong_arguments_are_told_when_the_callback_is_made(options: dict[str, Any], text: str) -> None:

@@ -543,8 +543,21 @@ def test_what_cannot_be_run_in_microbatches_is_refused_before_training() -> None
             fitted(kind(), OomProofTraining())
     with pytest.raises(ValueError, match="microbatch_size must"):
         OomProofTraining(microbatch_size=0)
+    with pytest.raises(ValueError, match="budget must be bytes or text"):
+        OomProofTraining(budget="lots")
     with pytest.raises(TypeError, match="rollback must be True or False, not 1"):
         OomProofTraining(rollback=1)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_no_mean_is_told_with_what_can_be_done(caplog: pytest.LogCaptureFixture) -> None:
+    class Summing(Exact):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * len(batch[0])
+
+    with caplog.at_level("WARNING", "batchfit"):
+        fitted(Summing(), OomProofTraining(microbatch_size=8))
+    (text,) = [line for line in caplog.messages if "returns a sum" in line]
+    assert text.endswith("Return the mean from training_step: the loss divided by its samples")
 
 
 def test_an_error_of_the_users_leaves_a_trainer_that_is_lightnings() -> None:

@@ -354,10 +354,13 @@ def test_settings_that_contradict_a_schedule_are_named() -> None:
         (lambda: BatchSizeSchedule("0:32 0:80"), "milestones"),
         (lambda: BatchSizeSchedule("0:32 1:80", largest=0), "largest must be a positive integer"),
         (lambda: BatchSizeSchedule("0:32 1:80", lr="cubic"), "lr must"),
+        (lambda: BatchSizeSchedule("0:32 1:80", lr=["sqrt", "cubic"]), "lr must"),
+        (lambda: BatchSizeSchedule("0:32 1:80", lr=3), "lr must"),  # type: ignore[arg-type]
+        (lambda: BatchSizeSchedule(3), "must be a file, text, a mapping or a schedule, not 3"),
         (lambda: BatchSizeSchedule("0:32 1:80", 64), "initial_batch_size must be 32"),
         (lambda: BatchSizeSchedule(None, 0), "initial_batch_size must"),
     ],
 )
 def test_wrong_arguments_are_told_when_the_callback_is_made(make: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         make()

@@ -55,6 +55,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_200_configurations_with_a_worker_killed(cluster: None, tmp_path: Path) -> None:
     """All are recorded and none twice; the one that the worker had is run again."""
     killed: list[int] = []

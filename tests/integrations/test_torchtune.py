@@ -347,7 +347,17 @@ def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pyte
         ),
         ({"batch_increase_function": "grow"}, ValueError, "batch_increase_function must be"),
         ({"batch_increase_function": "tiny torchtune.grow"}, ValueError, "batch_increase_function must be"),
-        ({"batch_increase_function": "tiny_torchtune.missing"}, Exception, "missing"),
+        (
+            {"batch_increase_function": "tiny_torchtune.missing"},
+            ValueError,
+            "batch_increase_function must be importable, not 'tiny_torchtune.missing': .*No module",
+        ),
+        (
+            {"use_max_batch_size": True},
+            ValueError,
+            "use_max_batch_size must be left out, not True: did you mean use_maximum_batch_size",
+        ),
+        ({"batch_increase_fn": "a.b"}, ValueError, "not 'a.b': did you mean batch_increase_function"),
         (
             {"batch_increase_function": "tiny_torchtune.not_a_function"},
             ValueError,

@@ -189,6 +189,37 @@ def test_what_a_user_overrides_runs_and_the_search_leaves_no_trace(tmp_path: Pat
     assert logs == plain_logs
 
 
+class Told(transformers.TrainerCallback):
+    """What trackers would be sent."""
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.rows += [logs["rows"]] if "rows" in logs else []
+
+
+class Telling(Trainer):
+    """Logs from within its step, as many do."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        self.log({"rows": float(len(inputs["x"]))})
+        return super().compute_loss(model, inputs, *given, **named)
+
+
+@pytest.mark.parametrize("kind", [Plain, Taking])
+def test_what_trials_and_looks_at_the_loss_log_reaches_nobody(kind: Any, tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3}
+    told = Told()
+    trainer = Telling(kind(), arguments(tmp_path, **given), train_dataset=points(), callbacks=[told])
+    adapt(trainer, search={"max_size": 8}).train()
+    assert trainer.found.batch_size == 8
+    assert told.rows == [8.0] * 6
+    assert [entry["rows"] for entry in trainer.state.log_history if "rows" in entry] == [8.0] * 6
+    trainer.log({"rows": 1.0})
+    assert told.rows[-1] == 1.0
+
+
 def test_state_of_the_users_own_is_put_back_after_the_search(tmp_path: Path) -> None:
     seen: list[float] = []
 
@@ -761,6 +792,46 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
 
 
+@pytest.mark.parametrize("length", [44, 45, 48])
+def test_epochs_are_counted_as_the_trainer_counts_them(length: int, tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_train_epochs": 2}
+    given |= {"max_steps": -1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+
+    def epochs_of(trainer: Any) -> list[float]:
+        return [entry["epoch"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain = Trainer(Plain(), arguments(tmp_path / "plain", **given), train_dataset=points(length))
+    plain.train()
+    ours = adapt(Trainer(Plain(), arguments(tmp_path / "ours", **given), train_dataset=points(length)))
+    ours.train()
+    assert epochs_of(ours) == pytest.approx(epochs_of(plain), abs=1e-9)
+    resumed = adapt(Trainer(Plain(), arguments(tmp_path / "ours", **given), train_dataset=points(length)))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    assert epochs_of(resumed) == pytest.approx(epochs_of(plain), abs=1e-9)
+
+
+def test_a_plain_trainer_goes_on_from_our_checkpoint_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    log = transformers.trainer_utils.logger
+    monkeypatch.setattr(log, "warning_once", lambda text, *more, **named: told.append(str(text)))
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 4}
+    given |= {"save_strategy": "steps", "save_steps": 2, "logging_steps": 2}
+
+    def make() -> Any:
+        return Trainer(Plain(), arguments(tmp_path, **given), train_dataset=points())
+
+    trainer = adapt(make())
+    trainer.train()
+    expected = parameters_of(trainer.model)
+    for again in (make(), adapt(make())):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert again.state.train_batch_size == 4
+        assert (parameters_of(again.model) - expected).abs().max() < 1e-12
+    assert [text for text in told if "train_batch_size" in text] == []
+
+
 def test_what_was_found_is_not_searched_for_again(tmp_path: Path, living_bytes: int) -> None:
     limit = int(needed_bytes(tmp_path, living_bytes) * 0.7) + living_bytes
     given = {"save_strategy": "steps", "save_steps": 2}
@@ -831,6 +902,35 @@ def test_evaluation_that_does_not_fit_counts_nothing_twice(
     assert abs(found.predictions - expected.predictions).max() < 1e-12
     assert (found.label_ids == expected.label_ids).all()
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+
+
+class Sided(Plain):
+    """Returns single values beside its rows, as models with routers do, and runs out beyond some samples."""
+
+    most = 10**9
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        found = super().forward(x, labels)
+        logits = found["logits"]
+        return {**found, "aux": logits.mean(), "more": (logits * 2, {"rows": logits[:, 0]}, x.sum() * 0)}
+
+
+def test_single_values_of_an_evaluation_in_pieces_are_those_of_the_batch(tmp_path: Path) -> None:
+    data, given = points(30), {"per_device_eval_batch_size": 12}
+    expected = Trainer(Sided(), arguments(tmp_path, **given)).predict(data)
+    ours = BatchfitTrainer(Sided(), arguments(tmp_path, **given))
+    ours.model.most = 5
+    found = ours.predict(data)
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-12)
+    logits, aux, (twice, named, zero) = expected.predictions
+    assert aux.shape == zero.shape == (3,)  # one for each of the loader's batches
+    assert numpy.allclose(found.predictions[0], logits, rtol=0, atol=1e-12)
+    assert numpy.allclose(found.predictions[1], aux, rtol=0, atol=1e-12)
+    assert numpy.allclose(found.predictions[2][0], twice, rtol=0, atol=1e-12)
+    assert numpy.allclose(found.predictions[2][1]["rows"], named["rows"], rtol=0, atol=1e-12)
+    assert (found.predictions[2][2] == zero).all()
 
 
 def test_the_model_of_an_earlier_training_is_let_go(tmp_path: Path) -> None:
@@ -1166,6 +1266,15 @@ def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("5.16.1", "5.23.0", "6.0.0"):
         with pytest.warns(UserWarning, match=rf"tested with transformers 5.17 to 5.22, not with {version}"):
             ours._check_version(version)
+
+
+def test_a_trainer_that_would_not_call_our_methods_is_refused() -> None:
+    ours = importlib.import_module("batchfit.integrations.transformers")
+    older = type("Trainer", (), {name: None for name in dir(Trainer) if name not in ("_run_epoch", "log")})
+    with pytest.raises(
+        ImportError, match=r"the Trainer of 5\.1\.0 has no _run_epoch, log: pip install .*>=5\.17"
+    ):
+        ours._check_version("5.1.0", older)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])

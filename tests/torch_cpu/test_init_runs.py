@@ -111,3 +111,56 @@ def test_a_loop_that_accumulates_and_notes_does_so_once_a_batch(tmp_path: Path, 
         survived = runpy.run_path(str(tmp_path / "after.py"))["answer"]
     assert survived == pytest.approx(before, abs=1e-5, rel=1e-6)
     torch.set_rng_state(state)
+
+
+ACCELERATED = """\
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+data = TensorDataset(torch.randn(1000, 64), torch.randint(0, 2, (1000,)))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=256))
+total, seen = 0.0, 0
+for epoch in range(2):
+    for step, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            x = x.float()
+            out = model(x)
+            loss = nn.functional.cross_entropy(out, y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += accelerator.gather(loss).mean().item()
+        seen += len(x)
+
+answer = [seen, total, *(float(value) for value in model[2].weight.detach().flatten())]
+"""
+
+
+def test_a_changed_loop_of_accelerates_trains_as_before_and_survives(
+    tmp_path: Path, living_bytes: int
+) -> None:
+    states = pytest.importorskip("accelerate.state", reason="needs accelerate")
+    random = torch.get_rng_state()
+    (tmp_path / "before.py").write_text(ACCELERATED)
+    advice = advise(ACCELERATED, file="before.py")
+    assert "backward(accelerator, mb" in advice.text
+    (tmp_path / "after.py").write_text(advice.text)
+    before = runpy.run_path(str(tmp_path / "before.py"))["answer"]
+    assert before[0] == 2000
+    with virtual_memory(living_bytes + 540 * 1024):
+        assert runs_out(tmp_path / "before.py")
+        gc.collect()
+        survived = runpy.run_path(str(tmp_path / "after.py"))["answer"]
+    assert survived == pytest.approx(before, abs=1e-5)
+    states.AcceleratorState._reset_state(True)
+    states.GradientState._reset_state()
+    gc.collect()
+    torch.set_rng_state(random)

@@ -527,9 +527,11 @@ def test_a_ragged_loader_is_named_by_what_a_first_step_costs() -> None:
     work = batchfit.inference(Planning(), lambda n: torch.zeros(n, 64))
     batches = [torch.zeros(4, length) for length in range(10, 40)]
     profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB", loader=batches)
-    assert [one.kind for one in profile.bottlenecks] == ["shape-bound"]
+    # The clock is real here, and a busy machine may add a finding of its own.
+    assert "shape-bound" in [one.kind for one in profile.bottlenecks]
     same = [torch.zeros(4, 10)] * 30
-    assert batchfit.profile_throughput(work, sizes=[4], budget="64MiB", loader=same).bottlenecks == ()
+    profile = batchfit.profile_throughput(work, sizes=[4], budget="64MiB", loader=same)
+    assert "shape-bound" not in [one.kind for one in profile.bottlenecks]
 
 
 def test_an_allocator_that_retries_is_named(fake_time: list[float]) -> None:

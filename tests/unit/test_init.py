@@ -86,6 +86,46 @@ def test_a_trainer_with_an_annotation() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "more"),
+    [
+        ("class Mine(Trainer): ...\ntrainer = Mine(m)", "trainer = adapt(trainer)"),
+        ("class Last(Mine): ...\nclass Mine(Trainer): ...\nt = Last(m)", "t = adapt(t)"),
+        ("import transformers as hf\nself.trainer = Trainer(m)", "self.trainer = adapt(self.trainer)"),
+    ],
+)
+def test_trainers_of_the_users_own(lines: str, more: str) -> None:
+    text = f"from transformers import Trainer\n{lines}\n"
+    advice = advise(text, file="train.py")
+    assert added(text, advice.text) == ["from batchfit.integrations.transformers import adapt", more]
+    assert advice.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("from transformers import Trainer\nTrainer(m).train()\n", "line 2: give the trainer to adapt()"),
+        (
+            "from transformers import Trainer\ndef make():\n    return Trainer(m)\n",
+            "line 3: give the trainer",
+        ),
+        ("from trl import SFTTrainer\nt = SFTTrainer(m)\n", "line 2: SFTTrainer is not in batchfit's tests"),
+        (
+            "from trl import SFTTrainer as T\nclass U(T): ...\nt = U(m)\n",
+            "line 3: U is not in batchfit's tests",
+        ),
+        (
+            "from lightning.pytorch.cli import LightningCLI\nLightningCLI(M)\n",
+            "line 2: its Trainer comes from",
+        ),
+    ],
+)
+def test_a_trainer_that_cannot_be_reached_is_a_note(text: str, note: str) -> None:
+    advice = advise(text, file="train.py")
+    assert advice.text == text
+    assert advice.notes[0].startswith(note)
+
+
+@pytest.mark.parametrize(
     ("call", "changed"),
     [
         ("TrainingArguments(auto_find_batch_size=True)", "TrainingArguments()"),
@@ -296,10 +336,15 @@ def test_a_loop_with_a_scaler_and_a_dictionary() -> None:
         ("net(x).mean().backward()", "backward is not called on a variable"),
         ("loss = net(x).mean()\nloss.backward()", "no optimizer is given the parameters of a model"),
         ("loss.backward()", "loss is not computed in it"),
-        ("x = x.cuda()\nloss = model(x).mean()\nloss.backward()\nprint(x)", "x is changed before backward"),
+        ("x = x / 2\nloss = model(x).mean()\nloss.backward()\nprint(x)", "x is changed before backward"),
+        ("loss = model(x).mean()\nx = x.cpu()\nloss.backward()\nprint(x)", "line 8 does something besides"),
+        (
+            "z = x + 1\nx = x.cpu()\nloss = model(z).mean()\nloss.backward()\nprint(x)",
+            "line 8 does something",
+        ),
         ("a = 1; loss = model(x).mean()\nloss.backward()", "share lines"),
         ('loss = model(x, """a\nb""").mean()\nloss.backward()', "share lines"),
-        ("model = make()\nloss = model(x).mean()\nloss.backward()", "model is used after backward"),
+        ("model = make()\nloss = model(x).mean()\nloss.backward()", "its model is made in"),
         (
             "net = make()\nopt = SGD(net.parameters())\nloss = net(x).mean()\nloss.backward()",
             "its model is made in",
@@ -459,6 +504,152 @@ def test_what_is_used_after_the_loop_or_in_the_next_turn_stays() -> None:
     assert "out is used after backward" in advise(text, file="train.py").notes[0]
 
 
+@pytest.mark.parametrize(
+    "after", ["print(len(x))", "seen += len(x)", "if step % 9 == 0:\n    print(y)", "meter(x, loss.item())"]
+)
+def test_a_batch_that_is_used_later_goes_to_the_device_as_a_whole(after: str) -> None:
+    body = (
+        "x, y = x.to(device), y.to(device)\noptimizer.zero_grad()\nloss = f(model(x), y)\nloss.backward()\n"
+    )
+    advice = advise(loop(body + after, "step, (x, y)", "enumerate(loader)"), file="train.py")
+    lines = [line.strip() for line in advice.text.splitlines()]
+    first = lines.index("x, y = x.to(device), y.to(device)")
+    assert first < lines.index("optimizer.zero_grad()") < lines.index("def loss_of(batch):")
+    assert lines.index("return loss") < lines.index("loss = mb.backward(loss_of, (x, y)).loss")
+
+
+BODY = """\
+import torch
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+{first}    for x, y in loader:
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+{rest}"""
+
+
+@pytest.mark.parametrize(
+    ("rest", "is_read"),
+    [
+        ("    for x, y in other:\n        out = model(x)\n        print(out)\n", False),
+        (
+            "    model.eval()\n    with torch.no_grad():\n        out, _ = model(z), 1\n    print(out)\n",
+            False,
+        ),
+        ("    if epoch:\n        out = 1\n    else:\n        out = 2\n    print(out)\n", False),
+        ("    while epoch:\n        out = f()\n        epoch = g(out)\n", False),
+        ("    [out, *_] = f()\nprint(out)\n", False),
+        ("    out: int = 1\n    print(out)\n", True),  # not told apart from a mere annotation
+        ("    for x, y in other:\n        print(out)\n        out = model(x)\n", True),
+        ("    for x, y in other:\n        out = model(x)\nprint(out)\n", True),  # `other` may be empty
+        ("    if epoch:\n        out = 1\n    print(out)\n", True),
+        ("    out = out + 1\n", True),
+        ("    out += 1\n", True),
+        ("    del out\n", True),
+        ("    try:\n        out = f()\n    finally:\n        print(out)\n", True),
+        ("    out = f(lambda: out)\n", True),
+        ("def later():\n    print(out)\n", True),
+        ("    if epoch:\n        continue\n    out = 1\n    print(out)\n", True),
+        ("    out = 1\n    print(locals(), out)\n", True),
+        ("print([out for out in out])\n", True),
+        ("", False),
+    ],
+)
+def test_what_is_set_again_before_it_is_read_is_another_one(rest: str, is_read: bool) -> None:
+    text = BODY.format(first="", rest=rest)
+    advice = advise(text, file="train.py")
+    assert (advice.text == text) is is_read
+    assert ("out is used after backward" in advice.notes[0]) is is_read
+
+
+@pytest.mark.parametrize(
+    ("first", "is_read"), [("    print(out)\n", True), ("    out = 1\n    print(out)\n", False)]
+)
+def test_what_the_next_epoch_reads_is_read_after_the_loop(first: str, is_read: bool) -> None:
+    text = BODY.format(first=first, rest="")
+    assert (advise(text, file="train.py").text == text) is is_read
+
+
+ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        out = model(x)
+        loss = criterion(out, y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    print(accelerator.gather(loss))
+"""
+
+
+def test_a_loop_of_accelerates() -> None:
+    advice = advise(ACCELERATE, file="train.py")
+    assert advice.kind == "loop"
+    assert advice.text == ACCELERATE.replace(
+        "import Accelerator\n",
+        "import Accelerator\nimport batchfit\nfrom batchfit.integrations.accelerate import backward\n",
+    ).replace("for x, y", "mb = batchfit.Microbatcher(model)\nfor x, y").replace(
+        """\
+        out = model(x)
+        loss = criterion(out, y)
+        accelerator.backward(loss)
+""",
+        """\
+        def loss_of(batch):
+            x, y = batch
+            out = model(x)
+            loss = criterion(out, y)
+            return loss
+
+        loss = backward(accelerator, mb, loss_of, (x, y)).loss
+""",
+    )
+    assert advise(advice.text, file="train.py").text == advice.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (
+            "accelerator = Accelerator(gradient_accumulation_steps=2)",
+            "accelerator = make()",
+            "not called on a var",
+        ),
+        ("print(accelerator.gather(loss))", "print(out)", "out is used after backward"),
+        (
+            "accelerator.backward(loss)",
+            "accelerator.backward(loss, retain_graph=True)",
+            "not called on a var",
+        ),
+    ],
+)
+def test_a_loop_of_accelerates_that_would_mean_something_else_is_left_alone(
+    old: str, new: str, why: str
+) -> None:
+    text = ACCELERATE.replace(old, new)
+    advice = advise(text, file="train.py")
+    assert (advice.kind, advice.text) == ("loop", text)
+    assert why in advice.notes[0]
+
+
+def test_our_backward_takes_another_name_where_it_is_taken() -> None:
+    text = ACCELERATE.replace("    print(", "    backward = print(")
+    advice = advise(text, file="train.py")
+    assert "import backward as backward_\n" in advice.text
+    assert "loss = backward_(accelerator, mb, loss_of, (x, y)).loss" in advice.text
+
+
 def test_a_model_made_in_the_outer_loop_has_its_microbatcher_there() -> None:
     text = "for fold in folds:\n    model = make()\n    optimizer = SGD(model.parameters())\n"
     text += "    for x in loader:\n"
@@ -504,6 +695,7 @@ RUN = "# Config for tests\n#   tune run {} --config llama3/8B\n"
     ("text", "why"),
     [
         (CONFIG.replace("dataset:\n", "datasets:\n"), "it has no dataset"),
+        (CONFIG.replace("tokenizer:\n", "reader:\n"), "it has no tokenizer"),
         (CONFIG.replace("optimizer:\n", "tasks:\n"), "it has no optimizer"),
         (CONFIG.replace("loss:\n", "log:\n"), "it has no loss"),
         (CONFIG.replace("epochs:", "steps:"), "it has no epochs"),

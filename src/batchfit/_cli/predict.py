@@ -124,7 +124,9 @@ def predicted(
 ) -> Predicted:
     """One prediction for each card."""
     from batchfit._predict import predict_batch_size
+    from batchfit._torch.ranks import join_launched
 
+    join_launched()
     rows: list[Row] = []
     predictions: list[Prediction] = []
     failures: list[NothingFitsError] = []

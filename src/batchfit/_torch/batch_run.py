@@ -17,7 +17,8 @@ from typing import Any, Literal
 from batchfit._decide.split import Piece
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.coverage import modules_held
-from batchfit._torch.lockstep import Sharded, Work, code_of, sample_of
+from batchfit._torch.in_step import Work, sample_of
+from batchfit._torch.lockstep import Sharded, code_of
 from batchfit._torch.lockstep import Turn as InStep
 from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.rewind import Rewind
@@ -58,6 +59,7 @@ def run_batch(
         look = setting.coverage.look(list(fns.values()), leaves, kind)
         if look is not None and not setting.sync.in_step:
             setting.sync.check_reached(modules_held(fns.values()))
+            look = turn.looking(look)
         with setting.rewinding(leaves, opened.tables, scaler) as rewind:
             finish = partial(turn.reserve, rewind, shared)
 

@@ -4,6 +4,8 @@ Rules: a source asked for n samples gives n, or raises: a trial with the wrong s
 gives its worst case: the n longest samples, around again where there are fewer. An example batch is
 copied to size, never handed out, so a step that writes into its batch leaves the example alone.
 What the arguments can tell is checked when the source is made, before any device work.
+A dataset that a framework puts around its user's may say what that user can do about samples that were not
+looked at, in `advice_on_longer`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ log = logging.getLogger("batchfit")
 BatchSource = Callable[[int], Any]
 CollateFn = Callable[[list[Any]], Any]
 
+_ADVICE_ON_LONGER = "pass a callable make_batch(n) to choose them yourself"
 SCAN_LIMIT = 4096  # samples looked at to find the longest ones
 
 _KINDS = "a callable make_batch(n), a map-style dataset or one example batch"
@@ -190,9 +193,10 @@ class Longest:
         if count < self._length and _is_first_rank():
             log.warning(
                 "the longest samples were chosen among %d of the dataset's %d, evenly spaced; "
-                "a longer one may exist: pass a callable make_batch(n) to choose them yourself",
+                "a longer one may exist: %s",
                 count,
                 self._length,
+                getattr(self.dataset, "advice_on_longer", _ADVICE_ON_LONGER),
             )
         return tuple(longest)
 

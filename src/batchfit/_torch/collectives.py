@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,18 +32,16 @@ _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _QUIET = ("wait_tensor", "_wrap_tensor_autograd")
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_", "isend", "irecv")
 _MOST_NUMBERS = 2**16
-_LOST = (
-    *(
-        "gloo",
-        "nccl",
-        "process group",
-        "socket",
-        "connection closed",
-        "connection reset",
-        "connection refused",
-    ),
-    *("connection aborted", "by peer", "pair closure", "broken pipe", "timed out"),
+# Words of a back end about its connections, wherever it was raised.
+_LOST = ("gloo", "nccl", "pair closure")
+# Words that a user's own code has for connections of its own: they count where torch has raised them.
+_MAYBE_LOST = (
+    *("process group", "socket", "connection closed", "connection reset", "connection refused"),
+    *("connection aborted", "by peer", "broken pipe", "timed out"),
 )
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Where torch raises what a dataset of the user's has raised.
+_LOADERS = (os.path.join(_TORCH, "utils", "data", ""), os.path.join(_TORCH, "_utils.py"))
 
 
 class Unservable(Exception):
@@ -69,12 +68,26 @@ def is_lost_connection(error: BaseException) -> bool:
         return True
     if isinstance(error, torch.OutOfMemoryError):  # always this rank's own
         return False
-    return isinstance(error, RuntimeError | OSError) and reads_as_lost(str(error))
+    if not isinstance(error, RuntimeError | OSError):
+        return False
+    text = str(error).lower()
+    if any(words in text for words in _LOST):
+        return True
+    return any(words in text for words in _MAYBE_LOST) and _was_raised_by_torch(error)
+
+
+def _was_raised_by_torch(error: BaseException) -> bool:
+    """Whether its traceback ends in torch: a database that times out in a step is an error of the step's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return place.startswith(_TORCH) and not place.startswith(_LOADERS)
 
 
 def reads_as_lost(text: str) -> bool:
-    """The same, from the words of an error."""
-    return any(words in text.lower() for words in _LOST)
+    """The same as far as the words of an error tell, for one of another process."""
+    return any(words in text.lower() for words in (*_LOST, *_MAYBE_LOST))
 
 
 @dataclass(frozen=True, slots=True)

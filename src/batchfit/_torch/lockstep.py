@@ -17,9 +17,9 @@ Rules
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any, Final, Literal, final
 
 import torch
@@ -29,7 +29,6 @@ from batchfit._decide.protocol import InStep, Offer, Tried, settle_offers, settl
 from batchfit._decide.split import Piece
 from batchfit._torch import attempt as trying
 from batchfit._torch import fsdp
-from batchfit._torch.batch_parts import Whole
 from batchfit._torch.blame import broken
 from batchfit._torch.collectives import Call as Sent
 from batchfit._torch.collectives import (
@@ -40,44 +39,22 @@ from batchfit._torch.collectives import (
     is_lost_connection,
     recording,
 )
-from batchfit._torch.coverage import _code
+from batchfit._torch.coverage import Look, _code
 from batchfit._torch.device import Device
 from batchfit._torch.feed import feed
+from batchfit._torch.in_step import Run, Work, cut, is_plain, learn, take_care
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.sharded import Shards
-from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.step_turn import StepTurn
 from batchfit._torch.structure import mapped
 from batchfit._torch.tries import Watch
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"
-_HEADROOM: Final = 0.05  # left free where a batch cannot be done again
 _MOST_FUNCTIONS: Final = 64
-_MOST_LOOKS: Final = 256  # samples among which one with weight is looked for
 # What FSDP2 sends: gathers parameters, scatters sums of gradients, and under HSDP sums these over replicas.
 _KINDS: Final = ("allgather", "all_gather", "reduce_scatter", "allreduce", "all_reduce")
-
-
-@final
-@dataclass(slots=True)
-class Work:
-    """A batch of this rank, and what the `Microbatcher` does with it."""
-
-    key: Hashable  # the function that runs, and what decides on what it sends
-    call: Any  # None: this rank has no samples
-    sizer: Any
-    sizing: Sizing
-    rewind: Rewind
-    prepare: Callable[[Sequence[Piece]], Any]  # a try of a plan; None: it has no weight
-    weigh: Callable[[], float]
-    spare: Callable[[], Any]  # one sample that counts, as a microbatch; None where there is none
-    idle: Callable[[Any], None]  # runs it for nothing
-    check: Callable[[], None]  # refuses a function, before it runs for the first time
-    inside: Callable[[], AbstractContextManager[None]]
-    device: torch.device | None
-    least: int  # samples that a microbatch must have: BatchNorm trains on two at least
 
 
 @final
@@ -168,6 +145,10 @@ class Turn:
     def overlaps(self, rewind: Rewind, leaves: Sequence[torch.Tensor], weigh: Any) -> bool:
         return False
 
+    def looking(self, look: Look) -> Look:
+        """What a function sends is recorded before it runs."""
+        return look
+
     def watching(self, watch: Watch) -> Watch:
         """Who is told of each microbatch."""
         return Between(self._all, watch)
@@ -194,14 +175,20 @@ class Turn:
                 self.guess = self._all.models.factor() * (1.0 if self._all.sums else weight / agreed.total)
                 if agreed.rehearse:
                     self._rehearse(work)
-                plan, own = _cut(work, agreed.count)
+                plan, own = cut(work, agreed.count)
                 versions = None if work.call is None else work.call.whole.versions()
-                run = _Run(self._all, work, plan if weight else (), agreed.count)
+                run = Run(
+                    work,
+                    plan if weight else (),
+                    agreed.count,
+                    spare=self._all.spares.get(work.key),
+                    rest=self._all.models.rest,
+                )
                 tried, failure, error = self._try(work, run)
             if self._go_on(work, tried, error):
                 self.outcome = "kept"
                 if run.made is not None:
-                    _learn(work, plan, own)
+                    learn(work, plan, own)
                 return plan if weight else (), run.made
             at = max(run.at, 0)
             del run, error
@@ -224,8 +211,8 @@ class Turn:
         if call is None:
             return Offer(rehearsed=rehearsed, spare=work.key in self._all.spares)
         note = "batchfit: raised while a batch was cut and weighed"
-        if not (fsdp.can_reset() or call.retries) and _is_plain(call):
-            _take_care(work)
+        if not (fsdp.can_reset() or call.retries) and is_plain(call):
+            take_care(work)
         weight = trying.twice(work.weigh, device=self._device, note=note)
         if not rehearsed and work.key not in self._all.spares:
             spare = trying.twice(work.spare, device=self._device, note=note)
@@ -282,7 +269,7 @@ class Turn:
             return f"it talks to other ranks beside FSDP2 ({', '.join(odd)})"
         return "" if begun == Counter(call.group for call in calls) else "it has collectives out of sight"
 
-    def _try(self, work: Work, run: _Run) -> tuple[Tried, Any, Exception | None]:
+    def _try(self, work: Work, run: Run) -> tuple[Tried, Any, Exception | None]:
         """One try; whatever becomes of it, this rank has sent all that the others wait for."""
         sends, before = self._all.sends[work.key], counts()
         failure: Any = None
@@ -366,86 +353,17 @@ class Turn:
 
     def gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told, and nobody waits for it."""
-        if not self._awaited:
-            return
-        text = f"{type(error).__name__}: {error}"[:500]
-        if not isinstance(error, Exception):
+        text = f"{type(error).__name__}: {error}"[:500].rstrip(": ")
+        if not isinstance(error, Exception):  # Ctrl-C comes at any time, also while this rank waits in a vote
             self._all.ranks.leave(text)
+            return
+        if not self._awaited:
             return
         try:
             self._agree(Offer(error=text))
         except BatchfitError as other:
             if not isinstance(other, RankFailedError):
                 error.add_note(f"batchfit: the other ranks could not be told: {other}")
-
-
-@final
-class _Run:
-    """All microbatches of a try: first those that count nothing, then this rank's own."""
-
-    def __init__(self, everybody: Sharded, work: Work, plan: Sequence[Piece], count: int) -> None:
-        self._all = everybody
-        self._work = work
-        self._plan = plan
-        self.count = count
-        self.made: Any = None
-        self.note = "batchfit: raised in a microbatch of one sample, for a rank that has none of its own"
-
-    def __call__(self) -> None:
-        work = self._work
-        self.made = work.prepare(self._plan) if self._plan else None
-        own = 0 if self.made is None else len(getattr(self.made, "_indices", self._plan))
-        missing = self.count - own
-        if missing:
-            for micro in feed([self._all.spares[work.key]] * missing, work.device):
-                self._all.models.rest()
-                work.idle(micro)
-                del micro
-            work.rewind.back(gradients=False)
-        if self.made is not None:
-            self.made()
-        self._all.models.rest()
-
-    @property
-    def at(self) -> int:
-        return -1 if self.made is None else int(self.made.at)
-
-
-def _is_plain(call: Any) -> bool:
-    """Cut by samples, and not by lengths."""
-    return isinstance(call, Call)
-
-
-def _cut(work: Work, count: int) -> tuple[tuple[Piece, ...], int | None]:
-    """This rank's microbatches where all run `count`, and the size in use where others need finer ones."""
-    call = work.call
-    if call is None:
-        return (), None
-    plan: tuple[Piece, ...] = work.sizer.plan(call)
-    if len(plan) >= count or not _is_plain(call) or call.compiled:
-        return plan, None
-    own = call.bounds.size or (call.size if len(plan) > 1 else 0)
-    call.size = -(-call.whole.length // max(1, min(count, call.whole.length // work.least)))
-    return work.sizer.plan(call), own
-
-
-def _learn(work: Work, plan: Sequence[Piece], own: int | None) -> None:
-    """A batch ran on all ranks. That others needed finer pieces says nothing about this rank's memory."""
-    work.sizer.finish(work.call, plan)
-    known = None if own is None else work.sizing.learned.of(work.call.whole.shape)
-    if known is not None and own is not None:
-        work.sizing.learned.put(work.call.whole.shape, replace(known, size=own))
-
-
-def _take_care(work: Work) -> None:
-    """Where nothing can be done again: one sample first, then what the readings allow, with headroom."""
-    call = work.call
-    if call.held_bytes is None:  # the device does not tell: what the user has asked for
-        return
-    room = work.sizing.room(trying.read(work.sizing.device), fresh=True)
-    most = call.bounds.most(None if room is None else int(room * (1 - _HEADROOM)))
-    known = call.bounds.good
-    call.size = min(call.size, max(1, known, min(4 * known, 2 * known if most is None else most)))
 
 
 def _stand_in(sends: StepSends, count: int, begun: dict[str, int]) -> None:
@@ -459,22 +377,6 @@ def _stand_in(sends: StepSends, count: int, begun: dict[str, int]) -> None:
 def code_of(fn: Any) -> Hashable:
     """What stays the same for a function that is made anew for each batch."""
     return _code(fn)
-
-
-def sample_of(whole: Whole, weigh: Callable[[Any], float] | None, *, times: int) -> Any:
-    """A microbatch of one sample that has weight (its loss is a number then); None where none is found.
-
-    `times`: how often it is there. Where samples cannot be picked, it is the first ones.
-    """
-    for at in range(min(whole.length, _MOST_LOOKS if whole.can_take and weigh is not None else 1)):
-        if whole.can_take:
-            micro = whole.take([at] * times, None if whole.trimmer is None else whole.trimmer.padded_length)
-        else:
-            first = min(times, whole.length)
-            micro = whole.cut([first, whole.length - first] if whole.length > first else [first])[0]
-        if weigh is None or weigh(micro):
-            return micro
-    return None
 
 
 def _on_host(leaf: Any) -> Any:

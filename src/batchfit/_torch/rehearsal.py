@@ -30,6 +30,7 @@ from batchfit.errors import CollectivesError, NothingFitsError, RankMissingError
 from batchfit.results import Trial
 
 Step = Callable[[int], object]
+_PATIENCE_S = 30.0  # of a rank that ran out at once, for others that may wait for it in a collective
 _SETTLED = 4  # steps after which a wrapper arranges nothing any more, the last two to compare
 
 
@@ -73,12 +74,15 @@ def rehearse(
 
 
 def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list[tuple[str, bool]]:
+    doing = f"a first step of batch size {first.size}"
+    if first.fits:
+        return [(text, sends) for text, sends in ranks.gather(mine, doing=doing)]
+    why = f"it ran out of memory in a first step of batch size {first.size}: {first.message}"[:500]
     try:
-        told = ranks.gather(mine, doing=f"a first step of batch size {first.size}")
+        told = ranks.gather_or_leave(mine, doing=doing, within_s=_PATIENCE_S, why=why)
         return [(text, sends) for text, sends in told]
     except RankMissingError:
-        if first.fits:
-            raise
+        pass
     # We ran out, and the others wait in a collective for what we would have sent.
     told = [("", True)] * ranks.world_size
     told[ranks.rank] = (first.message, True)

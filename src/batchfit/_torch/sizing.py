@@ -87,6 +87,7 @@ class Sizing:
         self.device = device
         self.learned = Learned()
         self.budget_bytes = budget_bytes
+        self.shards = 1  # ranks that share the parameters: with fewer of them less memory is left on each
         self._most = most
         self._on_event = on_event
         self._models_bytes = models_bytes
@@ -318,7 +319,10 @@ class Sizing:
         if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         now = self._circumstances()
-        changed = [name for name in ("device", "total_bytes", "budget_bytes") if state.get(name) != now[name]]
+        if "shards" not in state:  # of a version that did not say
+            now["shards"] = None
+        compared = ("device", "total_bytes", "budget_bytes", "shards")
+        changed = [name for name in compared if state.get(name) != now[name]]
         if changed:
             why = ", ".join(f"{name} was {state.get(name)!r} and is {now[name]!r}" for name in changed)
             self.learned = Learned()
@@ -337,5 +341,6 @@ class Sizing:
             "device": name,
             "total_bytes": None if name == "cpu" else self.device.total_bytes(),
             "budget_bytes": self.budget_bytes,
+            "shards": self.shards,
             "torch": str(torch.__version__),
         }

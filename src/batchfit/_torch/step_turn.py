@@ -2,15 +2,18 @@
 
 Rules
 - As long as the others wait for a vote of this rank, it votes, also when it raises.
+- An optimizer that talks to other ranks in its step is refused.
 - Once it moves and nobody can go back, an error makes it leave: the others raise at their next agreement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, Self, final
 
 import torch
+from torch.optim import Optimizer
 
 from batchfit._decide.protocol import StepVote
 from batchfit._torch.ranks import Ranks
@@ -33,6 +36,19 @@ class StepTurn:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._gave_up(error)
+
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse a step that sends: a rank that runs out in it would leave the others waiting."""
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        kind = getattr(zero, "ZeroRedundancyOptimizer", None)
+        for one in optimizers:
+            inner = getattr(one, "optimizer", one)  # Accelerate's
+            if kind is not None and isinstance(inner, kind):
+                raise BatchfitError(
+                    "ZeroRedundancyOptimizer sends parameters from rank to rank inside its step: a rank that "
+                    "runs out of memory there would leave the others waiting. Call optimizer.step() "
+                    "yourself, or shard with FSDP2"
+                )
 
     def vote(self, mine: StepVote) -> list[StepVote]:
         """Everybody's votes."""
@@ -59,10 +75,10 @@ class StepTurn:
     def _gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told."""
         text = f"{type(error).__name__}: {error}"[:500]
-        if self._phase == "over":
-            return
         if self._phase == "moving" or not isinstance(error, Exception):
             self._ranks.leave(text)
+            return
+        if self._phase == "over":
             return
         try:
             self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))

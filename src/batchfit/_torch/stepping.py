@@ -79,6 +79,8 @@ def step(
     """
     with ranks.step() as turn:
         optimizers = _checked(optimizer, scaler, clip_norm, rollback)
+        if turn is not None:
+            turn.check(optimizers)
         work = Work(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
         ranks.check_reduced(parameter for some in work.parameters for parameter in some)
         plan = _plan_of(work)

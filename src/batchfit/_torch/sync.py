@@ -28,7 +28,8 @@ from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
 from batchfit._torch.blame import broken
-from batchfit._torch.collectives import is_lost_connection
+from batchfit._torch.collectives import begun_since, counts, is_lost_connection
+from batchfit._torch.coverage import Look
 from batchfit._torch.device import Device
 from batchfit._torch.fsdp import sharded_modules
 from batchfit._torch.lockstep import Sharded
@@ -37,7 +38,7 @@ from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.step_turn import StepTurn
 from batchfit._torch.wrapped import Wrapped
-from batchfit.errors import BatchfitError, RankFailedError
+from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 Outcome = Literal["kept", "nothing"]
 Sync = Literal["safe", "overlap"]
@@ -49,6 +50,7 @@ _foreach_add: Any = torch._foreach_add_
 # As long as nccl waits by default: a rank may compile its model while the others wait for its vote.
 TIMEOUT_S: Final = 600.0
 _BATCH: Final = "the gradients of a batch"
+_HOW: Final = "how to reduce a batch"
 
 
 @final
@@ -92,6 +94,10 @@ class Alone:
 
     def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """All gradients are this process's own."""
+
+    def looking(self, look: Look) -> Look:
+        """Nobody waits for what a function sends."""
+        return look
 
     def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
         """The try was right."""
@@ -173,8 +179,12 @@ class Turn:
         self._all = together
         self._device = device
         self._voted = False
+        self._asks = together.overlaps and together.ranks.world_size > 1
+        self._asked = False  # how to reduce this batch
         self._reduction: Reduction | None = None
         self._buffers: list[torch.Tensor] = []
+        self._before: dict[str, int] | None = None  # collectives so far, where a function is new
+        self._arranged = 0
         self.overlapped = False
         self.syncs = True
         self.guess = together.guess
@@ -184,11 +194,38 @@ class Turn:
         self.syncs = self._all.wrapped.syncs()
         return self._all.quiet()
 
+    def looking(self, look: Look) -> Look:
+        """A function runs for the first time: `look` at its loss, and refuse it if it talks to other ranks.
+
+        Later calls are not looked at: a background thread (a checkpoint that is being saved) may send too.
+        """
+        self._before, self._arranged = counts(), self._all.wrapped.arranged()
+
+        def looked(losses: Iterable[torch.Tensor]) -> None:
+            self._refuse_sent()
+            look(losses)
+
+        return looked
+
+    def _refuse_sent(self) -> None:
+        """Raise if the first try of a function had collectives that are not DDP's own."""
+        if self._before is None or self.overlapped or self._arranged != self._all.wrapped.arranged():
+            return
+        sent = sum(begun_since(self._before).values())
+        if sent:
+            raise CollectivesError(
+                f"fn talks to other ranks (collectives in its first microbatch: {sent}). A rank that runs "
+                "out of memory and tries again, or has other microbatches than the rest, would leave them "
+                "waiting. Reduce metrics after backward, from report.loss; layers that talk in forward "
+                "(tensor, expert or pipeline parallelism) cannot run in microbatches under DDP"
+            )
+
     def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
         """Take what the reduction needs; it may run out of memory, so this belongs to a try.
 
         `leaves` are the models', the same on all ranks.
         """
+        self._refuse_sent()
         if self.overlapped:
             rewind.keep()
             return
@@ -236,21 +273,32 @@ class Turn:
         """
         everybody = self._all
         world_size = everybody.ranks.world_size
-        if not everybody.overlaps or world_size == 1:
+        if not self._asks:
             return False
         pairs = zip(leaves, rewind.old, strict=False)
         # Gradients that are views of DDP's buckets, set aside now, would be written over.
         viewed = everybody.wrapped.views and any(old is not None for old in rewind.old)
         weight = 0.0
         waits = any(everybody.waits(leaf, old) for leaf, old in pairs)
-        if weigh is not None and self.syncs and not (viewed or waits):
+        ready = self.syncs and everybody.wrapped.reduce_all(leaves)
+        if weigh is not None and ready and not (viewed or waits):
             with suppress(Exception):  # it comes again where all are told of it
                 weight = weigh()
-        weights = everybody.ranks.gather(weight, doing="how to reduce a batch")
+        weights = self._ask_how("", weight)
         self.overlapped = all(weights)
         if self.overlapped:  # DDP divides by the number of ranks
             self.guess = float(world_size) if everybody.sums else weight * world_size / sum(weights)
         return self.overlapped
+
+    def _ask_how(self, error: str, weight: float) -> list[float]:
+        """Everybody's weights, before a batch that DDP might reduce; a rank that has given up comes too."""
+        self._asked = self._voted = True  # where it fails, all know
+        told = self._all.ranks.gather([error, weight], doing=_HOW)
+        failed = [(rank, text) for rank, (text, _) in enumerate(told) if text]
+        if failed:
+            raise RankFailedError(failed, doing=_BATCH)
+        self._voted = False
+        return [one for _, one in told]
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -283,14 +331,17 @@ class Turn:
 
     def gave_up(self, error: BaseException) -> None:
         """This rank raises: the others are told, and nobody waits for it."""
-        if self._voted:
-            return
-        text = f"{type(error).__name__}: {error}"[:500]
-        if not isinstance(error, Exception):
+        text = f"{type(error).__name__}: {error}"[:500].rstrip(": ")
+        if not isinstance(error, Exception):  # Ctrl-C comes at any time, also while this rank waits in a vote
             self._all.ranks.leave(text)
             return
+        if self._voted:
+            return
         try:
-            self._vote(Vote(error=text))
+            if self._asks and not self._asked:
+                self._ask_how(text, 0.0)
+            else:
+                self._vote(Vote(error=text))
         except BatchfitError as other:
             if not isinstance(other, RankFailedError):
                 error.add_note(f"batchfit: the other ranks could not be told: {other}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast, final
 
 import torch
@@ -24,6 +24,12 @@ _IGNORED = -100  # the label that torch's and Hugging Face's losses leave out
 # How many batches are looked at for it: labels on a device are waited for.
 _HOST_LOOKS = 8
 _DEVICE_LOOKS = 2
+# What to do, by what a look at the loss has shown.
+_ADVICE = {
+    "compared": "Use backward_cached, which is exact",
+    "mean": "Pass reduction='mean'",
+    "sum": "Pass reduction='sum'",
+}
 
 Weight = Callable[[Any], Any] | str
 Reduction = Literal["mean", "sum"]
@@ -128,19 +134,31 @@ def _advice_on_tokens(batch: Any, *, is_ragged: bool, looks: int) -> str:
     )
 
 
-def warn_of_reduction(found: str, reduction: Reduction) -> None:
+def checked_advice(advice: Mapping[str, str] | None) -> Mapping[str, str]:
+    """What warnings advise: ours, or what a framework has given in its place."""
+    if advice is None:
+        return _ADVICE
+    if not isinstance(advice, Mapping):
+        raise TypeError(f"advice must be a mapping or None, not {advice!r:.80}")
+    for name, text in advice.items():
+        if name not in _ADVICE or not isinstance(text, str):
+            raise ValueError(f"advice must hold texts for {', '.join(_ADVICE)}, not {name!r}: {text!r:.80}")
+    return {**_ADVICE, **advice}
+
+
+def warn_of_reduction(found: str, reduction: Reduction, advice: Mapping[str, str]) -> None:
     """Say it where a loss is clearly not what `reduction` says it is (`tries.judge_loss` found out)."""
     if found == "compared":
         log.warning(
             "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
-            "compared with each other (in-batch negatives), and microbatches change with which. "
-            "Use backward_cached, which is exact"
+            "compared with each other (in-batch negatives), and microbatches change with which. %s",
+            advice[found],
         )
     elif found in ("mean", "sum") and found != reduction:
         log.warning(
             "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
-            "gradients are not those of the batch. Pass reduction=%r",
+            "gradients are not those of the batch. %s",
             found,
             reduction,
-            found,
+            advice[found],
         )

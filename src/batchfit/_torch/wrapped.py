@@ -32,6 +32,7 @@ class Wrapped:
         for model in models:
             _refuse(model)
             _refuse_now(model)
+        self._hooked = _hooked_by(models)
 
     @property
     def views(self) -> bool:
@@ -43,6 +44,14 @@ class Wrapped:
         """The size of buckets that the user has asked DDP for, or torch's own."""
         asked = [getattr(model, "bucket_bytes_cap", None) for model in self._models]
         return min((one for one in asked if isinstance(one, int) and one > 0), default=BUCKET_BYTES)
+
+    def reduce_all(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether DDP by itself reduces these and nothing else: it knows what got gradients when it was made.
+
+        A parameter that was thawed since keeps each rank's own gradient, without a word; one that was frozen
+        is waited for.
+        """
+        return self._hooked is not None and {id(leaf) for leaf in leaves} == self._hooked
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuse leaves whose gradients nobody would reduce."""
@@ -133,6 +142,10 @@ class Wrapped:
                     "sync='safe' does in either case"
                 )
 
+    def arranged(self) -> int:
+        """How many of them have sorted their buckets anew, which is a collective in a forward."""
+        return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in self._models)
+
     def settle_buckets(self) -> None:
         """DDP sorts its buckets anew once, in the forward after the first batch that it reduced.
 
@@ -185,6 +198,18 @@ def _refuse_now(model: DistributedDataParallel) -> None:
             "ddp.join() puts collectives into forward. Leave it out: ranks may have unequal batches here, "
             "and one without samples passes None or an empty batch"
         )
+
+
+def _hooked_by(models: Sequence[DistributedDataParallel]) -> set[int] | None:
+    """The parameters that DDP reduces by itself; None where they have changed since it was made."""
+    found: set[int] = set()
+    for model in models:
+        mine = {id(one) for one in _reduced_by(model) if one.requires_grad}
+        told = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        if told.get("num_parameter_tensors") != len(mine):
+            return None
+        found |= mine
+    return found
 
 
 def _reduced_by(model: DistributedDataParallel) -> Iterator[torch.Tensor]:

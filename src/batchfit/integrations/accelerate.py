@@ -47,6 +47,7 @@ TESTED: Final = ("1.10", "1.15")
 _PREPARED: Final = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 _LONGEST: Final = 1000  # items of a container that is looked into
 _MOST: Final = 20_000  # objects that are looked at
+_ZERO: Final = "No executable batch size found, reached zero."  # Accelerate's own words
 _REFUSED: Final = {
     "DEEPSPEED": "DeepSpeed's engine runs backward and step itself",
     "MEGATRON_LM": "Megatron-LM runs forward and backward itself",
@@ -162,11 +163,12 @@ class _Finder:
         given = self._given
         reduce = self._reduce
         traces = [_Trace(one) for one in _accelerators(self._function, args, kwargs, given["accelerator"])]
+        why = ""
         if given["workload"] is not None and not self._found:
-            self._size = self._find(args, kwargs)
+            self._size, why = self._find(args, kwargs)
             self._found = True
         if self._size == 0:
-            raise RuntimeError("No executable batch size found, reached zero.")
+            raise RuntimeError(f"{_ZERO}{f' ({why})' * bool(why)}")
 
         def forget() -> None:
             for trace in traces:
@@ -199,22 +201,21 @@ class _Finder:
         if text:
             self._size = 0  # as upstream: the next call says so at once
             forget()
-            raise RuntimeError(f"No executable batch size found, reached zero. ({text})")
+            raise RuntimeError(f"{_ZERO} ({text})")
         self._size = ran.batch_size
         return ran.value
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str]:
+        """The largest size by the workload; 0 where none fits, and why."""
         work = self._given["workload"]
         if not isinstance(work, batchfit.Workload):
             work = work(*args, **kwargs)
         key = self._given["key"]
         named = {} if key is None else {"key": f"{key} (workload)", "fresh": self._given["fresh"]}
         try:
-            return batchfit.find_batch_size(work, max_size=self._size, **named).batch_size
+            return batchfit.find_batch_size(work, max_size=self._size, **named).batch_size, ""
         except NothingFitsError as nothing:
-            text = str(nothing)
-        log.warning("the workload does not fit at any size: %s", text)
-        return 0
+            return 0, str(nothing)
 
 
 @final

@@ -53,6 +53,13 @@ _RECIPES: Final = {
     "full": ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
     "lora": ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
 }
+_KEYS: Final = (
+    "recipe",
+    "use_maximum_batch_size",
+    "batch_increase_function",
+    "split_on_out_of_memory",
+    "batchfit",
+)
 _STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
 # Keywords of the search that the recipe sets itself, or that need what a recipe has not.
 _OURS: Final = ("max_size", "min_size", "device", "isolate", "timeout_s", "resume", "on_trial")
@@ -301,6 +308,7 @@ class _Settings:
     def __init__(self, cfg: DictConfig) -> None:
         if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
             raise ValueError("recipe must be run on one device: leave out torchrun's options")
+        _refuse_near_misses(cfg)
         self.use_maximum = _flag(cfg, "use_maximum_batch_size", default=False)
         self.split = _flag(cfg, "split_on_out_of_memory", default=True)
         self.increase = _increase(cfg.get("batch_increase_function"))
@@ -315,6 +323,14 @@ class _Settings:
                 "use_maximum_batch_size and batch_increase_function are both set: training begins with the "
                 "largest batch that fits, so every increase will be skipped"
             )
+
+
+def _refuse_near_misses(cfg: DictConfig) -> None:
+    """Recipes ignore keys that they do not know, so a slip in one of ours would do nothing, silently."""
+    for name in map(str, cfg):
+        near = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.8)
+        if near and name not in _KEYS:
+            raise ValueError(f"{name} must be left out, not {cfg.get(name)!r}: did you mean {near[0]}?")
 
 
 def _flag(cfg: DictConfig, name: str, *, default: bool) -> bool:
@@ -335,7 +351,11 @@ def _increase(path: object) -> batchfit.IncreaseBatchSizeConfig | None:
     module, dot, function = path.rpartition(":" if ":" in path else ".")
     if not dot:
         raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
-    found = config._utils._get_component_from_path(f"{module}.{function}")  # told now, not in an epoch
+    try:
+        found = config._utils._get_component_from_path(f"{module}.{function}")  # told now, not in an epoch
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"batch_increase_function must be importable, not {path!r}: {why}") from error
     if not callable(found):
         raise ValueError(f"batch_increase_function must be a function, not {found!r} ({path})")
     return batchfit.IncreaseBatchSizeConfig(function=f"{module}:{function}")

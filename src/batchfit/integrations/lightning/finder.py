@@ -20,6 +20,7 @@ import torch
 import batchfit
 from batchfit.integrations.lightning.framework import (
     Callback,
+    check_budget,
     check_trainer,
     log,
     overrides,
@@ -99,6 +100,8 @@ class BatchSizeFinder(Callback):
             raise ValueError(f"margin must be a number from 0 to below 1, not {margin!r}")
         _check_sizes(min_val, max_val, init_val, max_trials, multiple_of, power_of_two)
         _check_steps(steps_per_trial, soak_steps, tolerance, time_limit_s)
+        _check_names(batch_arg_name, key, fresh)
+        check_budget(budget)
         if make_batch is not None and not callable(make_batch):
             raise TypeError(f"make_batch must be a callable make_batch(n) or None, not {make_batch!r}")
         if on_trial is not None and not callable(on_trial):
@@ -316,6 +319,15 @@ def _check_steps(steps_per_trial: int, soak_steps: int, tolerance: float, time_l
         raise ValueError(f"tolerance must be at least 0 and below 1, not {tolerance!r}")
     if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
         raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
+
+
+def _check_names(batch_arg_name: object, key: object, fresh: object) -> None:
+    if not isinstance(batch_arg_name, str) or not batch_arg_name:
+        raise ValueError(f"batch_arg_name must be the name of an attribute, not {batch_arg_name!r}")
+    if key is not None and not (isinstance(key, str) and key.strip()):
+        raise ValueError(f"key must be a name or None, not {key!r}")
+    if type(fresh) is not bool:
+        raise ValueError(f"fresh must be True or False, not {fresh!r}")
 
 
 def _device_name(trainer: Any) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+import batchfit
 from batchfit.errors import BatchfitError
 
 log = logging.getLogger("batchfit")
@@ -86,6 +87,15 @@ def _check_version(name: str, version: str) -> None:
         "they use parts of Lightning that may have changed",
         stacklevel=2,
     )
+
+
+def check_budget(budget: Any) -> None:
+    """What a device will be asked about, looked at now; its memory is not known yet."""
+    try:
+        batchfit.Microbatcher(torch.nn.Identity(), budget=budget)
+    except ValueError as error:
+        if "must not exceed" not in str(error):
+            raise
 
 
 def refuse_beside(trainer: Any, callback: Any, *others: str, why: str) -> None:

@@ -25,6 +25,7 @@ from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.framework import (
     Callback,
     call_step,
+    check_budget,
     check_trainer,
     overrides,
     part,
@@ -39,6 +40,11 @@ from batchfit.integrations.lightning.merging import (
     restore_metrics,
     saved_metrics,
 )
+
+_ADVICE = {  # what can be done in a LightningModule, where the loss is no mean of its samples
+    "sum": "Return the mean from training_step: the loss divided by its samples",
+    "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact",
+}
 
 
 @dataclass
@@ -96,10 +102,11 @@ class OomProofTraining(Callback):
             "timeout_s": timeout_s,
         }
         batchfit.Microbatcher(nn.Linear(1, 1), **options)  # wrong ones are told here, not after the set-up
+        check_budget(budget)
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
         self.retries = 0  # over the whole run
-        self._options = {**options, "budget": budget, "on_event": self._happened}
+        self._options = {**options, "budget": budget, "on_event": self._happened, "advice": _ADVICE}
         self._on_event = on_event
         self._weight = weight
         self._rollback = rollback

@@ -12,7 +12,6 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -57,8 +56,7 @@ class BatchSizeSchedule(Callback):
         throughput: Callable[[int], float] | None = None,
         on_event: Callable[[batchfit.ScheduleEvent], object] | None = None,
     ) -> None:
-        if isinstance(config, str | Path | Mapping):
-            config = load_schedule(config)
+        config = load_schedule(config)
         self.scheduler: batchfit.BatchSizeScheduler | None = None
         self._config = config
         self._initial = initial_batch_size
@@ -76,9 +74,10 @@ class BatchSizeSchedule(Callback):
         if initial_batch_size is not None or getattr(config, "starts_by_itself", False):
             options = {"largest": largest, "on_event": on_event, **self._options}
             batchfit.BatchSizeScheduler(config, initial_batch_size, **options)
-        if isinstance(lr, str):
-            stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-            batchfit.BatchSizeScheduler(None, 1, lr=lr, optimizer=stand_in).close()
+        if lr is not None:
+            rules = [lr] if isinstance(lr, str) or not isinstance(lr, Sequence) else lr
+            groups = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in rules]
+            batchfit.BatchSizeScheduler(None, 1, lr=lr, optimizer=torch.optim.SGD(groups, lr=1.0)).close()
         self._feed: _Feed | None = None
         self._saved: Mapping[str, Any] | None = None  # of a checkpoint, for the `fit` that comes
         self._left: tuple[Any, dict[str, Any]] | None = None  # where the last `fit` ended, and whose it was

@@ -35,11 +35,18 @@ __all__ = ["BatchfitMixin", "BatchfitSeq2SeqTrainer", "BatchfitTrainer", "Option
 TESTED = ((5, 17), (5, 22))
 
 
-def _check_version(version: str) -> None:
-    """Say it where nobody has tried this version."""
+def _check_version(version: str, trainer: type = transformers.Trainer) -> None:
+    """Say it where nobody has tried this version; refuse one whose Trainer would call nothing of ours."""
+    low, high = (".".join(map(str, one)) for one in TESTED)
+    taken_over = [name for name in vars(BatchfitMixin) if not name.startswith(("__", "_batchfit"))]
+    missing = [name for name in taken_over if name != "found" and not hasattr(trainer, name)]
+    if missing:
+        raise ImportError(
+            f"batchfit.integrations.transformers was tested with transformers {low} to {high}, and the "
+            f"Trainer of {version} has no {', '.join(sorted(missing))}: pip install 'transformers>={low}'"
+        )
     parts = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if not TESTED[0] <= parts <= TESTED[1]:
-        low, high = (".".join(map(str, one)) for one in TESTED)
         warnings.warn(
             f"batchfit.integrations.transformers was tested with transformers {low} to {high}, not with "
             f"{version}",

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -27,6 +28,11 @@ from batchfit.integrations.transformers.options import Options
 FILE = "batchfit.pt"
 _VERSION = 1
 _LOOKS = 256
+_ADVICE = {  # what users of a Trainer can set, where a loss is not what it was taken for
+    "sum": "Set trainer.loss_is_scaled_for_ga = True, which says that losses of parts of a batch add up",
+    "mean": "Set trainer.loss_is_scaled_for_ga = False, which says that it is a mean",
+    "compared": "Train it with Microbatcher.backward_cached in a loop of your own, which is exact",
+}
 
 
 @final
@@ -45,6 +51,7 @@ class Run:
         self.asked = False
         self.items: Any = None
         self.searches = False
+        self.is_quiet = False  # steps run that are not the training's: nobody is told what they log
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
         self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
         self.local = 0  # one rank's batch, without a schedule
@@ -58,6 +65,16 @@ class Run:
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
         self._steps = False
+        self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, `trainer.log` of the user's own step does nothing: it is a trial, or a look at the loss."""
+        before, self.is_quiet = self.is_quiet, True
+        try:
+            yield
+        finally:
+            self.is_quiet = before
 
     # --- cutting
 
@@ -76,6 +93,7 @@ class Run:
                 microbatch_size=None if self.is_ragged else self.microbatch_size,
                 budget=options.budget,
                 sync=options.sync,
+                advice=_ADVICE,
             )
             if "sizes" in self.saved:
                 self.cutter.load_state_dict(self.saved["sizes"])
@@ -191,14 +209,29 @@ class Run:
         except TypeError:
             return None
 
-    @property
-    def epochs_done(self) -> float | None:
-        """How far the data has come, in epochs; None where the Trainer's own count is right."""
-        if self.loader is None or isinstance(self.loader.dataset, IterableDataset):
-            return None
-        place = self.loader.state_dict()
-        length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
-        return int(place["epoch"]) + int(place["position"]) / length
+    def count_batches(self, loader: Any, *, ranks: int) -> None:
+        """Note how many batches of the user's size an epoch has: the Trainer counts epochs in them."""
+        self._per_epoch = None
+        samples = _length_of(getattr(loader, "dataset", None))
+        whole = _length_of(loader)
+        if self.given is None or samples is None or whole is None:
+            return
+        size, accumulated = self.given
+        batches = -(-samples // (size * ranks))
+        if -(-batches // accumulated) == whole:  # otherwise some are left out, or it is another loader
+            self._per_epoch = whole, batches
+
+    def epochs_at(self, told: float) -> float:
+        """How far the data has come, in epochs, where the Trainer counts optimizer steps as batches."""
+        if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
+            place = self.loader.state_dict()
+            length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
+            return int(place["epoch"]) + int(place["position"]) / length
+        if self.loader is not None or self.given is None or self._per_epoch is None:
+            return told
+        whole, batches = self._per_epoch
+        epoch, steps = divmod(round(told * whole), whole)
+        return epoch + min(1.0, steps * self.given[1] / batches)
 
     def _note(self, event: Any) -> None:
         entry: dict[str, float] = {"batch_size": event.size_after}
@@ -263,6 +296,13 @@ class Run:
         self._cutters.clear()
         self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False
+
+
+def _length_of(value: Any) -> int | None:
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
 
 def _name_of(device: torch.device) -> str:

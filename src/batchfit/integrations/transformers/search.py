@@ -150,6 +150,8 @@ def same_random_numbers(device: torch.device | None = None) -> Iterator[None]:
 class _Samples(Dataset[Any]):
     """The dataset, remembering which samples were taken for a batch of each size: the longest."""
 
+    advice_on_longer = "a step with one that does not fit is done again in smaller pieces"
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._taken: dict[int, list[int]] = {}

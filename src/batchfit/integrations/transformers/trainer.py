@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.advice import advising
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -36,6 +35,13 @@ from batchfit.integrations.transformers.losses import (
     shifts_labels,
 )
 from batchfit.integrations.transformers.options import Options, check_trainer
+from batchfit.integrations.transformers.predictions import (
+    loss_of_rows,
+    loss_rows,
+    of_the_batch,
+    one_a_sample,
+    padded_rows,
+)
 from batchfit.integrations.transformers.run import Run
 from batchfit.integrations.transformers.search import find_microbatch, same_random_numbers
 
@@ -83,8 +89,7 @@ class BatchfitMixin:
         self._train_batch_size = local
         self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
-            with advising():
-                return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
+            return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
         finally:
             args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size = sizes
             self.callback_handler.callbacks.remove(callback)
@@ -96,7 +101,8 @@ class BatchfitMixin:
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
-            find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
+            with run.quiet():
+                find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
         return prepared
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
@@ -104,6 +110,10 @@ class BatchfitMixin:
         if self.optimizer is not None:
             self._batchfit.guard(_inner(self.optimizer))
         return optimizer
+
+    def log(self: Any, *given: Any, **named: Any) -> None:
+        if not self._batchfit.is_quiet:
+            super().log(*given, **named)  # type: ignore[misc]
 
     # --- a step
 
@@ -139,10 +149,12 @@ class BatchfitMixin:
         """What the trainer's own step would call backward of."""
         losses: list[Any] = []
         self.accelerator.backward = lambda loss, **options: losses.append(loss)
-        try:
-            step(model, inputs, items)
-        finally:
-            del self.accelerator.backward
+        # Without gradients it is no step of the training: the Microbatcher looks at the loss.
+        with nullcontext() if torch.is_grad_enabled() else self._batchfit.quiet():
+            try:
+                step(model, inputs, items)
+            finally:
+                del self.accelerator.backward
         if len(losses) != 1:
             raise BatchfitError(
                 f"training_step must call accelerator.backward once, not {len(losses)} times: batchfit does "
@@ -208,7 +220,7 @@ class BatchfitMixin:
 
         def once(batch_size: int) -> None:
             if not answers:
-                with _evaluating(self.model):
+                with _evaluating(self.model), self._batchfit.quiet():
                     answers.append(divides_by_items(loss_of, items))
 
         state = self._batchfit.options.state
@@ -254,23 +266,19 @@ class BatchfitMixin:
                 count = rows_of(micro)
                 if loss is not None:
                     weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
-                    kind = torch.promote_types(loss.dtype, torch.float32)  # a bfloat16 cannot count
-                    weight = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
-                    loss = torch.stack([loss.detach().to(kind), weight]).expand(count, 2)
+                    loss = loss_rows(loss, weight, count)
                 if generates and isinstance(logits, torch.Tensor):
                     logits = list(logits.unbind(0))  # as long as each microbatch made them
+                else:
+                    logits = one_a_sample(logits, count)
                 return {"loss": loss, "adds": run.asked and sums, "logits": logits, "labels": labels}
 
         found = run.evaluator_of(model).map(part, inputs)
         loss, logits = found["loss"], found["logits"]
         if loss is not None:
-            # A row holds the loss of its microbatch, and its own share in what that counts.
-            losses, shares = loss.unbind(1)
-            total = torch.where(shares == 0, 0.0, losses * shares).sum()
-            loss = total if found["adds"] else total / shares.sum()
-        if isinstance(logits, list):
-            widest = max(row.shape[-1] for row in logits)
-            logits = torch.cat([_padded(self, row[None], widest) for row in logits])
+            loss = loss_of_rows(loss, adds=found["adds"])
+        made = generates and isinstance(logits, list)
+        logits = padded_rows(self, logits) if made else of_the_batch(logits)
         return loss, logits, found["labels"]
 
     def _get_num_items_in_batch(self: Any, batch_samples: Any, device: Any) -> Any:
@@ -288,6 +296,7 @@ class BatchfitMixin:
             return run.open_loader(self, loader)
         if run.given is not None:
             run.local = local_batch(self, loader, given=run.given[0], accumulated=run.given[1])
+            run.count_batches(loader, ranks=self.args.world_size)
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any, *given: Any) -> Any:
@@ -314,8 +323,11 @@ class BatchfitMixin:
         return epochs, updates(1), examples, samples, batch_size, updates(1), steps
 
     def _init_training_state(self: Any, *given: Any) -> tuple[int, int]:
-        begun: tuple[int, int] = super()._init_training_state(*given)  # type: ignore[misc]
         run, folder = self._batchfit, given[3]
+        with self._batchfit_given_size():  # which is compared with the checkpoint's
+            begun: tuple[int, int] = super()._init_training_state(*given)  # type: ignore[misc]
+        if run.given is not None:  # a plain Trainer may go on from here
+            self.state.train_batch_size = run.given[0]
         if folder is None:
             return begun
         run.load(folder, self)
@@ -339,14 +351,26 @@ class BatchfitMixin:
             self._batchfit.save(folder, self)
 
     def _save(self: Any, *given: Any, **named: Any) -> None:
-        args, run = self.args, self._batchfit
-        now = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        run, args = self._batchfit, self.args
+        now = args.gradient_accumulation_steps
         if run.given is not None:  # training_args.bin tells what the user asked for
-            args.per_device_train_batch_size, args.gradient_accumulation_steps = run.given
+            args.gradient_accumulation_steps = run.given[1]
         try:
-            super()._save(*given, **named)  # type: ignore[misc]
+            with self._batchfit_given_size():
+                super()._save(*given, **named)  # type: ignore[misc]
         finally:
-            args.per_device_train_batch_size, args.gradient_accumulation_steps = now
+            args.gradient_accumulation_steps = now
+
+    @contextmanager
+    def _batchfit_given_size(self: Any) -> Iterator[None]:
+        """Inside, `per_device_train_batch_size` is the user's own."""
+        now = self.args.per_device_train_batch_size
+        if self._batchfit.given is not None:
+            self.args.per_device_train_batch_size = self._batchfit.given[0]
+        try:
+            yield
+        finally:
+            self.args.per_device_train_batch_size = now
 
     def _get_learning_rate(self: Any) -> float:
         if self._batchfit.scheduler is None:
@@ -365,9 +389,7 @@ class _Follower(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         run = self._trainer._batchfit
-        done = run.epochs_done
-        if done is not None:
-            state.epoch = done
+        state.epoch = run.epochs_at(state.epoch)
         if run.scheduler is not None and run.scheduler.config.unit != "epoch":
             run.scheduler.step()
         self._write()
@@ -416,13 +438,6 @@ def _inner(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _padded(trainer: Any, tokens: torch.Tensor, width: int) -> torch.Tensor:
-    if tokens.shape[-1] == width:
-        return tokens
-    padded: torch.Tensor = trainer._pad_tensors_to_max_len(tokens, width)
-    return padded
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""What the parts of an evaluation batch return, as their batch would have.
+
+Rules
+- Rows are joined in order (`Microbatcher.map` does it). Loss and other single values of a part (a router's
+  `aux_loss`) travel as one value a sample, and come back as one value of the batch.
+- A loss counts by its labels, or is added up where it is a part of the batch's; other single values are means
+  over samples, as the batch's own would be for a mean.
+- Sequences that were generated are as long as their part made them, and are padded to the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def one_a_sample(node: Any, count: int) -> Any:
+    """The outputs of a part with single values repeated for its samples, in a mapping that marks them."""
+    if isinstance(node, torch.Tensor) and node.dim() == 0:
+        return {_SINGLE: node.detach().expand(count)}
+    return _inside(node, lambda one: one_a_sample(one, count))
+
+
+def of_the_batch(node: Any) -> Any:
+    """The joined outputs, with single values again where the parts had some."""
+    if isinstance(node, Mapping) and set(node) == {_SINGLE}:
+        values = node[_SINGLE]
+        if (values == values[0]).all():  # one part, or the same in all: not a bit of it changes
+            return values[0]
+        return values.double().mean().to(values.dtype)
+    return _inside(node, of_the_batch)
+
+
+_SINGLE = "batchfit: one value of the whole batch"
+
+
+def _inside(node: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nesting, as Trainer knows them: tuples, lists and dicts."""
+    if type(node) in (list, tuple):
+        return type(node)(change(one) for one in node)
+    if type(node) is dict:
+        return {name: change(one) for name, one in node.items()}
+    return node
+
+
+def loss_rows(loss: torch.Tensor, weight: Any, count: int) -> torch.Tensor:
+    """A part's loss for each of its samples, and the sample's share in what the part counts."""
+    kind = torch.promote_types(loss.dtype, torch.float32)  # a bfloat16 cannot count
+    share = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
+    return torch.stack([loss.detach().to(kind), share]).expand(count, 2)
+
+
+def loss_of_rows(rows: torch.Tensor, *, adds: bool) -> torch.Tensor:
+    """The batch's loss."""
+    losses, shares = rows.unbind(1)
+    total = torch.where(shares == 0, 0.0, losses * shares).sum()
+    return total if adds else total / shares.sum()
+
+
+def padded_rows(trainer: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+    """Generated sequences as one tensor, padded as the trainer pads them."""
+    widest = max(row.shape[-1] for row in rows)
+    padded = [
+        row[None] if row.shape[-1] == widest else trainer._pad_tensors_to_max_len(row[None], widest)
+        for row in rows
+    ]
+    return torch.cat(padded)
