@@ -6,6 +6,7 @@
 Parts
 - `microbatch`: a training step of 8 microbatches, `Microbatcher` and a loop by hand. `tiny` is an MLP whose
   operations take microseconds, so that our own code shows; `small` is a GPT of 0.4 M parameters.
+- `noise`: the microbatched step with `GradientNoise` and without, for both.
 - `loader`: an epoch of `ResizableLoader` and of `DataLoader`, no workers and two of them; and an epoch with
   planned changes of the size against one without.
 - `find`: a whole `find_batch_size` over the time of the steps that it ran, in virtual memory.
@@ -110,6 +111,39 @@ def microbatch(rounds: int) -> Results:
         times_of = in_turn(stepping(made), rounds * times)
         found["ratios"][f"microbatched step / by hand, {name}"] = ratio(times_of, "ours", "by hand")
         found["cpu_ms"] |= {f"step, {name}, {way}": ms for way, ms in median_ms(times_of).items()}
+    return found
+
+
+def noise(rounds: int) -> Results:
+    """The same microbatched step, with and without measuring the noise scale."""
+    import torch
+
+    import batchfit
+
+    found: Results = {"ratios": {}, "cpu_ms": {}}
+    for name, made, times in (("tiny", tiny(), 12), ("small", small(), 3)):
+        model, batch = made.model, made.make_batch(made.size * COUNT)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def stepping_with(
+            microbatcher: Any, made: Any = made, batch: Any = batch, optimizer: Any = optimizer
+        ) -> Callable[[], None]:
+            def step() -> None:
+                optimizer.zero_grad()
+                microbatcher.backward(lambda micro: made.loss(made.model, micro), batch)
+                optimizer.step()
+
+            return step
+
+        ways = {
+            "without": stepping_with(batchfit.Microbatcher(model, microbatch_size=made.size)),
+            "with": stepping_with(
+                batchfit.Microbatcher(model, microbatch_size=made.size, noise=batchfit.GradientNoise(model))
+            ),
+        }
+        times_of = in_turn(ways, rounds * times)
+        found["ratios"][f"step with the noise scale / without, {name}"] = ratio(times_of, "with", "without")
+        found["cpu_ms"] |= {f"step, {name}, {way} noise": ms for way, ms in median_ms(times_of).items()}
     return found
 
 
@@ -242,6 +276,7 @@ def virtual(rounds: int) -> Results:
 
 PARTS: dict[str, tuple[Callable[[int], Results], int]] = {
     "microbatch": (microbatch, 15),
+    "noise": (noise, 8),
     "loader": (loader, 8),
     "find": (find, 5),
     "trace": (trace, 7),

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py run --folder gpu --deadline-s 570        # again and again, until nothing is left
     python benchmarks/gpu.py run --folder gpu --only find profile     # some of them
     python benchmarks/gpu.py run --folder quick --quick               # a short form, under ten minutes in all
-    python benchmarks/gpu.py pages gpu --tag h200_202611              # JSON and pages into benchmarks/results
+    python benchmarks/gpu.py pages gpu --tag h200_202611              # JSON, pages, plots, summary
 
 Rules:
 - What is timed has the machine to itself. Predictions and their truths run side by side, after all others.
@@ -61,6 +61,7 @@ PARTS = (
     Part(
         "integrations", "integrations_gpu", ("run",), "integrations", quick=("--rows", "lightning/ours/find")
     ),
+    Part("loader", "loader", ("run", "--rounds", "5"), "loader"),  # the machine's cores, not its card
     Part("sweep", "sweep_gpu", ("run",), "sweep"),
     Part("schedules", "schedules_gpu", ("run",), "schedules"),
     Part("prediction", "prediction_gpu", ("truth", "--workers", "5", "--room", "100"), "truth", alone=False),
@@ -137,9 +138,9 @@ def pages(folder: Path, tag: str) -> None:
     for part in {p.subject: p for p in reversed(PARTS)}.values():
         if part.subject == "prediction":
             if (folder / "truth.json").exists():
-                subprocess.run(
-                    [sys.executable, str(HERE / "prediction_gpu.py"), "page", str(folder)], check=True
-                )
+                to = str(results / f"prediction_{tag}.json")
+                made = [sys.executable, str(HERE / "prediction_gpu.py"), "page", str(folder), "--to", to]
+                subprocess.run(made, check=True)
             continue
         found = folder / f"{part.out}.json"
         if not found.exists():
@@ -152,6 +153,9 @@ def pages(folder: Path, tag: str) -> None:
         command = [sys.executable, str(HERE / f"{part.script}.py"), "page", str(found), "--to", str(to)]
         subprocess.run(command, check=True)
         print(f"{part.subject}: {kept.name}")
+    # All that is made from these: a figure must not be new in one place and old in another.
+    for script in ("plots", "summary"):
+        subprocess.run([sys.executable, str(HERE / f"{script}.py"), "write"], check=True)
 
 
 def main() -> None:

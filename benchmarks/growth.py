@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from plots import canvas, save
+from rows import keep
 from turns import about, made_by
 
 Results = dict[str, Any]
@@ -133,12 +135,12 @@ def vote(rank: int, world: int, where: str, out: str) -> None:
     for at in range(VOTES):
         begun = time.perf_counter()
         ranks.any(False, doing="a benchmark")
-        times["vote"].append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+        voted = time.perf_counter()
         if world > 1:
             dist.all_reduce(number)
-        if at >= VOTES // 10:
-            times["all-reduce"].append(time.perf_counter() - begun)
+        if at >= VOTES // 10:  # the first of both are no measure
+            times["vote"].append(voted - begun)
+            times["all-reduce"].append(time.perf_counter() - voted)
     if rank == 0:
         Path(out).write_text(json.dumps({name: statistics.median(some) for name, some in times.items()}))
     if world > 1:
@@ -171,21 +173,23 @@ def run(given: argparse.Namespace) -> None:
     found: Results = json.loads(given.out.read_text()) if given.out.exists() else {}
     found["about"] = about("python benchmarks/growth.py run")
 
-    def keep() -> None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    def keep_it() -> None:
+        keep(given.out, found)
 
-    if "search" in given.parts:
+    if "search" in given.parts and "search" not in found:
         found["search"] = search()
-        keep()
+        keep_it()
     for name in LLAMAS if "trace" in given.parts else ():
+        if name in found.get("trace", {}):
+            continue
         command = [sys.executable, __file__, "one", name]
         quiet = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=quiet)
         found.setdefault("trace", {})[name] = json.loads(done.stdout.splitlines()[-1])
-        keep()
-    if "votes" in given.parts:
+        keep_it()
+    if "votes" in given.parts and "votes" not in found:
         found["votes"] = votes()
-        keep()
+        keep_it()
 
 
 def page(found: Results) -> str:
@@ -232,13 +236,9 @@ def page(found: Results) -> str:
 
 def draw(found: Results, to: Path) -> None:
     """The three in one picture."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams |= {"svg.hashsalt": "batchfit", "svg.fonttype": "none"}  # same figures, same small file
-    from matplotlib import pyplot
-
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    if missing := {"search", "trace", "votes"} - set(found):
+        raise SystemExit(f"the picture needs all parts: run --parts {' '.join(sorted(missing))} first")
+    figure, (left, middle, right) = canvas().subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     lows = [int(low) for low in found["search"]]
     for way in next(iter(found["search"].values())):
         left.plot(lows, [found["search"][str(low)][way][0] for low in lows], marker=".", label=way)
@@ -254,8 +254,7 @@ def draw(found: Results, to: Path) -> None:
         right.plot([int(world) for world in found["votes"]], ms, marker=".", label=name)
     right.set(xlabel="ranks", ylabel="ms", title="one decision of all ranks", xticks=WORLDS)
     right.legend(fontsize=7)
-    figure.savefig(to, metadata={"Date": None})
-    pyplot.close(figure)
+    save(figure, to)
 
 
 def main() -> None:
@@ -275,12 +274,7 @@ def main() -> None:
     elif given.command == "run":
         run(given)
     else:
-        write_page(given, page)
-        found = json.loads(given.results.read_text())
-        if given.to is not None and {"search", "trace", "votes"} <= set(found):
-            picture = given.to.with_suffix(".svg")
-            draw(found, picture)
-            given.to.write_text(given.to.read_text() + f"\n![How cost grows]({picture.name})\n")
+        write_page(given, page, draw)
 
 
 if __name__ == "__main__":

@@ -146,6 +146,22 @@ def searches() -> Figures:
     return figures
 
 
+def sweeps() -> Figures:
+    """Trials and failures of the seed's examples, in virtual memory: exact too."""
+    import sweep_seed
+
+    figures: Figures = {}
+    for strategy in ("guided", "grow"):
+        records = [sweep_seed.record_of(one, strategy) for one in sweep_seed.EXAMPLES.values()]
+        name = f"sweep of the seed's examples, {strategy}"
+        figures[f"{name}: trials"] = sum(len(one.trials) for one in records)
+        figures[f"{name}: OOMs"] = sum(not trial.fits for one in records for trial in one.trials)
+        most = [min(one.most, 64) for one in sweep_seed.EXAMPLES.values()]
+        shares = [one.batch_size_used / fits for one, fits in zip(records, most, strict=True)]
+        figures[f"{name}: of the maximum"] = statistics.mean(shares)
+    return figures
+
+
 def imports() -> Figures:
     import import_time
 
@@ -167,8 +183,10 @@ def cost(part: str) -> Callable[[], Figures]:
 
 SUBJECTS: dict[str, tuple[Kind, Callable[[], Figures]]] = {
     "search": ("cost", searches),
+    "sweep": ("cost", sweeps),
     "import": ("ratio", imports),
     "microbatch": ("ratio", cost("microbatch")),
+    "noise": ("ratio", cost("noise")),
     "loader": ("ratio", cost("loader")),
     "find": ("ratio", cost("find")),
     "trace": ("ratio", cost("trace")),

@@ -1,6 +1,7 @@
 """ResizableLoader beside DataLoader: steady throughput, and what a change of the batch size costs.
 
-    python benchmarks/loader.py [--rounds N] [--to FILE.json]
+    python benchmarks/loader.py run --out FILE.json [--rounds N]    # again: goes on where it was
+    python benchmarks/loader.py page FILE.json --to FILE.md
 
 Throughput: epochs of both in turn, each with new workers; the wall clock from the 20th batch on, and the CPU
 time of all processes over the whole epoch, which neighbours on the machine disturb less. Ratios are theirs
@@ -33,11 +34,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import batchfit
 from batchfit._decide.progress import Progress
+from pages import add_page, write_page
+from rows import keep
 
 WORKERS = 4
 AHEAD = 10  # batches before a change, so that all workers are at work
 AFTER = 8
-PAGE = Path(__file__).parent / "results" / "loader_cpu_202611.json"
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -192,7 +194,7 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# A loader whose batch size changes",
         "",
-        f"Made by `python benchmarks/loader.py`; {found['about']}; {WORKERS} workers. Medians of "
+        f"Made by `python benchmarks/loader.py run`; {found['about']}; {WORKERS} workers. Medians of "
         f"{found['rounds']} rounds, all ways in turn in each. The raw numbers are in the JSON file beside.",
         "",
         "## Steady throughput, DataLoader = 1",
@@ -241,17 +243,25 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--to", type=Path, default=PAGE, help="the JSON; the page goes beside it")
-    given = parser.parse_args()
+def run(given: argparse.Namespace) -> None:
+    """Each case as soon as it is measured; a file of fewer or more rounds is not gone on with."""
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     torch.set_num_threads(1)
-    cases = []
+    versions = f"torch {torch.__version__}, python {platform.python_version()}"
+    found: dict[str, Any] = {
+        "about": f"{os.cpu_count()} CPU cores, shared with other programs, {versions}",
+        "rounds": given.rounds,
+        "cases": [],
+    }
+    if given.out.exists():
+        before = json.loads(given.out.read_text())
+        found["cases"] = before["cases"] if before["rounds"] == given.rounds else []
+    begun = time.perf_counter()
     for case in CASES:
+        if case.name in {one["name"] for one in found["cases"]}:
+            continue
+        if time.perf_counter() - begun > given.deadline_s:
+            break
         dataset = Samples(case.shape, 2048 if len(case.shape) == 1 else 64)
         one: dict[str, Any] = {
             "name": case.name,
@@ -261,19 +271,27 @@ def main() -> None:
             "steady": throughput(case, dataset, given.rounds),
             "changes": changes(case, dataset, given.rounds),
         }
-        print(json.dumps(one["steady"]), flush=True)
-        cases.append(one)
-    versions = f"torch {torch.__version__}, python {platform.python_version()}"
-    found = {
-        "about": f"{os.cpu_count()} CPU cores, shared with other programs, {versions}",
-        "rounds": given.rounds,
-        "cases": cases,
-    }
-    given.to.parent.mkdir(parents=True, exist_ok=True)
-    given.to.write_text(json.dumps(found, indent=1) + "\n")
-    text = page(found)
-    given.to.with_suffix(".md").write_text(text)
-    print(text)
+        print(case.name, json.dumps(one["steady"]), flush=True)
+        found["cases"].append(one)
+        keep(given.out, found)
+    print(f"{len(CASES) - len(found['cases'])} rows left")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    running.add_argument("--out", type=Path, required=True)
+    running.add_argument("--rounds", type=int, default=12)
+    running.add_argument("--deadline-s", type=float, default=float("inf"), help="no case starts later")
+    add_page(commands)
+    given = parser.parse_args()
+    if given.command == "run":
+        run(given)
+    else:
+        write_page(given, page)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from typing import Any
 
 from pages import add_page, write_page
 from rows import Results, in_child, run_rows
+from turns import interval
 
 GIB = 2**30
 PARTS = (
@@ -436,11 +437,9 @@ def _overhead_row(name: str, one: Results) -> str:
 
 
 def _spread(ratios: list[float]) -> str:
-    """The median and its 95 % interval, by the ranks that a fair coin gives."""
-    ordered, count = sorted(ratios), len(ratios)
-    below = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
-    low, high = ordered[below], ordered[count - 1 - below]
-    return f"{statistics.median(ordered):.4f} ({low:.4f} to {high:.4f})"
+    """The median and its 95 % interval."""
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
 
 
 def _curve_lines(results: Results) -> list[str]:

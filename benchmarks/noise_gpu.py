@@ -26,6 +26,7 @@ from typing import Any
 
 from microbatch_gpu import COUNT, LENGTH, SIZE, gpt2
 from pages import add_page, write_page
+from rows import keep
 
 PARTS = ("plain", "cheap", "exact", "cheap, 2 microbatches")
 PAIRS = 40
@@ -126,7 +127,7 @@ def run_all(given: argparse.Namespace) -> None:
             print(f"{part}: left for another call", flush=True)
             continue
         results[part] = measure(part, given.smoke)
-        given.out.write_text(json.dumps(results))
+        keep(given.out, results)
         print(f"{part}: x{statistics.median(ratios(results[part]['pairs_s'])):.4f}", flush=True)
     print(f"{sum(part not in results for part in given.parts)} parts left")
 

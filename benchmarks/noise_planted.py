@@ -25,6 +25,7 @@ import numpy as np
 
 from batchfit._decide.noise import NoiseReading, NoiseState, Observation
 from pages import add_page, write_page
+from rows import keep
 
 SCALES = (64, 1_000, 10_000)
 SHAPES = {"8x4": [8] * 4, "8x16": [8] * 16, "8x64": [8] * 64}
@@ -172,7 +173,7 @@ def run(given: argparse.Namespace) -> None:
             "numpy": np.__version__,
             "seeds": given.seeds,
         }
-        given.out.write_text(json.dumps(results, indent=1) + "\n")
+        keep(given.out, results)
     left = [name for name in cells() if results["cells"].get(name, {}).get("seeds") != given.seeds]
     print(f"{len(left)} cells left")
 

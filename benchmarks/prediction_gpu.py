@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from rows import keep
 
 GIB = 2**30
 # Caps are spread over models; two numbers where fp32 and bf16 have one each.
@@ -272,7 +275,9 @@ def slim(folder: Path) -> dict[str, Any]:
 
     keep = ("size", "outcome", "steps_run", "peak_bytes", "reserved_bytes", "alloc_retries", "soak")
     found: dict[str, Any] = {"truth": part("truth"), "find": part("find")}
-    for results in found.values():
+    if about := part("about"):
+        found["about"] = about
+    for results in (found["truth"], found["find"]):
         for one in results.values():
             one["trials"] = [{k: t[k] for k in keep} for t in one.get("trials", [])]
             one["error"] = one.get("error", "").strip().splitlines()[-1:] or None
@@ -355,31 +360,53 @@ def told_and_true(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def page(found: dict[str, Any], about: dict[str, str]) -> str:
-    """The dated page; every figure comes from the JSON."""
-    import statistics
-
-    import zoo
-
-    modes = [*MODES, *([("here", "no GPU, torch 2.13")] if found.get("here") else [])]
-    lines = [
-        "# Prediction against an H200",
-        "",
-        f"{about['hardware']}. Made by {about['command']}.",
-        "Truth: under a cap (`set_per_process_memory_fraction`) the first size survives 25 steps with no",
-        "retry once settled, the second (1 % more, at least one sample) does not. Predicted: without a",
-        "margin, and its signed error; in brackets the answer at the default margin "
-        "(2 % no GPU, 1.5 % GPU not run, 1 % calibrated).",
-        "",
-    ]
-    lines += [
+# What the first results do not say of themselves: they were kept before runs wrote it down.
+FIRST = {
+    "hardware": "One NVIDIA H200 (139 GiB), torch 2.11.0+cu130, transformers 5.17, python 3.12",
+    "notes": [
         "Not all columns were made by the same code: 'GPU, not run' is older than the others. The last",
         "column ran on two CPU cores, no GPU, with torch 2.13 and transformers 5.22, whose T5 is another",
         "program than the card's. Calibration was cut short by the end of device time; '-' was not run. All",
         "are older than casts in CUDA's order, and the truth was measured in a process that had run smaller",
         "sizes before: a new one may end lower (Llama-110M under 24 GiB: 45, and 50 after smaller ones).",
         "",
+    ],
+}
+
+
+def about() -> dict[str, Any]:
+    """Where the figures come from. Asks no CUDA: a context of this process would take of the card."""
+    import importlib.metadata
+    import platform
+
+    card = "no GPU"
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        card = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or card
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    return {"hardware": f"{card}, {packages}, python {platform.python_version()}", "notes": []}
+
+
+def page(found: dict[str, Any]) -> str:
+    """The dated page; every figure comes from the JSON."""
+    import statistics
+
+    import zoo
+
+    about = found.get("about", FIRST)
+    command = "`python benchmarks/prediction_gpu.py truth | find | predict --mode none | gpu | calibrated`"
+    modes = [*MODES, *([("here", "no GPU, torch 2.13")] if found.get("here") else [])]
+    lines = [
+        "# Prediction against an H200",
+        "",
+        f"{about['hardware']}. Made by {command}, then `page`.",
+        "Truth: under a cap (`set_per_process_memory_fraction`) the first size survives 25 steps with no",
+        "retry once settled, the second (1 % more, at least one sample) does not. Predicted: without a",
+        "margin, and its signed error; in brackets the answer at the default margin "
+        "(2 % no GPU, 1.5 % GPU not run, 1 % calibrated).",
+        "",
     ]
+    lines += about["notes"]
     every = [key for key in found["truth"] if "@" not in key]
     held = [key for key in every if key.split("/")[0] in zoo.HELD_OUT]
     for title, keys in (
@@ -534,6 +561,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--deadline-s", type=float, default=500)
     parser.add_argument("--room", type=float, default=125, help="GiB of the card for all children together")
+    kept = Path(__file__).parent / "results" / "prediction_h200_202611.json"
+    parser.add_argument(
+        "--to", type=Path, default=kept, help="where `page` keeps the JSON, the page beside it"
+    )
     given = parser.parse_intermixed_args()
 
     if given.what == "child":
@@ -552,15 +583,10 @@ def main() -> None:
         return
 
     if given.what == "page":
-        kept = Path(__file__).parent / "results" / "prediction_h200_202611.json"
+        kept = given.to
         if given.rest:
             kept.write_text(json.dumps(slim(Path(given.rest[0])), indent=0) + "\n")
-        about = {
-            "hardware": "One NVIDIA H200 (139 GiB), torch 2.11.0+cu130, transformers 5.17, python 3.12",
-            "command": "`python benchmarks/prediction_gpu.py truth | find | predict --mode none | gpu | "
-            "calibrated`, then `page`",
-        }
-        kept.with_suffix(".md").write_text(page(json.loads(kept.read_text()), about))
+        kept.with_suffix(".md").write_text(page(json.loads(kept.read_text())))
         return
 
     pool = Pool(given.room, given.workers, given.deadline_s)
@@ -579,6 +605,7 @@ def main() -> None:
         return
 
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    keep(given.out.with_name("about.json"), about())
     jobs = []
     for model, precision, cap in cases(given.models or list(CAPS), given.precisions):
         key = f"{model}/{precision}/{cap}"
@@ -591,13 +618,13 @@ def main() -> None:
             room = cap / 8 if given.mode == "calibrated" else 0.0
         jobs.append((key, room, ["child", given.what, *rest]))
 
-    def keep(key: str, answer: dict[str, Any], seconds: float) -> None:
+    def note(key: str, answer: dict[str, Any], seconds: float) -> None:
         results[key] = {**answer, "seconds": seconds}
-        given.out.write_text(json.dumps(results))
+        keep(given.out, results)
         shown = {k: v for k, v in answer.items() if k not in ("trials", "prediction")}
         print(key, round(seconds, 1), json.dumps(shown)[-400:], flush=True)
 
-    pool.run(jobs, keep)
+    pool.run(jobs, note)
     print(f"{sum('error' in results.get(key, {'error': None}) for key, _, _ in jobs)} cases left")
 
 

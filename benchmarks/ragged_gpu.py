@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import keep
 
 GIB = 2**30
 WAYS = ("ours", "by_hand", "fixed_8", "fixed_12", "one_shape", "halving", "parts")
@@ -457,7 +458,7 @@ def run_all(results: dict[str, Any], given: argparse.Namespace) -> None:
         current = following or begun(*row, given)
         following = begun(*left[at + 1], given) if at + 1 < len(left) else None
         results["/".join(row)] = answer_of(current)
-        given.out.write_text(json.dumps(results, indent=1))
+        keep(given.out, results)
         print("/".join(row), json.dumps(results["/".join(row)]), flush=True)
     if following is not None:
         following.kill()

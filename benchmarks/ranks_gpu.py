@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import keep
 
 PARTS = {"many": 8, "one": 1}
-SAMPLES, LENGTH, WARM, ROUNDS = 32, 512, 9, 40
+SAMPLES, LENGTH, WARM, ROUNDS, LEAST = 32, 512, 9, 40, 10
 CONTENDERS = ("ddp", "late", "safe", "overlap")
 Results = dict[str, Any]
 
@@ -175,8 +176,13 @@ def run(given: argparse.Namespace) -> None:
         if part in results or left_s <= 0:
             print(f"{part}: {'is there' if part in results else 'left for another call'}", flush=True)
             continue
-        results[part] = both_ranks(part, given.smoke, left_s / (len(PARTS) - list(PARTS).index(part)))
-        given.out.write_text(json.dumps(results, indent=1))
+        found = both_ranks(part, given.smoke, left_s / (len(PARTS) - list(PARTS).index(part)))
+        least = 1 if given.smoke else LEAST
+        if len(found["seconds"]["ddp"]) < least:  # kept, it would never be measured again
+            print(f"{part}: no time for {least} rounds, left for another call", flush=True)
+            continue
+        results[part] = found
+        keep(given.out, results)
         print(f"{part}: {summary(results[part])}", flush=True)
     print(f"{sum(part not in results for part in PARTS)} parts left")
 

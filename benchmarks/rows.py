@@ -27,6 +27,13 @@ def in_child(script: str, row: str, *more: str, smoke: bool) -> Results:
     return answer
 
 
+def keep(out: Path, results: Results) -> None:
+    """Whole or not at all: a run that is ended while it writes must not cost what earlier calls measured."""
+    part = out.with_name(f"{out.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(out)
+
+
 def run_rows(
     out: Path,
     about: Results,
@@ -52,7 +59,7 @@ def run_rows(
             print(f"{row}: {reason}", flush=True)
             continue
         results[row] = run(row, results)
-        out.write_text(json.dumps(results))
+        keep(out, results)
         print(row, json.dumps(shown(results[row])), flush=True)
     left = [row for row in wanted if row not in results or "error" in results[row]]
     print(f"{len(left)} {called} left")

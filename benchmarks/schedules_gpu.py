@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import add_page, write_page
+from rows import keep
 
 WAYS = ("constant", "constant x4", "smith", "seesaw", "noise", "noise, bound")
 SEEDS = (0, 1, 2)
@@ -374,7 +375,7 @@ def run_all(given: argparse.Namespace) -> None:
         started = time.perf_counter()
         results["runs"][name] = one = train(way, seed, scale, device, source)
         longest = max(longest, time.perf_counter() - started)
-        given.out.write_text(json.dumps(results))
+        keep(given.out, results)
         print(f"{name}: loss {one['loss']:.4f}, {one['updates']} updates, {one['seconds']:.1f} s", flush=True)
     print(f"{sum(f'{way}/{seed}' not in results['runs'] for way, seed in names)} runs left")
 

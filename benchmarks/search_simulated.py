@@ -406,37 +406,38 @@ COLUMNS = (
 )
 
 
-def row(run: Run, more: str = "") -> str:
-    s = run.summary()
+Summary = dict[str, Any]  # a run as it stands in the JSON: its name and `Run.summary`
+
+
+def row(s: Summary, more: str = "") -> str:
     return (
-        f"| {run.name} | {s['trials_mean']:.2f} / {s['trials_max']:.0f} "
+        f"| {s['name']} | {s['trials_mean']:.2f} / {s['trials_max']:.0f} "
         f"| {s['ooms_mean']:.2f} / {s['ooms_max']:.0f} | {s['share_of_max_mean']:.1%} "
         f"| {s['exact']:.0%} | {s['unsafe']:.1%} |{more}\n"
     )
 
 
-def met(run: Run, *, exact: bool) -> bool:
-    s = run.summary()
+def met(s: Summary, *, exact: bool) -> bool:
     if exact:
-        return s["exact"] == 1 and s["trials_mean"] <= 7 and s["trials_max"] <= 24
+        return bool(s["exact"] == 1 and s["trials_mean"] <= 7 and s["trials_max"] <= 24)
     close = s["share_of_max_mean"] >= 0.98 and s["unsafe"] == 0
-    return s["trials_mean"] <= 5 and s["ooms_mean"] <= 0.3 and close and s["trials_max"] <= 24
+    return bool(s["trials_mean"] <= 5 and s["ooms_mean"] <= 0.3 and close and s["trials_max"] <= 24)
 
 
-def goal_table(runs: list[Run], *, exact: bool) -> str:
+def goal_table(runs: list[Summary], *, exact: bool) -> str:
     rows = [row(run, " yes |" if met(run, exact=exact) else " **no** |") for run in runs]
     return COLUMNS.format("variant", " goal met |", "---|") + "".join(rows)
 
 
-def table(title: str, runs: list[Run]) -> str:
+def table(title: str, runs: list[Summary]) -> str:
     return COLUMNS.format(title, "", "") + "".join(row(run) for run in runs)
 
 
-def spread_table(runs: list[Run]) -> str:
+def spread_table(runs: list[Summary]) -> str:
     """The range of the means over the draws, a variant a row."""
     lines = ["| variant | trials | OOMs | of the maximum |\n|---|---|---|---|\n"]
-    for name in dict.fromkeys(one.name for one in runs):
-        all_of = [one.summary() for one in runs if one.name == name]
+    for name in dict.fromkeys(one["name"] for one in runs):
+        all_of = [one for one in runs if one["name"] == name]
         cells = []
         for key, style in (("trials_mean", ".2f"), ("ooms_mean", ".2f"), ("share_of_max_mean", ".1%")):
             values = [each[key] for each in all_of]
@@ -461,7 +462,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def page(groups: dict[str, list[Run]], facts: dict[str, Any]) -> str:
+def page(facts: dict[str, Any]) -> str:
+    """The dated page: every figure comes from the JSON."""
+    groups = facts["groups"]
     installed = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     absent = ", ".join(facts["absent"]) or "none"
     return f"""# Search, simulated: {facts["date"]}
@@ -566,10 +569,11 @@ def main() -> None:
         "maxima": MAXIMA,
     }
     raw = {key: [{**one.summary(), **details(one)} for one in runs] for key, runs in groups.items()}
-    text = json.dumps({**facts, "groups": raw}, separators=(",", ":")).replace('},"', '},\n"')
+    found = {**facts, "groups": raw}
+    text = json.dumps(found, separators=(",", ":")).replace('},"', '},\n"')
     output.mkdir(parents=True, exist_ok=True)
     (output / "search_simulated.json").write_text(text + "\n")
-    (output / f"search_simulated_cpu_{today:%Y%m}.md").write_text(page(groups, facts))
+    (output / f"search_simulated_cpu_{today:%Y%m}.md").write_text(page(found))
     for key, runs in groups.items():
         print(f"{key}")
         for one in runs:

@@ -1,4 +1,4 @@
-"""The table that answers "why should I use this?", in the README and in the docs: made from committed JSON.
+"""The tables that answer "why should I use this?", in the README and in the docs: made from committed JSON.
 
     python benchmarks/summary.py write     # into README.md and docs/benchmarks.md, between two comments
     python benchmarks/summary.py check     # exit code 1 where they say something else than the JSON
@@ -21,8 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import floors
+import goals
+import plots
+from turns import interval
+
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- made by benchmarks/summary.py -->", "<!-- end of the summary -->"
+PARTS = {  # what else stands in the docs: its comments
+    name: (f"<!-- {name}, made by benchmarks/summary.py -->", f"<!-- end of {name} -->")
+    for name in ("the goals", "the plots", "own time", "growth")
+}
 Results = dict[str, Any]
 PEERS = {  # finders as readers know them
     "bisection": "bisection",
@@ -81,23 +90,16 @@ def find_row(found: Results) -> Row | None:
 
 def prediction_row(found: Results) -> Row | None:
     """Errors of the size in all cases that have a truth; a sample apart does not count in the worst."""
-    told, cases = [], 0
+    told = []
     for mode, name in (("none", "no GPU"), ("gpu", "GPU there, not run"), ("calibrated", "calibrated")):
-        errors, beyond = [], [0.0]
-        for key, truth in found["truth"].items():
-            one = found.get(mode, {}).get(key, {})
-            if "@" in key or "sustained" not in truth or "raw" not in one:
-                continue
-            errors.append(abs(one["raw"] / truth["sustained"] - 1))
-            if abs(one["raw"] - truth["sustained"]) > 1:
-                beyond.append(errors[-1])
+        errors, beyond = goals.size_errors(found, mode)
         if errors:
-            cases = max(cases, len(errors))
-            told.append(f"{name} {statistics.median(errors):.1%}, {max(beyond):.1%}")
+            shares = f"{statistics.median(errors):.1%}, {max(beyond):.1%}"
+            told.append(f"{name} {shares} ({len(errors)} cases)")
     if not told:
         return None
     return Row(
-        f"error of the predicted size: median, worst beyond one sample; {cases} cases on an H200",
+        "error of the predicted size: median, worst beyond one sample; on an H200",
         "; ".join(told),
         "xMem publishes 3.6 % of the memory (median); nobody an error of the size",
         "no GPU 4 %, 10 %; GPU there, not run 2 %, 6 %; calibrated 2 %, 5 %",
@@ -109,7 +111,10 @@ def microbatch_row(found: Results) -> Row | None:
     for name in ("eager", "compiled"):
         pairs = found.get(f"overhead/{name}", {}).get("pairs_s")
         if pairs:
-            told.append(f"{name} {statistics.median(ours / hand for hand, ours in pairs) - 1:+.1%}")
+            ratios = [ours / hand for hand, ours in pairs]
+            low, high = interval(ratios)
+            middle = statistics.median(ratios)
+            told.append(f"{name} {middle - 1:+.1%} (95 % interval {low - 1:+.1%} to {high - 1:+.1%})")
     if not told:
         return None
     return Row(
@@ -123,20 +128,25 @@ def microbatch_row(found: Results) -> Row | None:
 def ragged_row(found: Results) -> Row | None:
     names = {"fixed_8": "fixed microbatch of 8", "halving": "halving", "by_hand": "packed by hand"}
 
-    def said(way: str) -> str | None:
-        one = found.get(f"{way}/default", {})
+    def measured(way: str, flags: str) -> str | None:
+        one = found.get(f"{way}/{flags}", {})
         if "cold" not in one:
             return None
         lost = one["cold"]["lost_steps"] + one["warm"]["lost_steps"]
         speed = [f"{one[phase]['tokens_per_s'] / 1e3:.0f}k" for phase in ("cold", "warm")]
         return f"{speed[0]} cold, {speed[1]} warm" + (f", {lost} steps lost" if lost else "")
 
-    if said("ours") is None:
+    def said(way: str) -> str:
+        """As it is, and with the switch that helps whoever knows of it."""
+        switched = measured(way, "no_cudnn_attention")
+        return f"{measured(way, 'default')}" + (f" (cuDNN's attention off: {switched})" if switched else "")
+
+    if measured("ours", "default") is None:
         return None
-    peers = [f"{name} {said(way)}" for way, name in names.items() if said(way)]
+    peers = [f"{name} {said(way)}" for way, name in names.items() if measured(way, "default")]
     return Row(
         f"tokens/s on ragged lengths (32 to 1024), GPT-2 small on {_card(found)}",
-        f"**{said('ours')}**",
+        f"**{measured('ours', 'default')}**" + said("ours").removeprefix(str(measured("ours", "default"))),
         "; ".join(peers) or "not measured",
         "95k with nothing to tune",
     )
@@ -153,7 +163,8 @@ def search_row(found: Results) -> Row | None:
         return f"{trials:.1f} trials, {ooms:.1f} OOMs, {share:.1%} of the maximum{too_large}"
 
     wanted = {
-        r"Accelerate .*start 128": "Accelerate",
+        r"Accelerate .*start 128": "Accelerate from 128",
+        r"Accelerate .*start 8192": "Accelerate from 8192",
         r"Lightning .*binsearch": "Lightning binsearch (port)",
         r"batch-finder": "batch-finder",
         r"NeMo": "NeMo (port)",
@@ -190,39 +201,55 @@ def _card(found: Results) -> str:
 
 def rows(results: Path) -> Iterator[Row]:
     for pattern, make in ROWS:
-        files = sorted(results.glob(pattern), key=lambda file: file.stem[-6:])
-        row = make(json.loads(files[-1].read_text())) if files else None
-        if row is not None:
-            pages = sorted(results.glob(f"{files[-1].stem}*.md"), key=lambda file: file.stem[-6:])
-            page = pages[-1].name if pages else files[-1].name
-            yield Row(row.what, row.ours, row.others, row.goal, page)
+        kept = goals.newest(results, pattern)
+        row = make(json.loads(kept.read_text())) if kept is not None else None
+        if kept is not None and row is not None:
+            page = goals.newest(results, f"{kept.stem}*.md") or kept
+            yield Row(row.what, row.ours, row.others, row.goal, page.name)
 
 
-def table(results: Path, *, links: str, goals: bool) -> str:
+def table(results: Path, *, links: str, with_goals: bool) -> str:
     """The table, in markdown; `links` leads from the page to the results."""
-    head = ["", "batchfit", "others", *(["goal"] if goals else [])]
+    head = ["", "batchfit", "others", *(["goal"] if with_goals else [])]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows(results):
-        cells = [f"[{row.what}]({links}{row.page})", row.ours, row.others, *([row.goal] if goals else [])]
+        cells = [
+            f"[{row.what}]({links}{row.page})",
+            row.ours,
+            row.others,
+            *([row.goal] if with_goals else []),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def inserted(page: str, text: str) -> str:
-    """The page with the table between its two comments."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"a page must hold {BEGIN} and {END} once, in this order")
-    return page[: page.index(BEGIN)] + f"{BEGIN}\n{text}\n" + page[page.index(END) :]
+def inserted(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """The page with the text between its two comments."""
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"a page must hold {begin} and {end} once, in this order")
+    return page[: page.index(begin)] + f"{begin}\n{text}\n" + page[page.index(end) :]
 
 
 def pages(root: Path) -> dict[Path, str]:
     """The pages as they should be."""
     results = root / "benchmarks" / "results"
-    made = {
-        root / "README.md": table(results, links="benchmarks/results/", goals=False),
-        root / "docs" / "benchmarks.md": table(results, links="../benchmarks/results/", goals=True),
+    readme, docs = root / "README.md", root / "docs" / "benchmarks.md"
+    links = "../benchmarks/results/"
+    text = inserted(docs.read_text(encoding="utf-8"), table(results, links=links, with_goals=True))
+    pictures = [
+        f'<img src="{links}{plot.file(results).name}" width="900" alt="{plot.shows}">'
+        for plot, _, _ in plots.wanted(results)
+    ]
+    parts = {
+        "the goals": [goals.table(results, links=links)],
+        "the plots": ["\n\n".join(pictures)],
+        "own time": floors.own_time(results),
+        "growth": floors.growth(results),
     }
-    return {page: inserted(page.read_text(encoding="utf-8"), text) for page, text in made.items()}
+    for name, lines in parts.items():
+        text = inserted(text, "\n".join(lines), *PARTS[name])
+    short = table(results, links="benchmarks/results/", with_goals=False)
+    return {readme: inserted(readme.read_text(encoding="utf-8"), short), docs: text}
 
 
 def main() -> None:
@@ -233,9 +260,11 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT)
     given = parser.parse_args()
     if given.command == "show":
-        print(table(given.root / "benchmarks" / "results", links="benchmarks/results/", goals=True))
+        print(table(given.root / "benchmarks" / "results", links="benchmarks/results/", with_goals=True))
         return
     wrong = []
+    if stale := plots.stale(given.root / "benchmarks" / "results"):
+        print(f"{', '.join(stale)}: not of the newest JSON. Run: python benchmarks/plots.py write")
     for page, text in pages(given.root).items():
         if given.command == "write":
             page.write_text(text, encoding="utf-8")
@@ -243,6 +272,7 @@ def main() -> None:
             wrong.append(page.name)
     if wrong:
         print(f"{' and '.join(wrong)}: not what the JSON says. Run: python benchmarks/summary.py write")
+    if wrong or (stale and given.command == "check"):
         sys.exit(1)
 
 

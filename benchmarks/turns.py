@@ -6,12 +6,13 @@ the way's time over the reference's of the same round. One thread, since torch's
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Work = Callable[[], object]
@@ -67,6 +68,13 @@ def in_turn(
 def ratio(times: Times, way: str, to: str) -> float:
     """What `way` takes over what `to` takes, the median over rounds."""
     return statistics.median(a / b for a, b in zip(times[way], times[to], strict=True))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % of the median, by the ranks that a fair coin gives."""
+    ordered, count = sorted(values), len(values)
+    below = max(0, math.floor(count / 2 - 0.98 * math.sqrt(count)))
+    return ordered[below], ordered[count - 1 - below]
 
 
 def median_ms(times: Times) -> dict[str, float]:

@@ -12,12 +12,9 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import FOLDER, run
 
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULTS = FOLDER / "results"
-need("benchmarks", present=(FOLDER / "cost_cpu.py").exists())
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +24,6 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def script(name: str) -> ModuleType:
     return __import__(name)
-
-
-def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_ways_are_run_in_turn_and_the_order_turns_around() -> None:
@@ -104,14 +94,6 @@ def test_shares_add_up_to_one_and_the_timer_is_stopped() -> None:
     assert found["samples"] > 0
     assert found["shares"] == {"the rest": pytest.approx(1)}
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("subject", ["import_time", "cost_cpu", "own_cost", "growth"])
-def test_the_committed_page_is_made_from_the_committed_figures(subject: str) -> None:
-    name = subject if subject.endswith("_cpu") else f"{subject}_cpu"
-    kept = RESULTS / f"{name}_202611.json"
-    page = script(subject).page(json.loads(kept.read_text()))
-    assert kept.with_suffix(".md").read_text().startswith(page)
 
 
 def test_neither_start_loads_torch_or_pydantic() -> None:

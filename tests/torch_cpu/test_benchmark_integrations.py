@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-need("benchmarks", present=(FOLDER / "integrations_gpu.py").exists())
+from benchmark_scripts import imported, run
 
 
 @pytest.fixture
 def integrations_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import integrations_gpu
-
-    return integrations_gpu
+    return imported("integrations_gpu", monkeypatch)
 
 
 @pytest.mark.slow
@@ -30,18 +21,9 @@ def test_smoke_and_a_second_call_finds_all_of_it_there(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     out = tmp_path / "smoke.json"
     rows = ("lightning/ours/find", "lightning/plain/too_large", "lightning/ours/too_large")
-    command = [
-        sys.executable,
-        str(FOLDER / "integrations_gpu.py"),
-        "run",
-        "--smoke",
-        "--out",
-        str(out),
-        "--rows",
-    ]
     for _ in range(2):
-        done = subprocess.run([*command, *rows], capture_output=True, text=True, timeout=250, check=True)
-        assert done.stdout.endswith("0 rows left\n")
+        told = run("integrations_gpu", "run", "--smoke", "--out", str(out), "--rows", *rows)
+        assert told.endswith("0 rows left\n")
     found = json.loads(out.read_text())
     assert found[rows[0]]["batch_size"] > 128
     assert found[rows[0]]["batches"] == 6 == found[rows[2]]["batches"]

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-from conftest import need
-
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "benchmarks"
-need("benchmarks", present=(FOLDER / "microbatch_gpu.py").exists())
+from benchmark_scripts import imported, run
 
 
 @pytest.fixture
 def microbatch_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import microbatch_gpu
-
-    return microbatch_gpu
-
-
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return imported("microbatch_gpu", monkeypatch)
 
 
 @pytest.mark.slow
@@ -39,7 +22,7 @@ def test_smoke_under_a_cap_and_a_second_call_finds_all_of_it_there(
 ) -> None:
     out = tmp_path / "smoke.json"
     smoke = ("run", "--smoke", "--out", str(out), "--parts", "curve/free", "curve/ours")
-    assert "0 parts left" in run("microbatch_gpu.py", *smoke)
+    assert "0 parts left" in run("microbatch_gpu", *smoke)
     first = json.loads(out.read_text())
     free, ours = first["curve/free"], first["curve/ours"]
     assert free["steps_made"] == ours["steps_made"] == 40
@@ -47,15 +30,15 @@ def test_smoke_under_a_cap_and_a_second_call_finds_all_of_it_there(
     assert ours["cap_bytes"] < max(free["peaks"])
     assert microbatch_gpu.largest_difference(ours["losses"], free["losses"]) < 1e-5
     assert str(tmp_path) not in out.read_text()
-    assert run("microbatch_gpu.py", *smoke) == "0 parts left\n"
-    assert "| curve/ours | 40 of 40 |" in run("microbatch_gpu.py", "page", str(out))
+    assert run("microbatch_gpu", *smoke) == "0 parts left\n"
+    assert "| curve/ours | 40 of 40 |" in run("microbatch_gpu", "page", str(out))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["overhead/eager", "overhead/compiled"])
 def test_smoke_of_the_overhead(tmp_path: Path, part: str) -> None:
     out = tmp_path / "smoke.json"
-    assert "0 parts left" in run("microbatch_gpu.py", "run", "--smoke", "--out", str(out), "--parts", part)
+    assert "0 parts left" in run("microbatch_gpu", "run", "--smoke", "--out", str(out), "--parts", part)
     assert len(json.loads(out.read_text())[part]["pairs_s"]) == 3
 
 
@@ -75,10 +58,10 @@ def test_a_peer_runs_every_batch_under_the_cap(way: str, microbatch_gpu: ModuleT
 def test_ragged_smoke_runs_ours(tmp_path: Path) -> None:
     out = tmp_path / "ragged.json"
     smoke = ("run", "--smoke", "--out", str(out), "--ways", "by_hand", "ours", "--flags", "default")
-    assert "0 rows left" in run("ragged_gpu.py", *smoke)
+    assert "0 rows left" in run("ragged_gpu", *smoke)
     ours = json.loads(out.read_text())["ours/default"]
     assert (ours["cold"]["lost_steps"], ours["warm"]["lost_steps"]) == (0, 0)
-    run("ragged_gpu.py", "page", str(out), "--to", str(tmp_path / "page.md"))
+    run("ragged_gpu", "page", str(out), "--to", str(tmp_path / "page.md"))
     assert "| ours | default |" in (tmp_path / "page.md").read_text()
 
 

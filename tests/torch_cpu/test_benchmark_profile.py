@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-need("benchmarks", present=(FOLDER / "profile_gpu.py").exists())
+from benchmark_scripts import imported, run
 
 
 @pytest.fixture
 def profile_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import profile_gpu
-
-    return profile_gpu
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / "profile_gpu.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return imported("profile_gpu", monkeypatch)
 
 
 @pytest.mark.slow
 def test_smoke_and_a_second_call_finds_all_of_it_there(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
     smoke = ("run", "--smoke", "--out", str(out), "--rows", "tiny/24MiB/sweep", "tiny/24MiB/ours/1")
-    assert "0 rows left" in run(*smoke)
+    assert "0 rows left" in run("profile_gpu", *smoke)
     found = json.loads(out.read_text())
     swept, ours = found["tiny/24MiB/sweep"], found["tiny/24MiB/ours/1"]
     assert [point["size"] for point in swept["points"]] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert ours["recommended"] in {point["size"] for point in ours["points"]}
     assert str(tmp_path) not in out.read_text()
-    assert run(*smoke) == "0 rows left\n"
-    assert "| tiny | 24MiB |" in run("page", str(out))
+    assert run("profile_gpu", *smoke) == "0 rows left\n"
+    assert "| tiny | 24MiB |" in run("profile_gpu", "page", str(out))
 
 
 def test_the_page_says_what_the_runs_say(profile_gpu: ModuleType) -> None:

@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-need("benchmarks", present=(FOLDER / "soak.py").exists())
+from benchmark_scripts import FOLDER, imported
 
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import soak
-
-    return soak
+    return imported("soak", monkeypatch)
 
 
 @pytest.mark.parametrize("seed", [6, 36])  # tight and failing; a size set by hand, and a restart

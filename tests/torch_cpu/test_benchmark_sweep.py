@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from conftest import need
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-need("benchmarks", present=(FOLDER / "sweep_gpu.py").exists())
+from benchmark_scripts import imported, run
 
 
 @pytest.fixture
 def sweep_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import sweep_gpu
-
-    return sweep_gpu
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, str(FOLDER / "sweep_gpu.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return imported("sweep_gpu", monkeypatch)
 
 
 @pytest.mark.slow
@@ -37,17 +21,17 @@ def test_smoke_and_a_second_call_finds_all_of_it_there(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate")
     out = tmp_path / "smoke.json"
     assert "truth/8: after guided, grow, accelerate" in run(
-        "run", "--smoke", "--out", str(out), "--rows", "truth/8"
+        "sweep_gpu", "run", "--smoke", "--out", str(out), "--rows", "truth/8"
     )
-    assert "0 rows left" in run("run", "--smoke", "--out", str(out))
+    assert "0 rows left" in run("sweep_gpu", "run", "--smoke", "--out", str(out))
     found = json.loads(out.read_text())
     for prompt in ("8", "32"):
         true, ours = found[f"truth/{prompt}"], found["sweep/guided"][prompt]
         assert ours["ooms"] == ours["measure_retries"] == 0
         assert 0.95 * true["fits"] - 1 <= ours["size"] <= true["fits"]
     assert str(tmp_path) not in out.read_text()
-    assert run("run", "--smoke", "--out", str(out)) == "0 rows left\n"
-    assert "| 32 | " in run("page", str(out))
+    assert run("sweep_gpu", "run", "--smoke", "--out", str(out)) == "0 rows left\n"
+    assert "| 32 | " in run("sweep_gpu", "page", str(out))
 
 
 def test_the_bracket_is_what_the_sweeps_have_shown(sweep_gpu: ModuleType) -> None:

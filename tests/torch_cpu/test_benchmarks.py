@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import imported, run
 
 import batchfit
-from conftest import need
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks/find_gpu.py"
-need("benchmarks", present=SCRIPT.exists())
 PACKAGES = {
     "accelerate": "accelerate",
     "lightning_power": "lightning.pytorch",
@@ -30,10 +26,7 @@ PACKAGES = {
 
 @pytest.fixture
 def find_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import find_gpu
-
-    return find_gpu
+    return imported("find_gpu", monkeypatch)
 
 
 @pytest.fixture
@@ -43,21 +36,13 @@ def peers(find_gpu: ModuleType) -> ModuleType:
     return peers
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_smoke_runs_finders_soaks_and_long_runs_and_a_second_call_finds_all_of_it_there(
     tmp_path: Path, find_gpu: ModuleType
 ) -> None:
     out = tmp_path / "smoke.json"
     smoke = ("run", "--smoke", "--finders", "batchfit", "bisection", "--out", str(out))
-    assert "0 runs left" in run(*smoke)
+    assert "0 runs left" in run("find_gpu", *smoke)
     first = json.loads(out.read_text())
     [case] = first["cases"].values()
     ours, exact = case["find"]["batchfit"], case["find"]["bisection"]
@@ -68,7 +53,7 @@ def test_smoke_runs_finders_soaks_and_long_runs_and_a_second_call_finds_all_of_i
     assert all(one["survived"] == one["of"] for one in case["survive"].values())
     assert case["truth"]["sustained"] <= exact["answer"] < case["truth"]["fails"]
     assert str(tmp_path) not in out.read_text()
-    run(*smoke)
+    run("find_gpu", *smoke)
     assert json.loads(out.read_text())["cases"] == first["cases"]
     assert f"| bisection | {exact['answer']} | 100.0% | yes |" in find_gpu.page(first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -100,3 +101,76 @@ def test_the_order_is_the_users_and_quick_takes_what_has_a_short_form(
     ]
     driver.run(tmp_path / "out", 30.0, [], True)
     assert "broken" not in capsys.readouterr().out
+
+
+def test_pages_carry_the_tag_and_all_that_is_made_from_them_follows(
+    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = "import pathlib, sys; here = pathlib.Path(__file__)\n"
+    note += "with (here.parent / 'calls').open('a') as calls: print(here.stem, *sys.argv[1:], file=calls)"
+    for name in ("find_gpu", "ragged_gpu", "prediction_gpu", "plots", "summary"):
+        (tmp_path / f"{name}.py").write_text(note)
+    (tmp_path / "results").mkdir()
+    kept = tmp_path / "gpu"
+    kept.mkdir()
+    for name in ("find", "ragged", "truth"):
+        (kept / f"{name}.json").write_text("{}")
+    driver.pages(kept, "h200_209901")
+    calls = (tmp_path / "calls").read_text().replace(f"{tmp_path}/", "").splitlines()
+    assert sorted(calls[:-2]) == [
+        "find_gpu page gpu/find.json --to results/find_h200_209901.json",
+        "prediction_gpu page gpu --to results/prediction_h200_209901.json",
+        "ragged_gpu page gpu/ragged.json --to results/ragged_h200_209901.md",
+    ]
+    assert calls[-2:] == ["plots write", "summary write"]
+    assert (tmp_path / "results" / "ragged_h200_209901.json").exists()
+
+
+def test_a_run_that_is_ended_while_it_writes_loses_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not SCRIPT.exists():
+        pytest.skip("benchmarks are not in the distribution")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import rows
+
+    out = tmp_path / "run.json"
+    rows.keep(out, {"a": 1})
+    whole = out.read_text()
+
+    def ended(path: Path, text: str) -> int:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", ended)
+        with pytest.raises(KeyboardInterrupt):
+            rows.keep(out, {"a": 1, "b": 2})
+    assert out.read_text() == whole
+    rows.keep(out, {"a": 1, "b": 2})
+    assert '"b": 2' in out.read_text()
+
+
+def test_ranks_that_had_no_time_are_left_for_another_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not SCRIPT.exists():
+        pytest.skip("benchmarks are not in the distribution")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import ranks_gpu
+
+    def measured(rounds: int) -> None:
+        times = {name: [1.0] * rounds for name in ranks_gpu.CONTENDERS}
+        found = {"seconds": times, "in_votes_s": times, "vote_s": [0.1]}
+        monkeypatch.setattr(ranks_gpu, "both_ranks", lambda *_: found)
+
+    monkeypatch.setattr(ranks_gpu, "about", lambda smoke: {})
+    given = argparse.Namespace(out=tmp_path / "ranks.json", smoke=False, deadline_s=60.0)
+    measured(ranks_gpu.LEAST - 1)
+    ranks_gpu.run(given)
+    assert "2 parts left" in capsys.readouterr().out
+    assert not given.out.exists()
+    measured(ranks_gpu.LEAST)
+    ranks_gpu.run(given)
+    assert "0 parts left" in capsys.readouterr().out

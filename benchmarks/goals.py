@@ -1,0 +1,256 @@
+"""Every goal of DESIGN.md's last table beside what was measured: met, missed with its cause, or not measured.
+
+Rules
+- All rows of that table are here, in its order; a row whose JSON is not in `results/` is named as missing.
+- A figure comes from the JSON; a cause is words, shown only where its check is missed. A check that is missed
+  and has no cause is an error: nothing falls short without a reason.
+- A ratio is met or missed only where its 95 % interval says so; otherwise it is `open`.
+- Nothing but the standard library at import: `summary.py` puts this table into the docs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+SOAKED = "our seconds hold a soak of 25 steps, which no peer makes"
+VOTED = "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
+CAUSES = {  # (row, check): why it was missed
+    ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,
+    ("ResNet-50: find", "seconds to the fastest peer"): SOAKED,
+    (
+        "400 maxima, simulated",
+        "exact, every curve",
+    ): "the misses are curves with noise: what 3 % of it leaves "
+    "open must be bisected, and a bisection that is told the curve needs nearly as many trials",
+    ("prediction", "no OOM as a cap, GPU there, not run"): "what cuDNN's recurrent layers take is known from "
+    "one LSTM only",
+    ("prediction", "seconds of a trace"): "a trace grows with the number of operations, and torch's fake "
+    "tensors are most of it; these models have the most operations",
+    ("microbatching", "DDP, sync=safe, one microbatch"): VOTED,
+    ("microbatching", "DDP, sync=safe, many microbatches"): VOTED,
+    ("loader with 4 workers", "steady throughput"): "where samples cost next to nothing to make, dealing "
+    "indices shows; DataLoader against itself spreads by more",
+    ("loader with 4 workers", "unplanned change"): "the first batch of the new size has to be made, and all "
+    "workers begin theirs at once: where they outnumber the cores, it waits for one (a single worker takes a "
+    "third of the time)",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure: what was measured, the goal, and whether it is met (None: it cannot be told)."""
+
+    name: str
+    measured: str
+    goal: str
+    met: bool | None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One row of DESIGN.md's table; without checks it was not measured."""
+
+    what: str
+    files: tuple[str, ...]  # patterns of its JSON; the last month of each counts
+    checks: Callable[..., list[Check]]
+
+
+def find_checks(case_name: str, found: Results) -> list[Check]:
+    import find_gpu
+
+    case = found["cases"].get(case_name, {"find": {}})
+    mine = next((name for name in find_gpu.OURS if case["find"].get(name, {}).get("answer")), None)
+    if mine is None:
+        return []
+    return [Check(*one) for one in find_gpu.checks(case, mine)]
+
+
+def search_checks(found: Results) -> list[Check]:
+    groups = found["groups"]
+    default = [*groups["default"], *groups["default, held known"]]
+    exact = [*groups["exact"], *groups["exact, held known"]]
+
+    def most(key: str, some: list[Results]) -> float:
+        return float(max(one[key] for one in some))
+
+    trials, ooms = most("trials_mean", default), most("ooms_mean", default)
+    share = min(one["share_of_max_mean"] for one in default)
+    mean, above = (
+        statistics.mean(one["trials_mean"] for one in exact),
+        [one["trials_mean"] for one in exact if one["trials_mean"] > 7],
+    )
+    worst = most("trials_max", [*default, *exact])
+    return [
+        Check("trials, every curve", f"at most {trials:.2f} on average", "5", trials <= 5),
+        Check("OOMs, every curve", f"at most {ooms:.2f} on average", "0.3", ooms <= 0.3),
+        Check("of the maximum, every curve", f"at least {share:.1%}", "98 %", share >= 0.98),
+        Check("exact, mean of all curves", f"{mean:.2f} trials", "7", mean <= 7),
+        Check(
+            "exact, every curve",
+            f"above 7 trials on {len(above)} of {len(exact)}" + (f", to {max(above):.2f}" if above else ""),
+            "7",
+            not above,
+        ),
+        Check("worst case", f"{worst:.0f} trials", "24", worst <= 24),
+    ]
+
+
+def size_errors(found: Results, mode: str) -> tuple[list[float], list[float]]:
+    """Errors of the predicted size in all cases that have a truth; in the second, a sample apart is none."""
+    errors, beyond = [], []
+    for key, truth in found["truth"].items():
+        one = found.get(mode, {}).get(key, {})
+        if "@" in key or "sustained" not in truth or "raw" not in one:
+            continue
+        errors.append(abs(one["raw"] / truth["sustained"] - 1))
+        beyond.append(errors[-1] if abs(one["raw"] - truth["sustained"]) > 1 else 0.0)
+    return errors, beyond
+
+
+def prediction_checks(found: Results, traces: Results) -> list[Check]:
+    checks = []
+    modes = (
+        ("calibrated", "calibrated", 0.02, 0.05),
+        ("gpu", "GPU there, not run", 0.02, 0.06),
+        ("none", "no GPU", 0.04, 0.10),
+    )
+    for mode, name, middle, worst in modes:
+        errors, beyond = size_errors(found, mode)
+        if not errors:
+            checks.append(Check(f"size, {name}", "not measured", f"{middle:.0%}, {worst:.0%}", None))
+            continue
+        median, most = statistics.median(errors), max(beyond)
+        said = f"{median:.1%} median, {most:.1%} worst of {len(errors)} cases"
+        met = median <= middle and most <= worst
+        checks.append(Check(f"size, {name}", said, f"{middle:.0%}, {worst:.0%}", met))
+        over = [
+            key
+            for key, truth in found["truth"].items()
+            if found[mode].get(key, {}).get("default", 0) > truth.get("sustained", float("inf"))
+        ]
+        said = f"runs out in {len(over)} of {len(errors)}" + (f" ({', '.join(over)})" if over else "")
+        checks.append(Check(f"no OOM as a cap, {name}", said, "none", not over))
+    seconds = {key: one["seconds"] for key, one in traces.items() if key != "about"}
+    if seconds:
+        slow = sorted({key.split("/")[0] for key, one in seconds.items() if one >= 3})
+        said = f"{statistics.median(seconds.values()):.1f} s median, {max(seconds.values()):.1f} s worst"
+        said += f"; not under 3 s: {', '.join(slow)}" if slow else ""
+        checks.append(Check("seconds of a trace", said, "3 s", not slow))
+    return checks
+
+
+def by_interval(name: str, middle: float, low: float, high: float) -> Check:
+    """At most 1 % slower, as far as the interval of the median tells."""
+    met = True if high <= 1.01 else False if low > 1.01 else None
+    return Check(name, f"{middle - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})", "+1 %", met)
+
+
+def microbatch_checks(found: Results, ranks: Results) -> list[Check]:
+    import ranks_gpu
+    from turns import interval
+
+    checks = []
+    for name in ("eager", "compiled"):
+        pairs = found.get(f"overhead/{name}", {}).get("pairs_s")
+        if pairs:
+            ratios = [ours / hand for hand, ours in pairs]
+            checks.append(by_interval(name, statistics.median(ratios), *interval(ratios)))
+    for part, name in (("one", "one microbatch"), ("many", "many microbatches")):
+        if part in ranks:
+            told = ranks_gpu.summary(ranks[part])
+            for sync in ("overlap", "safe"):
+                ends = [told[sync][key] for key in ("ratio", "ratio_low", "ratio_high")]
+                checks.append(by_interval(f"DDP, sync={sync}, {name}", *ends))
+    return checks
+
+
+def ragged_checks(found: Results) -> list[Check]:
+    ours = found.get("ours/default", {})
+    if "cold" not in ours:
+        return []
+    checks = []
+    for phase in ("cold", "warm"):
+        speed = ours[phase]["tokens_per_s"]
+        checks.append(Check(f"tokens/s, {phase}", f"{speed / 1e3:.1f}k", "95k", speed >= 95e3))
+    lost = ours["cold"]["lost_steps"] + ours["warm"]["lost_steps"]
+    return [*checks, Check("lost steps", str(lost), "0", lost == 0)]
+
+
+def loader_checks(found: Results) -> list[Check]:
+    checks = []
+    for case in found["cases"]:
+        name = case["name"]
+        cpu = case["steady"]["cpu_ms_a_batch"]
+        steady = statistics.median(cpu["dataloader"]) / statistics.median(cpu["ours"])
+        said = f"{name}: {steady:.1%} of DataLoader's by CPU time"
+        checks.append(Check("steady throughput", said, "97 %", steady >= 0.97))
+        stall = {way: statistics.median(one[0] for one in some) for way, some in case["changes"].items()}
+        more = max(0.0, stall["planned"] - stall["no change"])
+        said = f"{name}: {1e3 * more:.1f} ms more than no change"
+        # A planned change is a batch like any other: what is beyond making one would be a stall.
+        checks.append(Check("planned change", said, "no stall", more <= case["making_s"]))
+        times = stall["re-created"] / max(stall["set, larger"], stall["set, smaller"])
+        checks.append(Check("unplanned change", f"{name}: {times:.1f} x less", "10 x", times >= 10))
+    return checks
+
+
+GOALS = (
+    Goal("GPT-2 small: find", ("find_h200_*.json",), lambda found: find_checks("gpt2/24", found)),
+    Goal("ResNet-50: find", ("find_h200_*.json",), lambda found: find_checks("resnet50/24", found)),
+    Goal("400 maxima, simulated", ("search_simulated.json",), search_checks),
+    Goal("prediction", ("prediction_h200_*.json", "trace_cost_cpu_*.json"), prediction_checks),
+    Goal("microbatching", ("microbatch_h200_*.json", "ranks_h200_*.json"), microbatch_checks),
+    Goal("ragged lengths", ("ragged_h200_*.json",), ragged_checks),
+    Goal("loader with 4 workers", ("loader_*.json",), loader_checks),
+)
+
+
+def newest(results: Path, pattern: str) -> Path | None:
+    """Of a subject that was measured several times, the last month."""
+    return max(results.glob(pattern), key=lambda file: (file.stem[-6:], file.name), default=None)
+
+
+def measured(results: Path) -> Iterator[tuple[Goal, list[Check]]]:
+    """Each row with its checks."""
+    for goal in GOALS:
+        files = [newest(results, pattern) for pattern in goal.files]
+        found: list[Results] = [json.loads(file.read_text()) if file is not None else {} for file in files]
+        yield goal, goal.checks(*found) if files[0] is not None else []
+
+
+def cause(goal: Goal, check: Check) -> str:
+    if (goal.what, check.name) not in CAUSES:
+        raise ValueError(f"CAUSES in goals.py must say why ({goal.what!r}, {check.name!r}) was missed")
+    return CAUSES[goal.what, check.name]
+
+
+def table(results: Path, *, links: str) -> str:
+    """The table, in markdown, and below it what falls short; `links` leads from the page to the results."""
+    lines = ["| subject | check | measured | goal | met |", "|---" * 5 + "|"]
+    short = []
+    for goal, checks in measured(results):
+        if not checks:
+            lines.append(f"| {goal.what} | all | **not measured** | | |")
+            continue
+        for number, check in enumerate(checks):
+            row = f"[{goal.what}]({links}{_page(results, goal)})" if number == 0 else ""
+            met = {True: "yes", False: "**no**", None: "open"}[check.met]
+            lines.append(f"| {row} | {check.name} | {check.measured} | {check.goal} | {met} |")
+            if check.met is False:
+                short.append(f"- {goal.what}, {check.name}: {cause(goal, check)}.")
+    return "\n".join(
+        [*lines, "", "What falls short, and why:", "", *(dict.fromkeys(short) or ["- nothing."])]
+    )
+
+
+def _page(results: Path, goal: Goal) -> str:
+    kept = newest(results, goal.files[0])
+    assert kept is not None
+    page = newest(results, f"{kept.stem}*.md")
+    return page.name if page is not None else kept.name
