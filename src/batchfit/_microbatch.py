@@ -147,10 +147,10 @@ class Microbatcher:
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
-        self._sync = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
-        if isinstance(self._sync, Sharded):
-            self._sizing.shards = self._sync.ranks.world_size
-        if noise is not None and self._sync.in_step:
+        all_ranks = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
+        if isinstance(all_ranks, Sharded):
+            self._sizing.shards = all_ranks.ranks.world_size
+        if noise is not None and all_ranks.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
                 "norm of its own batch's"
@@ -164,9 +164,9 @@ class Microbatcher:
             batch_norm=batch_norm,
             sizing=self._sizing,
             packing=self._packing,
-            sync=self._sync,
+            sync=all_ranks,
         )
-        self._reduction_checked = self._sync.in_step  # sharded: calls that only some ranks would make
+        self._reduction_checked = all_ranks.in_step  # sharded: calls that only some ranks would make
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
@@ -292,7 +292,7 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        ranks: Any = self._sync
+        ranks: Any = self._setting.sync
         norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
         gathered: Any = getattr(norm, "full_tensor", None)  # of shards: a sum over the ranks, on all of them
         return norm if gathered is None else gathered()

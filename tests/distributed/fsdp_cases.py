@@ -224,7 +224,7 @@ def sweep(rank: int, how: str, every: int) -> list[dict[str, Any]]:
     def run(at: int | None) -> tuple[int, bool]:
         """Fail before that operation; None: only count those before the vote."""
         mb = Microbatcher(model, microbatch_size=2, timeout_s=20)
-        mb._sync = first._sync
+        mb._setting.sync = first._setting.sync
         model.zero_grad()
         gather, seen_at = Ranks.gather, []
         with count_operations() if at is None else fail_at(at) as seen:
