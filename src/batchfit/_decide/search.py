@@ -35,7 +35,7 @@ class Search(State):
     """
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        if not isinstance(self.strategy, str) or self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
         for name in ("min_size", "multiple_of", "attempts"):
             _positive(name, getattr(self, name))
