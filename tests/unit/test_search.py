@@ -677,6 +677,7 @@ def test_nothing_fits(allowed: dict[str, Any]) -> None:
     ("values", "message"),
     [
         ({"strategy": "magic"}, "strategy must be one of guided, bisect, halve, grow, powers, not 'magic'"),
+        ({"strategy": []}, "strategy must be one of guided, bisect, halve, grow, powers, not []"),
         ({"min_size": 0}, "min_size must be a positive integer, not 0"),
         ({"min_size": 1.5}, "min_size must be a positive integer, not 1.5"),
         ({"min_size": True}, "min_size must be a positive integer, not True"),

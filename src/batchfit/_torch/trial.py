@@ -197,7 +197,7 @@ def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict) -> 
     where = f"step {step_number}, {at}" if at else f"step {step_number}"
     note = f"{NOTE} {size} ({where})"
     if verdict == "fatal":
-        note += "; the device context is dead, so state could not be put back: restart the process (find_batch_size(isolate=True) goes on after this)"
+        note += "; the device context is dead, so state could not be put back: restart the process"
     if verdict == "ambiguous":
         note += "; this is the smallest size allowed, so the error does not come from the size"
     return note
