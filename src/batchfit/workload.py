@@ -83,7 +83,8 @@ def as_workload(obj: object) -> Workload:
         return obj
     if isinstance(obj, nn.Module) or not callable(obj) or isinstance(obj, type):
         shown = f"the model {type(obj).__name__}" if isinstance(obj, nn.Module) else repr(obj)
-        raise TypeError(f"workload must be a Workload or a callable step(batch_size), not {shown}")
+        hint = "; a function is named like that with isolate=True only" if isinstance(obj, str) else ""
+        raise TypeError(f"workload must be a Workload or a callable step(batch_size), not {shown}{hint}")
     return Workload(obj)
 
 

@@ -437,8 +437,12 @@ class TestAnswer:
             with children.trying(2**23) as run_one:
                 trial = run_one(2, steps=2, soak=False, smallest=False)
             assert trial.fits
-            assert len(children_of_this_process()) == 1
-            spare = int(next(iter(children_of_this_process())))
+            # Each child has a shell beside it, which waits for this process' end.
+            commands = {
+                int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of_this_process()
+            }
+            (spare,) = [pid for pid, command in commands.items() if b"/bin/sh" not in command]
+            assert len(commands) == 2
             os.kill(spare, signal.SIGKILL)
             assert len(set(pids(diary, "step"))) == 1
             wait_until(lambda: is_gone(spare), within_s=10, what="the spare child lives")
@@ -479,6 +483,20 @@ class TestParent:
         assert process.returncode == -number
         wait_until(lambda: is_gone(child), within_s=5, what="the child outlives its parent")
         assert ("KeyboardInterrupt" in stderr) is (number == signal.SIGINT)
+
+    def test_its_end_is_that_of_all_that_the_child_has_started(self, tmp_path: Path, diary: Path) -> None:
+        code = (
+            "import batchfit\n"
+            f"batchfit.find_batch_size({TARGET!r}, isolate=True, budget='8MiB', max_size=1)\n"
+        )
+        with self.start(tmp_path, code, FAULT="program", ABOVE="0") as process:
+            wait_until(lambda: pids(diary, "hangs") != [], within_s=60, what="the step was never reached")
+            lines = [line.split() for line in diary.read_text().splitlines()]
+            program = next(int(line[2]) for line in lines if line[1] == "program")
+            assert not is_gone(program)
+            process.kill()
+            process.communicate(timeout=20)
+        wait_until(lambda: is_gone(program), within_s=5, what="a program outlives the search that started it")
 
     @pytest.mark.slow
     def test_a_script_that_calls_itself_is_told(self, tmp_path: Path) -> None:

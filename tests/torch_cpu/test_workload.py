@@ -140,6 +140,11 @@ def test_state_may_come_from_a_generator() -> None:
             "<class 'torch.nn.modules.linear.Linear'>",
         ),
         (lambda: as_workload(3), "workload must be a Workload or a callable step(batch_size), not 3"),
+        (
+            lambda: as_workload("train.py:make"),
+            "workload must be a Workload or a callable step(batch_size), not 'train.py:make'; a function is "
+            "named like that with isolate=True only",
+        ),
         (lambda: as_workload(None), "workload must be a Workload or a callable step(batch_size), not None"),
         (
             lambda: as_workload(make_model()),

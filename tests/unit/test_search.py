@@ -303,6 +303,36 @@ def test_guided_comes_close_on_a_curve_with_knees(capacity: int, room: float, he
     assert len(done.told) <= 12
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 2000) | st.integers(1, 60),
+    st.floats(0.61, 0.98),
+    st.sampled_from([None, 1.0, 1.02, 1.08]),
+    st.sampled_from([None, 2, 7]),
+)
+def test_a_program_that_holds_most_of_the_budget_is_searched_like_any_other(
+    capacity: int, fixed: float, rests: float | None, start: int | None
+) -> None:
+    """Frozen weights fill the card (LoRA, inference): what the readings are granted is no share of those."""
+    held = int(BUDGET * fixed)
+    slope = (BUDGET - held) / (rests or 1.0) / (capacity + 0.5)
+
+    def read(size: int) -> dict[str, int]:
+        grown = int(slope * size)
+        peaks = {"allocated_bytes": held + grown, "held_bytes": held}
+        if rests is not None:  # a caching allocator
+            peaks["reserved_bytes"] = held + int(grown * rests)
+            peaks["split_bytes"] = int(grown * (rests - 1))
+        return peaks
+
+    done = play(Search(budget_bytes=BUDGET, start=start), capacity, read)
+    assert done.best is not None
+    # The tolerance, and the share that live tensors are thought to fill at most, as with less held.
+    assert capacity >= done.best >= 0.93 * capacity - 1
+    assert len(done.told) <= 8
+    assert sum(not one.fits for one in done.told) <= 3
+
+
 @pytest.mark.parametrize("make", [linear, convex])
 def test_the_figures_of_the_design(make: Callable[..., Readings]) -> None:
     """Means over log-uniform maxima; benchmarks/search_simulated.py has all variants and the peers."""
@@ -647,6 +677,7 @@ def test_nothing_fits(allowed: dict[str, Any]) -> None:
     ("values", "message"),
     [
         ({"strategy": "magic"}, "strategy must be one of guided, bisect, halve, grow, powers, not 'magic'"),
+        ({"strategy": []}, "strategy must be one of guided, bisect, halve, grow, powers, not []"),
         ({"min_size": 0}, "min_size must be a positive integer, not 0"),
         ({"min_size": 1.5}, "min_size must be a positive integer, not 1.5"),
         ({"min_size": True}, "min_size must be a positive integer, not True"),

@@ -32,6 +32,11 @@ _BEYOND_RAY = 1.1
 # With tolerance 0: where to begin, and how close to the end every trial is a soak.
 _EXACT_START = 8
 _EXACT_END = 0.1
+# What readings are granted is a share of them, chosen on programs that hold up to a fifth of the budget. If
+# more than _CROWDED of it is held for good (frozen weights: LoRA, inference), that share would outweigh the
+# room that is left; then so much is set aside that the rest of the budget looks like theirs.
+_CROWDED = 0.6
+_USUAL = 0.2
 
 
 def guided(state: State) -> Ask | str:
@@ -119,14 +124,25 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     if state.budget_bytes is None or not ran:
         return None
     releases = any(one.retries > 0 for one in ran)
-    readings = [reading for one in ran if (reading := one.reading(releases=releases)) is not None]
+    floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
+    aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
+    budget = state.budget_bytes - aside
+    readings = [
+        reading for one in ran if (reading := one.reading(releases=releases, aside_bytes=aside)) is not None
+    ]
     # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
     largest = max(one.size for one in ran)
-    full = (1 - NOISE) * state.budget_bytes
+    full = (1 - NOISE) * budget
     if not readings or any(one.need_bytes >= full and 2 * one.size <= largest for one in readings):
         return None
-    held = [one.held_bytes for one in ran if one.held_bytes]
-    return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=min(held, default=0))
+    return Curve.through(readings, budget_bytes=budget, floor_bytes=max(0, floor - aside))
+
+
+def _aside_bytes(budget_bytes: int, floor_bytes: int) -> int:
+    """What of the floor to leave out of all figures, so that the floor is a usual share of what remains."""
+    if floor_bytes <= _CROWDED * budget_bytes:
+        return 0
+    return max(0, int((min(floor_bytes, budget_bytes - 1) - _USUAL * budget_bytes) / (1 - _USUAL)))
 
 
 def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:

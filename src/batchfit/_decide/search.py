@@ -35,7 +35,8 @@ class Search(State):
     """
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
+        strategy: object = self.strategy
+        if not isinstance(strategy, str) or strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
         for name in ("min_size", "multiple_of", "attempts"):
             _positive(name, getattr(self, name))

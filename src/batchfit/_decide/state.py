@@ -42,12 +42,17 @@ class Told:
     held_bytes: int | None = None
     retries: int = 0
 
-    def reading(self, *, releases: bool) -> Reading | None:
-        """What the trial needed of the budget; None where its peaks say nothing."""
+    @property
+    def least_bytes(self) -> int:
+        """The lowest of the peaks that were read."""
+        return min((peak for peak in (self.allocated_bytes, self.reserved_bytes) if peak), default=0)
+
+    def reading(self, *, releases: bool, aside_bytes: int = 0) -> Reading | None:
+        """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
         return Reading.of(
             self.size,
-            self.allocated_bytes,
-            reserved_bytes=self.reserved_bytes,
+            self.allocated_bytes and self.allocated_bytes - aside_bytes,
+            reserved_bytes=self.reserved_bytes and self.reserved_bytes - aside_bytes,
             split_bytes=self.split_bytes,
             releases=releases,
         )

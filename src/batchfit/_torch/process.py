@@ -2,6 +2,8 @@
 
 Rules:
 - The pipe of the requests stays open until the process has ended: the child ends with it.
+- The child ends with this process, and so does all that it has started: a shell beside it waits for our end
+  and kills the group. The child cannot do that itself, since the kernel ends it at the same moment.
 - A process is not reaped before its whole group has been killed: until then its number is nobody else's.
 - Neither a process that the child has left behind nor a pipe that it has closed can hold the reader up.
 - What the child prints goes where this process' output goes; with `on_output` it is handed over instead, all
@@ -38,6 +40,8 @@ _BOOT = (
     "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
     "from {module} import serve; serve(requests, {answers}, **first['more'])"
 )
+# Reads until the pipe's other end, which only we hold, is closed; $0 is the group.
+_GUARD = 'while read -r line; do :; done; kill -s KILL -- "-$0"'
 _REAP_S = 60.0  # a driver may take long to tear a context down
 _PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
 _PIPE_BYTES = 2**16  # read at once: as much as a pipe holds
@@ -86,6 +90,7 @@ class Child:
         self._outputs: dict[int, _Output] = {}
         self._buffer = b""
         self._closed = False
+        self._guard: subprocess.Popen[bytes] | None = None
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         try:
@@ -107,6 +112,7 @@ class Child:
         finally:
             os.close(requests)
             os.close(answers)
+        self._guard = _guard_of(self._process.pid)
         for file, is_error in ((self._process.stdout, False), (self._process.stderr, True)):
             if file is not None:
                 self._outputs[file.fileno()] = _Output(file, is_error)
@@ -205,6 +211,9 @@ class Child:
         deadline = time.monotonic() + after_s
         while time.monotonic() < deadline and not self.has_ended():
             self._read(0.005)
+        if self._guard is not None:
+            _end_guard(self._guard)  # before the group's number can be another's
+            self._guard = None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
@@ -222,6 +231,28 @@ class Child:
             for output in self._outputs.values():
                 output.file.close()
             self._outputs = {}
+
+
+def _guard_of(group: int) -> subprocess.Popen[bytes] | None:
+    """What kills the group once this process has ended, in whatever way; None where there is no shell."""
+    with contextlib.suppress(OSError):
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+    return None
+
+
+def _end_guard(guard: subprocess.Popen[bytes]) -> None:
+    """End it without a shot: it is killed before its pipe is closed."""
+    guard.kill()
+    guard.wait()
+    assert guard.stdin is not None
+    guard.stdin.close()
 
 
 def wait_for_any(children: Iterable[Child]) -> None:
