@@ -82,6 +82,8 @@ def explain_memory(
     work = as_workload(workload)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, not {batch_size!r}")
+    if not isinstance(what_if, bool):
+        raise TypeError(f"what_if must be True or False, not {what_if!r}")
     card = None if gpu is None else card_named(gpu)
     given = None if budget is None else parse_bytes(budget)
     rules = rules_for(work, card)

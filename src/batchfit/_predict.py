@@ -82,7 +82,7 @@ def predict_batch_size(
     """
     begun = time.perf_counter()
     work = as_workload(workload)
-    _check_arguments(max_size, margin, calibrate)
+    _check_arguments(max_size, margin, calibrate, expandable_segments)
     card = None if gpu is None else card_named(gpu)
     rules = rules_for(work, card)
     here = rules.device.type == "cuda"
@@ -446,10 +446,11 @@ def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[in
     return found
 
 
-def _check_arguments(max_size: Any, margin: Any, calibrate: Any) -> None:
+def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segments: Any) -> None:
     if max_size is not None and (type(max_size) is not int or max_size < 1):
         raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
     if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
         raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
-    if calibrate is not None and not isinstance(calibrate, bool):
-        raise TypeError(f"calibrate must be True, False or None, not {calibrate!r}")
+    for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True, False or None, not {value!r}")

@@ -416,6 +416,8 @@ def test_other_wrong_arguments_are_refused() -> None:
         batchfit.explain_memory(workload(), batch_size=1, gpu="voodoo2")
     with pytest.raises((ValueError, TypeError)):
         batchfit.explain_memory(workload(), batch_size=1, budget="much")
+    with pytest.raises(TypeError, match="what_if must be True or False, not 'no'"):
+        batchfit.explain_memory(workload(), batch_size=1, what_if="no")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_traced_is_an_error() -> None:

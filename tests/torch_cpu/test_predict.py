@@ -130,6 +130,12 @@ def test_the_curve_is_the_peak_at_any_size(several: Prediction) -> None:
     assert grows == sorted(grows)
 
 
+@pytest.mark.parametrize("size", [0, -5, float("nan"), float("inf"), "3", None, True])
+def test_a_size_that_is_none_has_no_peak(several: Prediction, size: Any) -> None:
+    with pytest.raises(ValueError, match="size must be a positive number, not"):
+        several.peak_bytes_at(size)
+
+
 def test_a_card_is_its_memory_and_its_kernels() -> None:
     found = predict(wide(), gpu="RTX 4090", max_size=10_000)
     assert (found.card, found.card_measured) == ("rtx4090", False)
@@ -169,6 +175,8 @@ def never(n: int) -> None:
         ({}, ValueError, "budget must be given"),
         ({"budget": []}, ValueError, "budget must name at least one"),
         ({"budget": "lots"}, ValueError, "lots"),
+        ({"budget": "1GiB", "expandable_segments": "yes"}, TypeError, "expandable_segments must be True"),
+        ({"gpu": 5}, TypeError, "gpu must be the name of a card, not 5"),
         ({"budget": 1e9}, TypeError, "budget must be bytes or text such as '24GiB', not 1000000000.0"),
         ({"budget": 0}, ValueError, "0"),
         ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
