@@ -28,7 +28,7 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, chec
 from batchfit._decide.simulate import upper_bound
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.faking import parts_of
-from batchfit._torch.trace import trace
+from batchfit._torch.trace import STEPS, trace
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -139,45 +139,55 @@ def trace_workload(
     trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
-    done: dict[int, Trace] = {}
+    done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
 
-    def one_step(size: int) -> Trace:
-        return trace(workload, size, rules=rules, steps=1, changes=changes, limit_s=limit_s)
+    def at(size: int, steps: int = STEPS) -> Trace:
+        if (size, steps) not in done:
+            done[size, steps] = trace(
+                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s
+            )
+        return done[size, steps]
 
-    def at(size: int) -> Trace:
-        if size not in done:
-            done[size] = trace(workload, size, rules=rules, changes=changes, limit_s=limit_s)
-        return done[size]
+    def lines(low: int, high: int) -> Footprint:
+        # A second step grows as the first one does, so it is traced at one of the two sizes only.
+        try:
+            return Footprint.through(at(low, steps=1), at(high))
+        except ShapeChangedError:
+            return Footprint.between(at(low), at(high))
 
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
-    first, second = small or (one_step(SMALL[0]), one_step(SMALL[1]))
+    first, second = (at(size, steps=1) for size in SMALL)
     footprint: Footprint | None
+    sizes: tuple[int, ...] = ()
     check = gap = 0.0
     single: dict[int, Footprint] = {}
     try:
         # A loop over samples has another stream at each size, and far sizes take as long as they are large.
         check_same_stream(first, second)
         low, high = around(first, second, budget_bytes, most)
-        footprint = Footprint.between(at(low), at(high))
+        sizes = (low, high)
+        footprint = lines(low, high)
         gap = _gap_bytes(footprint, second)
         # A square through whose ends the lines go is half its height off down there, and a sixteenth in the
         # middle.
         check = gap / footprint.peak_bytes(high)
         between = (low // 32, low // 4) if check > STRAIGHT else ()
         if check > STRAIGHT:  # kernels may take other ways with three samples than with thirty
-            check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
+            middle = (low + high) // 2 if high - low > 1 else high + 2
+            check = footprint.error_at(at(middle))
+            sizes = tuple(sorted((low, middle, high)))
         if check > STRAIGHT:
             footprint = None  # scores of all samples against all (contrastive losses) grow as a square
         elif low > SMALL[1]:
-            single = _below(second, [one_step(size) for size in between if size > SMALL[1]], at(low))
+            single = _below(second, [at(one, steps=1) for one in between if one > SMALL[1]], at(high))
     except ShapeChangedError:
         footprint = None
     return Traced(
         workload,
         rules,
         footprint,
-        tuple(sorted(done)),
+        sizes,
         check,
         time.perf_counter() - begun,
         unseen=tuple(unseen(workload)),
