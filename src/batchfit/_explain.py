@@ -25,7 +25,7 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expe
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._decide.simulate import largest, simulate
 from batchfit._decide.units import parse_bytes
-from batchfit._predict import MARGINS, Basis, Oracle, allocator_rules
+from batchfit._predict import Basis, Oracle, allocator_rules, held_beside, margin_of
 from batchfit._torch.changes import (
     Change,
     Watch,
@@ -82,13 +82,15 @@ def explain_memory(
     work = as_workload(workload)
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a positive integer, not {batch_size!r}")
+    if not isinstance(what_if, bool):
+        raise TypeError(f"what_if must be True or False, not {what_if!r}")
     card = None if gpu is None else card_named(gpu)
     given = None if budget is None else parse_bytes(budget)
     rules = rules_for(work, card)
     here = rules.device.type == "cuda"
     budget_bytes = _budget(given, card, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    study = Study(work, rules, batch_size, budget_bytes, MARGINS[basis])
+    study = Study(work, rules, batch_size, budget_bytes, basis)
     now = study.base
     found = study.what_ifs() if what_if else ()
     peak = Peak.of(now.at_size)
@@ -135,32 +137,39 @@ class Study:
     """Traces of one workload, as it is and changed; what several questions need is traced once."""
 
     def __init__(
-        self, workload: Workload, rules: CudaRules, size: int, budget_bytes: int | None, margin: float
+        self, workload: Workload, rules: CudaRules, size: int, budget_bytes: int | None, basis: Basis
     ) -> None:
         self.workload = workload
         self.rules = rules
         self.size = size
         self.budget_bytes = budget_bytes
-        self.capacity = None if budget_bytes is None else round(budget_bytes * (1 - margin))
+        self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
+        beside = held_beside(workload, rules.card) if basis == "GPU, not run" else 0
+        self.residual = (float(beside), 0.0)
         self.settings = allocator_rules()
         self.notes: list[str] = []
         self._watch = Watch()
         self._at_size: dict[tuple[str, ...], Trace | None] = {}
-        self.base = self._as_it_is()
+        self.base = self._as_it_is(basis)
 
-    def _as_it_is(self) -> Told:
+    def _as_it_is(self, basis: Basis) -> Told:
         traced = None
         if self.budget_bytes is not None:
             traced = trace_workload(self.workload, rules=self.rules, budget_bytes=self.budget_bytes)
+            self.capacity = round(self.budget_bytes * (1 - margin_of(traced, basis)))
         else:  # a warm-up: the first trace in a process differs by a few operations that are done once
             trace(self.workload, self.size, rules=self.rules, steps=1)
         at_size = trace(self.workload, self.size, rules=self.rules, changes=(self._watch,))
-        return Told(at_size, traced, self._largest(traced, self.settings))
+        try:
+            return Told(at_size, traced, self._largest(traced, self.settings))
+        except UntraceableError as error:  # what holds the memory is known all the same
+            self.notes.append(f"the largest batch: {error}")
+            return Told(at_size, traced, None)
 
     def _largest(self, traced: Traced | None, settings: Rules) -> int | None:
         if traced is None or self.capacity is None:
             return None
-        found = Oracle(traced, settings, (0.0, 0.0)).largest(self.capacity, None)
+        found = Oracle(traced, settings, self.residual).largest(self.capacity, None)
         return 0 if found is None else found.size
 
     # -- what would change it
@@ -249,7 +258,13 @@ class Study:
         traced = self.base.traced
         if traced is None or traced.footprint is None or self.base.largest is None or self.capacity is None:
             return []
-        found = largest(traced.footprint, capacity_bytes=self.capacity, rules=self.settings, first_size=1)
+        found = largest(
+            traced.footprint,
+            capacity_bytes=self.capacity,
+            rules=self.settings,
+            extra=self.residual,
+            first_size=1,
+        )
         if found is None or found.size < LEAST_GAIN * self.base.largest:
             return []
         return [

@@ -7,6 +7,7 @@ says that not even one sample fits.
 from __future__ import annotations
 
 import html
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -70,6 +71,8 @@ class Prediction(Result):
 
     def peak_bytes_at(self, size: float) -> int:
         """Predicted peak of live bytes at any size: between the points of `curve`, and on from the last."""
+        if type(size) not in (int, float) or not 0 < size < math.inf:
+            raise ValueError(f"size must be a positive number, not {size!r}")
         points = self.curve
         if not points:
             raise ValueError("this prediction has no curve")

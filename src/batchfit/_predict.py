@@ -85,7 +85,7 @@ def predict_batch_size(
         NothingFitsError: not even one sample fits (with one budget).
     """
     work = as_workload(workload)
-    _check_arguments(max_size, margin, calibrate)
+    _check_arguments(max_size, margin, calibrate, expandable_segments)
     card = None if gpu is None else card_named(gpu)
     asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
     return joint(asked, Ranks.current())
@@ -108,7 +108,7 @@ def _predicted(
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = _budgets(budget, card, work if here else None)
     settings = allocator_rules(expandable_segments)
-    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets))
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual = (float(held_beside(work, rules.card)) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
@@ -116,18 +116,18 @@ def _predicted(
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"
-    share = _margin(traced, basis) if margin is None else margin
-    oracle = Oracle(traced, settings, residual)
-    found = [oracle.largest(round(one * (1 - share)), max_size) for one in budgets]
+    share = margin_of(traced, basis) if margin is None else margin
+    oracles = Oracles([Oracle(traced, settings, residual)])
+    found = [oracles.largest(one, share, max_size) for one in budgets]
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
             device=rules.card.name,
             budget_bytes=budgets[0],
-            peak_bytes=oracle.peak(1),
+            peak_bytes=oracles.of(1).peak(1),
             detail="predicted",
         )
-    return _prediction(oracle, budgets, found, basis, share, trials, card, begun)
+    return _prediction(oracles, budgets, found, basis, share, trials, card, begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +178,32 @@ class Oracle:
             else:
                 top = middle
         return best
+
+
+@dataclass(frozen=True, slots=True)
+class Oracles:
+    """Answers for several budgets: the first oracle's, and those of budgets that end far below it."""
+
+    all: list[Oracle]
+
+    def largest(self, budget_bytes: int, margin: float, most: int | None) -> Simulation | None:
+        """The largest size under a budget less its margin, as if that budget were the only one."""
+        capacity_bytes = round(budget_bytes * (1 - margin))
+        whole = self.all[0]
+        found = whole.largest(capacity_bytes, most)
+        traced = whole.traced
+        if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
+            return found
+        again = trace_workload(
+            traced.workload, rules=traced.rules, budget_bytes=budget_bytes, most=most, small=traced.small
+        )
+        self.all.append(replace(whole, traced=again))
+        return self.all[-1].largest(capacity_bytes, most)
+
+    def of(self, size: int) -> Oracle:
+        """The one that was traced nearest to `size`: the smallest that reaches it."""
+        reach = [one for one in self.all if one.traced.footprint is not None and one.traced.sizes[-1] >= size]
+        return min(reach, key=lambda one: one.traced.sizes[-1], default=self.all[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +272,8 @@ class Foresight:
         return Foresight(replace(self.oracle, residual=residual), self.budget_bytes, self.margin)
 
 
-def _margin(traced: Traced, basis: Basis) -> float:
+def margin_of(traced: Traced, basis: Basis) -> float:
+    """The share of the budget to leave free."""
     if traced.workload.kind == "generation":
         return _GENERATION_MARGIN
     return _RECURRENT_MARGIN if _is_recurrent(traced) else MARGINS[basis]
@@ -329,7 +356,7 @@ def calibration(
 
 
 def _prediction(
-    oracle: Oracle,
+    oracles: Oracles,
     budgets: list[int],
     found: list[Simulation | None],
     basis: Basis,
@@ -338,7 +365,7 @@ def _prediction(
     card: Card | None,
     begun: float,
 ) -> Prediction:
-    traced = oracle.traced
+    traced = oracles.all[0].traced
     answers = tuple(
         Answer(
             budget_bytes=budget,
@@ -350,7 +377,7 @@ def _prediction(
     )
     top = max((answer.batch_size for answer in answers), default=0)
     size = answers[0].batch_size or 1
-    phase, operation = peak_of(traced.at(size), size)
+    phase, operation = peak_of(oracles.of(size).traced.at(size), size)
     pieces = [] if traced.footprint is None else traced.footprint.pieces(max(top, 1))
     return Prediction(
         batch_size=answers[0].batch_size,
@@ -363,7 +390,7 @@ def _prediction(
         card=traced.rules.card.name,
         card_measured=traced.rules.card.measured,
         answers=answers,
-        curve=tuple(_curve(oracle, max(top, 2))),
+        curve=tuple(_curve(oracles, answers)),
         knees=tuple(piece.size for piece in pieces[1:]),
         unseen=_unseen(traced),
         check=traced.check,
@@ -376,16 +403,21 @@ def _prediction(
     )
 
 
-def _curve(oracle: Oracle, top: int) -> list[Point]:
-    """Memory at sizes from 1 to a little beyond the answer."""
-    if oracle.traced.footprint is None:
-        sizes = sorted({1, top, *oracle.traced.traced_sizes})
-    else:
+def _curve(oracles: Oracles, answers: Sequence[Answer]) -> list[Point]:
+    """Memory at sizes from 1 to a little beyond the largest answer."""
+    top = max(2, *(answer.batch_size for answer in answers))
+    sizes = {1, top, *(answer.batch_size for answer in answers if answer.batch_size)}
+    for one in oracles.all:
+        sizes |= {size for size in one.traced.traced_sizes if oracles.of(size) is one}
+    if oracles.all[0].traced.footprint is not None:
         shares = (0.03, 0.06, 0.12, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3)
-        sizes = sorted({1, 2, *(max(1, round(top * share)) for share in shares)})
+        for size in (2, *(max(1, round(top * share)) for share in shares)):
+            # Between small sizes that were traced by themselves lines from far above would be off.
+            if size > max(oracles.of(size).traced.traced_sizes, default=1):
+                sizes.add(size)
     points = []
-    for size in sizes:
-        found = oracle.run(size, None)
+    for size in sorted(sizes):
+        found = oracles.of(size).run(size, None)
         points.append(
             Point(size=size, peak_bytes=found.peak_allocated_bytes, reserved_bytes=found.peak_reserved_bytes)
         )
@@ -432,10 +464,11 @@ def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[in
     return found
 
 
-def _check_arguments(max_size: Any, margin: Any, calibrate: Any) -> None:
+def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segments: Any) -> None:
     if max_size is not None and (type(max_size) is not int or max_size < 1):
         raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
     if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
         raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
-    if calibrate is not None and not isinstance(calibrate, bool):
-        raise TypeError(f"calibrate must be True, False or None, not {calibrate!r}")
+    for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True, False or None, not {value!r}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
+from batchfit import _explain
 from batchfit._decide.cards import card_named
 from batchfit._torch.changes import checkpointing, lower_precision, repeated_blocks, step_variable
 from batchfit._torch.trace import trace
@@ -211,6 +212,25 @@ def test_the_largest_sizes_are_those_of_predict(told: MemoryExplanation) -> None
     assert named(told, "checkpointing").largest_after == pytest.approx(after, rel=5e-3)
 
 
+def test_the_largest_size_of_a_recurrent_model_is_that_of_predict_too() -> None:
+    """Whose margin is wider."""
+    model = nn.LSTM(16, 32, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = batchfit.training(model, optimizer, lambda m, x: m(x)[0].sum(), lambda n: torch.randn(n, 20, 16))
+    told = batchfit.explain_memory(work, batch_size=8, budget=BUDGET, what_if=False)
+    assert told.largest == batchfit.predict_batch_size(work, budget=BUDGET).batch_size
+
+
+def test_what_is_held_beside_the_workload_counts_as_in_predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = batchfit.explain_memory(workload(), batch_size=4, budget=BUDGET, what_if=False)
+    on_cpu = rules_for(workload())
+    monkeypatch.setattr(_explain, "held_beside", lambda *_: 2**27)
+    beside = _explain.Study(workload(), on_cpu, 4, alone.budget_bytes, "GPU, not run")
+    assert alone.largest is not None
+    assert beside.base.largest is not None
+    assert beside.base.largest < alone.largest
+
+
 def test_what_ifs_are_sorted_and_the_best_two_combined(told: MemoryExplanation) -> None:
     gains = [one.gain for one in told.what_ifs]
     assert gains == sorted(gains, reverse=True)
@@ -396,6 +416,8 @@ def test_other_wrong_arguments_are_refused() -> None:
         batchfit.explain_memory(workload(), batch_size=1, gpu="voodoo2")
     with pytest.raises((ValueError, TypeError)):
         batchfit.explain_memory(workload(), batch_size=1, budget="much")
+    with pytest.raises(TypeError, match="what_if must be True or False, not 'no'"):
+        batchfit.explain_memory(workload(), batch_size=1, what_if="no")  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_traced_is_an_error() -> None:

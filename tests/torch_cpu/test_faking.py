@@ -8,7 +8,7 @@ import random
 import sys
 import types
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -441,6 +441,43 @@ def test_a_frozen_teacher_need_not_be_declared() -> None:
     work = batchfit.Workload(step, state=[student, optimizer])
     assert held(work) == {"weights": 2 * 16 * 17 * 4}
     assert teacher.weight is weight
+
+
+HISTORY: list[Any] = [1.5]
+
+
+class Loop:
+    """A training loop as people write it, none of whose own state is declared."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
+        self.meters: dict[str, list[Any]] = defaultdict(list)
+        self.count = 0
+        self.last: Any = None
+
+    def step(self, n: int) -> None:
+        self.optimizer.zero_grad()
+        self.last = self.model(torch.randn(n, 4)).sum()
+        self.last.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.count += 1
+        self.meters["loss"].append(self.last.item())
+        HISTORY.append(self.last.item())
+
+
+def test_what_the_step_notes_down_is_as_it_was() -> None:
+    loop = Loop()
+    loop.step(2)
+    before = copy.deepcopy(loop.schedule.state_dict()), loop.last, list(loop.meters["loss"]), list(HISTORY)
+    meters = loop.meters
+    work = batchfit.Workload(loop.step, state=[loop.model, loop.optimizer])
+    trace(work, 2, rules=rules_for(work))
+    assert loop.schedule.state_dict() == before[0]
+    assert (loop.last is before[1], loop.count, loop.meters is meters) == (True, 1, True)
+    assert (meters["loss"], HISTORY) == before[2:]
 
 
 def test_what_is_copied_of_a_state_is_not_its_tensors() -> None:

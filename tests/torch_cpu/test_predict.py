@@ -12,6 +12,7 @@ import batchfit
 from batchfit import _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
 from batchfit._predict import MARGINS, Foresight, allocator_rules, calibration
+from batchfit._torch import tracing
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for, trace_workload
@@ -74,6 +75,43 @@ def test_several_budgets_come_from_one_trace(several: Prediction) -> None:
     assert str(sizes[2]) in str(several)
 
 
+def reducing() -> batchfit.Workload:
+    """Its bias gradient is summed in a buffer of 132 MiB, but for small batches, which need none."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    return batchfit.training(
+        model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b).sum(), lambda n: torch.randn(n, 256)
+    )
+
+
+def test_a_budget_among_larger_ones_is_answered_as_if_it_were_alone() -> None:
+    budgets = ["80GiB", "1GiB", "200MiB"]
+    together = predict(reducing(), budget=budgets)
+    alone = [predict(reducing(), budget=one) for one in budgets]
+    assert [one.batch_size for one in together.answers] == [one.batch_size for one in alone]
+    assert [one.peak_bytes for one in together.answers] == [one.peak_bytes for one in alone]
+    for answer in together.answers:
+        assert together.peak_bytes_at(answer.batch_size) == pytest.approx(answer.peak_bytes, rel=0.002)
+
+
+def test_the_curve_is_right_far_below_the_answer() -> None:
+    found = predict(reducing(), budget="1GiB")
+    assert found.batch_size > 50_000
+    for size in (1, 3, 64, 2000):
+        truth = batchfit.explain_memory(reducing(), batch_size=size, what_if=False).peak_bytes
+        assert found.peak_bytes_at(size) == pytest.approx(truth, rel=0.03)
+    peaks = [point.peak_bytes for point in found.curve]
+    assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("most", [1, 5, 64])
+def test_a_largest_size_that_is_wanted_is_where_it_is_traced(most: int) -> None:
+    found = predict(reducing(), budget="80GiB", max_size=most)
+    truth = batchfit.explain_memory(reducing(), batch_size=most, what_if=False).peak_bytes
+    assert found.batch_size == most
+    assert found.peak_bytes == pytest.approx(truth, rel=0.001)
+    assert max(found.trace_sizes) <= max(most, 3)
+
+
 def test_it_survives_json(several: Prediction) -> None:
     again = Prediction.from_json(several.to_json())
     assert again == several
@@ -90,6 +128,12 @@ def test_the_curve_is_the_peak_at_any_size(several: Prediction) -> None:
     assert all(point.reserved_bytes >= point.peak_bytes for point in several.curve)
     grows = [several.peak_bytes_at(size) for size in range(1, 20_000, 500)]
     assert grows == sorted(grows)
+
+
+@pytest.mark.parametrize("size", [0, -5, float("nan"), float("inf"), "3", None, True])
+def test_a_size_that_is_none_has_no_peak(several: Prediction, size: Any) -> None:
+    with pytest.raises(ValueError, match="size must be a positive number, not"):
+        several.peak_bytes_at(size)
 
 
 def test_a_card_is_its_memory_and_its_kernels() -> None:
@@ -131,6 +175,8 @@ def never(n: int) -> None:
         ({}, ValueError, "budget must be given"),
         ({"budget": []}, ValueError, "budget must name at least one"),
         ({"budget": "lots"}, ValueError, "lots"),
+        ({"budget": "1GiB", "expandable_segments": "yes"}, TypeError, "expandable_segments must be True"),
+        ({"gpu": 5}, TypeError, "gpu must be the name of a card, not 5"),
         ({"budget": 1e9}, TypeError, "budget must be bytes or text such as '24GiB', not 1000000000.0"),
         ({"budget": 0}, ValueError, "0"),
         ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
@@ -178,6 +224,23 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
     assert any("another order at each size" in note for note in found.unseen)
     assert found.knees == ()
     assert found.peak_bytes_at(1) < found.peak_bytes_at(found.batch_size) == found.peak_bytes
+
+
+def test_a_loop_over_many_samples_is_given_up_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes as long as the batch is large: nobody waits for a hundred thousand samples."""
+    monkeypatch.setattr(tracing, "_EACH_SIZE_S", 0.5)
+    model = nn.Linear(8, 1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return torch.stack([model(one * 2).sum() for one in batch]).sum()
+
+    work = batchfit.training(model, None, loss, lambda n: torch.empty(n, 8))
+    with pytest.raises(UntraceableError, match=r"another order at each size.*samples are more than"):
+        predict(work, budget="200MiB")
+    told = batchfit.explain_memory(work, batch_size=2, budget="200MiB")
+    assert told.largest is None
+    assert told.peak_bytes > 0
+    assert any("samples are more than" in note for note in told.unseen)
 
 
 def test_a_step_that_grows_as_a_square_is_traced_size_by_size() -> None:
@@ -240,9 +303,9 @@ def predict_off_gpu(work: batchfit.Workload, *, margin: float) -> int:
 def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it was not asked for or could not be done."""
 
-    def traced(work: batchfit.Workload, *, rules: CudaRules, budget_bytes: int) -> Any:
+    def traced(work: batchfit.Workload, *, rules: CudaRules, **asked: Any) -> Any:
         assert rules.device.type == "cuda"
-        return trace_workload(work, rules=rules_for(work), budget_bytes=budget_bytes)
+        return trace_workload(work, rules=rules_for(work), **asked)
 
     alone = predict_off_gpu(wide(), margin=0.0)
     monkeypatch.setattr(_predict, "trace_workload", traced)

@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import inspect
 import json
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -581,6 +582,12 @@ def leaves(model: Any, batch: Any) -> torch.Tensor:
     return torch.as_tensor(model(batch[0]).detach().numpy().sum()) * model[0].weight.sum()
 
 
+def saves(model: Any, batch: Any) -> torch.Tensor:
+    loss = loss_fn(model, batch)
+    json.dumps({"loss": loss.item()})
+    return loss
+
+
 @torch.library.custom_op("batchfit_tests::opaque", mutates_args=())
 def opaque(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -598,7 +605,8 @@ def custom(model: Any, batch: Any) -> torch.Tensor:
         (compares, ".item()", "loss > 3", "depends on the data"),
         (lists, ".item()", "tolist", "depends on the data"),
         (finds, "aten.nonzero.default", "nonzero", "the shape of its result depends on the data"),
-        (leaves, "", "numpy", "numpy"),
+        (leaves, ".numpy()", "numpy", "depend on the data"),
+        (saves, ".item()", "json.dumps", "depends on the data"),
         (custom, "batchfit_tests.opaque.default", "opaque(", "register_fake"),
     ],
 )
@@ -613,6 +621,16 @@ def test_what_stands_in_the_way_is_named_with_its_line(
     assert why in error.why
     assert str(error).endswith("batchfit find measures instead.")
     assert ".." not in str(error)
+
+
+def test_an_optimizer_that_is_used_wrongly_is_told_in_its_own_words() -> None:
+    """Torch's notes for its profiler are not the operation that failed."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    step = batchfit.training(model, optimizer, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 4))
+    with pytest.raises(UntraceableError, match="closure") as refused:
+        traced(step)
+    assert "profiler" not in str(refused.value)
 
 
 def fails(model: Any, batch: Any) -> torch.Tensor:
@@ -741,6 +759,9 @@ def shown(model: Any, batch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(batch[0]).square().mean()
     line = f"loss {loss.item():.3f} {loss:.2f} {0.9 * loss.item() + 1:.1e} {loss.detach().item()!r}"
     assert "loss" in line
+    line = "%s %.3f %d" % (loss.item(), loss.item(), loss.item())  # noqa: UP031
+    logging.getLogger("test_trace").warning("loss %.3f", loss.item())
+    assert line == "? nan 0"
     return loss
 
 
@@ -749,8 +770,9 @@ def rounded(model: Any, batch: Any) -> torch.Tensor:
     return loss * float(loss.item())
 
 
-def test_a_loss_that_is_only_shown_stands_in_no_way() -> None:
+def test_a_loss_that_is_only_shown_stands_in_no_way(caplog: pytest.LogCaptureFixture) -> None:
     assert traced(trained(loss=shown)).peak_bytes > 0
+    assert "loss nan" in caplog.text
     with pytest.raises(UntraceableError, match="decides by a value") as refused:
         traced(trained(loss=rounded))
     assert refused.value.where == line_of(rounded, "float(")

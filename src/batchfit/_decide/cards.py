@@ -82,6 +82,8 @@ DEFAULT = CARDS["h200"]  # whose rules are measured: taken where no card is name
 
 def card_named(name: str) -> Card:
     """The card of that name, however it is written: "H100", "a100_80gb", "RTX 4090"."""
+    if not isinstance(name, str):
+        raise TypeError(f"gpu must be the name of a card, not {name!r}")
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     for known, card in CARDS.items():
         if plain in (known.replace("-", ""), "nvidia" + known.replace("-", "")):

@@ -4,7 +4,8 @@ Rules: tensors that share memory share it as fakes (tied weights); what was ther
 for object, so that neither a value nor an identity changes; nothing real is copied or allocated. What a
 module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Modules and
 optimizers that the step uses and nobody declared (a frozen teacher) are found where the step finds them: in
-what its functions close over, in globals that they name, on the object whose method they are.
+what its functions close over, in globals that they name, on the object whose method they are. Lists and
+attributes that are found there (a history of losses) hold no fakes afterwards, but what they held before.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import contextlib
 import dis
 import functools
 import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, MethodType
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Self, final
 
 import torch
@@ -24,11 +25,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.rng import undo_generator
+from batchfit._torch.unread import Unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 Undo = Callable[[], object]
-_PARTS = (nn.Module, torch.optim.Optimizer, torch.amp.GradScaler)
+_PARTS = (
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _SEARCHED = 4  # how deep a step's surroundings are searched for these
 
 
@@ -36,11 +44,12 @@ _SEARCHED = 4  # how deep a step's surroundings are searched for these
 class Faked(contextlib.AbstractContextManager["Faked"]):
     """The state of a workload, replaced by fakes on `device` inside the `with` block."""
 
-    def __init__(self, parts: list[Any], device: torch.device) -> None:
+    def __init__(self, parts: list[Any], device: torch.device, containers: Sequence[Any] = ()) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = device
         self.module_names: dict[int, str] = {}
         self._parts = parts
+        self._containers = containers
         self._fakes: dict[int, Tensor] = {}  # by the id of the real tensor, which `_real` keeps alive
         self._real: list[Tensor] = []
         self._bases: dict[int, Tensor] = {}  # by the address of the real storage
@@ -52,7 +61,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
-        return cls(list(parts_of(workload)), device)
+        return cls(list(parts_of(workload)), device, _reached(workload.step)[1])
 
     def __enter__(self) -> Self:
         try:
@@ -66,6 +75,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     self._fake_scaler(part)
                 elif not isinstance(part, nn.Module | Tensor):
                     self._keep(part)  # LR schedulers and the like
+            for one in self._containers:
+                self._keep_from_fakes(one)
         except BaseException as error:
             self.__exit__()
             if isinstance(error, UntraceableError) or not isinstance(error, Exception):
@@ -258,6 +269,21 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for one in inner:
             self._keep_inner(one)
 
+    def _keep_from_fakes(self, value: Any) -> None:
+        """Later puts back what a container of the program's holds now, if the trace has left something in it.
+
+        Only itself: what is inside was found by itself, or is data.
+        """
+        items = value.copy()
+
+        def put_back() -> None:
+            held = value.values() if isinstance(value, dict) else value
+            if any(isinstance(one, FakeTensor | Unread) for one in held):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(items)
+
+        self._undo.append(put_back)
+
     def _keep_inner(self, value: Any) -> None:
         if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:
             self._keep(value)
@@ -273,8 +299,14 @@ def parts_of(workload: Workload) -> Iterator[Any]:
 
 
 def used_by(step: Any) -> list[Any]:
-    """The modules, optimizers and scalers that a function can reach, its own and its helpers'."""
+    """The modules, optimizers, schedulers and scalers that a function can reach, its own and its helpers'."""
+    return _reached(step)[0]
+
+
+def _reached(step: Any) -> tuple[list[Any], list[Any]]:
+    """What a function can reach: parts of a training program, and what else holds things there."""
     found: dict[int, Any] = {}
+    containers: list[Any] = []
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
@@ -284,11 +316,23 @@ def used_by(step: Any) -> list[Any]:
         if depth > _SEARCHED or id(value) in seen:
             return
         seen.add(id(value))
+        if type(value) in _CONTAINERS:
+            containers.append(value)
+        elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
+            containers.append(vars(value))
         for one in _reached_from(value, depth):
             visit(one, depth + 1)
 
     visit(step, 0)
-    return list(found.values())
+    return list(found.values()), containers
+
+
+def _is_own(value: Any) -> bool:
+    """An object of the program's own classes."""
+    if isinstance(value, type | FunctionType | MethodType | ModuleType | Tensor):
+        return False
+    module = type(value).__module__
+    return not _is_installed(module) and module.partition(".")[0] != "batchfit"
 
 
 def _reached_from(value: Any, depth: int) -> Iterator[Any]:

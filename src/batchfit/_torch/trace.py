@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sysconfig
 import traceback
 import warnings
 from pathlib import Path
@@ -35,11 +36,12 @@ from batchfit._torch.generating import short_generation
 from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.recorder import Recorder
 from batchfit._torch.rng import global_states
-from batchfit._torch.unread import values_unread
+from batchfit._torch.unread import Unread, values_unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 STEPS = 2
+_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def trace(
@@ -112,15 +114,25 @@ def _is_argument_error(error: Exception) -> bool:
 def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     """What stood in the way, with the user's own line."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    where = named(reversed(places))
+    # A value that json or statistics cannot take was given to them by a line of the program.
+    where = named((file, line) for file, line in reversed(places) if not _is_standard(file))
     # An error that the program itself raises has nothing to do with the operation before it.
     in_torch = places[-1][0].startswith((*TORCH, *HERE))
     operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
+    operation = "" if operation.startswith("profiler.") else operation  # torch's notes about itself
     if isinstance(error, DynamicOutputShapeException):
         return UntraceableError(operation, where, "the shape of its result depends on the data")
     if isinstance(error, DataDependentOutputException):
         return UntraceableError(operation, where, "its result is read by the program and depends on the data")
     if isinstance(error, UnsupportedOperatorException | NotImplementedError):
         return UntraceableError(operation, where, "it has no fake kernel (torch.library.register_fake)")
+    if ".numpy() is not supported for tensor subclasses" in str(error):
+        return UntraceableError(".numpy()", where, "the program reads values that depend on the data")
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Unread.__name__ in first:  # a number that nobody knows went where a real one is needed
+        return UntraceableError(".item()", where, "the program works with a value that depends on the data")
     return UntraceableError(operation, where, f"{type(error).__name__}: {first.rstrip('.')}")
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and "site-packages" not in file

@@ -6,11 +6,14 @@ Rules:
   the host can make the batch.
 - The lines are checked against a trace that they do not go through: a small one, which is there already, or
   one in the middle. Where they are off by more than a hundredth, or the streams differ from size to size,
-  they are not used: each size is traced (`Traced.at`).
+  they are not used: each size is traced (`Traced.at`), as long as that takes no more than a minute.
+- Far below the sizes that were traced the lines may be off by what kernels take at no small size: down there
+  the small traces answer, and a budget that ends there is traced by itself (`Traced.is_off_at`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,12 +28,18 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, chec
 from batchfit._decide.simulate import upper_bound
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.faking import parts_of
-from batchfit._torch.trace import trace
+from batchfit._torch.trace import STEPS, trace
+from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 SMALL = (2, 3)
 STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
 _HOST_BYTES = 2**28  # the largest batch that a trace makes on the host
+_EACH_SIZE_S = (
+    60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
+)
+
+_NO_LINES = "it allocates in another order at each size, so each must be traced"
 
 Change = Callable[[Workload, Any], AbstractContextManager[Any]]
 
@@ -48,22 +57,45 @@ class Traced:
     trace_s: float
     unseen: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    _single: dict[int, Footprint] = field(default_factory=dict)
+    small: tuple[Trace, Trace] | None = None  # the first look, for another budget's lines
+    budget_bytes: int = 0  # where they end
+    gap_bytes: float = 0.0  # how far the lines are from the small traces
+    single: dict[int, Footprint] = field(default_factory=dict)  # of sizes that were traced by themselves
+    _single_s: float = 0.0
 
     def at(self, size: int) -> Footprint:
         """The footprint to replay for `size`."""
-        if self.footprint is not None:
-            return self.footprint
-        if size not in self._single:
-            self._single[size] = Footprint.of(
-                trace(self.workload, size, rules=self.rules, changes=self.changes)
-            )
-        return self._single[size]
+        if size in self.single:
+            return self.single[size]
+        return self._by_itself(size) if self.footprint is None else self.footprint
+
+    def _by_itself(self, size: int) -> Footprint:
+        begun = time.perf_counter()
+        left_s = _EACH_SIZE_S - self._single_s
+        try:
+            found = trace(self.workload, size, rules=self.rules, changes=self.changes, limit_s=left_s)
+        except UntraceableError as error:
+            if time.perf_counter() - begun < left_s:
+                raise
+            why = f"{_NO_LINES}, and {size} samples are more than {_EACH_SIZE_S:.0f} s allow"
+            raise UntraceableError("", "", why) from error
+        finally:
+            self._single_s += time.perf_counter() - begun
+        self.single[size] = Footprint.of(found)
+        return self.single[size]
+
+    def is_off_at(self, size: int, budget_bytes: int) -> bool:
+        """Whether the lines are too far off for a budget that ends at `size`, far below where they are from.
+
+        They pass the small traces by `gap_bytes`: no more, as a rule, between these and their own.
+        """
+        far = budget_bytes < self.budget_bytes and size < self.sizes[0]
+        return far and self.gap_bytes > STRAIGHT * budget_bytes
 
     @property
     def traced_sizes(self) -> list[int]:
         """The sizes that were traced one by one."""
-        return sorted(self._single)
+        return sorted(self.single)
 
 
 def card_of(device: torch.device) -> Card:
@@ -96,49 +128,74 @@ def trace_workload(
     *,
     rules: CudaRules,
     budget_bytes: int,
+    most: int | None = None,
+    small: tuple[Trace, Trace] | None = None,
     changes: tuple[Change, ...] = (),
     limit_s: float | None = None,
 ) -> Traced:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
-    A trace that takes longer than `limit_s` is given up.
+    No size above `most` is asked about. `small` is the first look of an earlier trace of this workload. A
+    trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
-    done: dict[int, Trace] = {}
+    done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
 
-    def at(size: int) -> Trace:
-        if size not in done:
-            done[size] = trace(workload, size, rules=rules, changes=changes, limit_s=limit_s)
-        return done[size]
+    def at(size: int, steps: int = STEPS) -> Trace:
+        if (size, steps) not in done:
+            done[size, steps] = trace(
+                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s
+            )
+        return done[size, steps]
+
+    def lines(low: int, high: int) -> Footprint:
+        # A second step grows as the first one does, so it is traced at one of the two sizes only.
+        try:
+            return Footprint.through(at(low, steps=1), at(high))
+        except ShapeChangedError:
+            return Footprint.between(at(low), at(high))
 
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
-    first, second = (
-        trace(workload, size, rules=rules, steps=1, changes=changes, limit_s=limit_s) for size in SMALL
-    )
+    first, second = (at(size, steps=1) for size in SMALL)
     footprint: Footprint | None
-    check = 0.0
+    sizes: tuple[int, ...] = ()
+    check = gap = 0.0
+    single: dict[int, Footprint] = {}
     try:
         # A loop over samples has another stream at each size, and far sizes take as long as they are large.
         check_same_stream(first, second)
-        low, high = around(first, second, budget_bytes)
-        footprint = Footprint.between(at(low), at(high))
-        check = _small_error(footprint, second, high)
+        low, high = around(first, second, budget_bytes, most)
+        sizes = (low, high)
+        footprint = lines(low, high)
+        gap = _gap_bytes(footprint, second)
+        # A square through whose ends the lines go is half its height off down there, and a sixteenth in the
+        # middle.
+        check = gap / footprint.peak_bytes(high)
+        between = (low // 32, low // 4) if check > STRAIGHT else ()
         if check > STRAIGHT:  # kernels may take other ways with three samples than with thirty
-            check = footprint.error_at(at((low + high) // 2 if high - low > 1 else high + 2))
+            middle = (low + high) // 2 if high - low > 1 else high + 2
+            check = footprint.error_at(at(middle))
+            sizes = tuple(sorted((low, middle, high)))
         if check > STRAIGHT:
             footprint = None  # scores of all samples against all (contrastive losses) grow as a square
+        elif low > SMALL[1]:
+            single = _below(second, [at(one, steps=1) for one in between if one > SMALL[1]], at(high))
     except ShapeChangedError:
         footprint = None
     return Traced(
         workload,
         rules,
         footprint,
-        tuple(sorted(done)),
+        sizes,
         check,
         time.perf_counter() - begun,
         unseen=tuple(unseen(workload)),
         changes=changes,
+        small=(first, second),
+        budget_bytes=budget_bytes,
+        gap_bytes=gap,
+        single=single,
     )
 
 
@@ -163,20 +220,28 @@ def glance(
     return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
 
 
-def _small_error(footprint: Footprint, small: Trace, end: int) -> float:
-    """How far the lines are from a small trace of one step, as a share of the peak at the end.
-
-    A square through whose ends the lines go is half its height off down there, and a sixteenth in the middle.
-    """
+def _gap_bytes(footprint: Footprint, small: Trace) -> float:
+    """How far the lines are from a small trace of one step."""
     try:
-        return footprint.error_at(small, of_bytes=footprint.peak_bytes(end))
+        return footprint.error_at(small, of_bytes=1)
     except ShapeChangedError:
         return float("inf")
 
 
-def around(first: Trace, second: Trace, budget_bytes: int) -> tuple[int, int]:
-    """Two sizes near the largest that the budget may allow and the host can make."""
-    most = upper_bound(Footprint.between(first, second), budget_bytes)
+def _below(small: Trace, more: list[Trace], whole: Trace) -> dict[int, Footprint]:
+    """Footprints that are right at sizes far below those of the lines; one for each size that was traced."""
+    found: dict[int, Footprint] = {}
+    for one in (small, *more):
+        with contextlib.suppress(ShapeChangedError):
+            near = Footprint.through(one, whole)
+            sizes = range(1, one.size + 1) if one is small else (one.size,)
+            found |= dict.fromkeys(sizes, near)
+    return found
+
+
+def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = None) -> tuple[int, int]:
+    """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
+    most = upper_bound(Footprint.between(first, second), budget_bytes, most=most)
     batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
     high = most if batch <= 0 else min(most, int(_HOST_BYTES / batch))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL

@@ -2,14 +2,16 @@
 
 Almost every training loop reads its loss, adds it up and prints it. A fake loss has no value, but as long as
 nothing depends on it none is needed: what `item()` gives in a trace can be added, scaled and printed, and
-refuses, with the line, to be compared, tested or made a number.
+refuses, with the line, to be compared, tested or made a number, but where `%` writes it into a text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import opcode
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, final
 
 from torch import Tensor
@@ -39,12 +41,34 @@ class Unread:
             ".item()", calling_line(), "the program decides by a value that depends on the data"
         )
 
+    def _as_float(self) -> Any:
+        return float("nan") if _is_written(sys._getframe(1)) else self._refuse()
+
+    def _as_int(self) -> Any:
+        return 0 if _is_written(sys._getframe(1)) else self._refuse()
+
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
     __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __mod__ = _same
     __neg__ = __pos__ = __abs__ = __round__ = _same
-    __bool__ = __float__ = __int__ = __index__ = __complex__ = _refuse
+    __float__ = _as_float
+    __int__ = __index__ = _as_int
+    __bool__ = __complex__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
     __hash__ = None  # type: ignore[assignment]
+
+
+_REMAINDERS = [
+    index for index, (name, _) in enumerate(getattr(opcode, "_nb_ops", ())) if name.endswith("REMAINDER")
+]
+
+
+def _is_written(caller: FrameType) -> bool:
+    """Whether the caller is at a `%`: `"loss %.3f" % loss.item()`, which makes it a number to write it.
+
+    A number itself asks for no `float()` there: what is left of `%` is a text.
+    """
+    code, at = caller.f_code.co_code, caller.f_lasti
+    return opcode.opname[code[at]] == "BINARY_OP" and code[at + 1] in _REMAINDERS
 
 
 @contextlib.contextmanager
