@@ -156,9 +156,9 @@ def microbatch_checks(found: Results, ranks: Results) -> list[Check]:
     from turns import interval
 
     checks = []
-    for name in ("eager", "compiled"):
-        pairs = found.get(f"overhead/{name}", {}).get("pairs_s")
-        if pairs:
+    for part, one in found.items():
+        if part.startswith("overhead/") and one.get("pairs_s"):
+            name, pairs = part.removeprefix("overhead/"), one["pairs_s"]
             ratios = [ours / hand for hand, ours in pairs]
             checks.append(by_interval(name, statistics.median(ratios), *interval(ratios)))
     for part, name in (("one", "one microbatch"), ("many", "many microbatches")):

@@ -5,9 +5,9 @@
     python benchmarks/microbatch_gpu.py run --smoke --out smoke.json          # tiny models, no GPU
 
 Parts, each in a fresh process:
-- `overhead/eager`, `overhead/compiled`: GPT-2 small, bf16, AdamW, 8 microbatches of 8 x 512 tokens. A whole
-  training step by hand (split, `.to`, loss * share, backward, step) and with `Microbatcher`, in alternating
-  pairs; the ratio of each pair.
+- `overhead/...`: GPT-2 small, bf16, AdamW, 8 microbatches of 8 x 512 tokens, where the host has most to do,
+  and of 32 x 512, where the GPU has. A whole training step by hand (split, `.to`, loss * share, backward,
+  step) and with `Microbatcher`, in alternating pairs; the ratio of each pair.
 - `curve/...`: a small transformer in fp32 without dropout, 1,000 batches of random shapes. `free`: full
   batches by hand without a cap; `control`: the same, each batch in two halves, which is what rounding alone
   does; `ours`: under a cap that one batch in ten exceeds (the free run's peaks say where that is).
@@ -36,6 +36,8 @@ from turns import interval
 
 GIB = 2**30
 PARTS = (
+    "overhead/eager, 32",
+    "overhead/compiled, 32",
     "overhead/eager",
     "overhead/compiled",
     "curve/free",
@@ -46,7 +48,7 @@ PARTS = (
     "peer/torch_max_mem",
 )
 PACKAGES = {"peer/toma": "toma", "peer/torch_max_mem": "torch-max-mem"}
-SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 80
+SIZE, COUNT, LENGTH, PAIRS = 8, 8, 512, 80  # the size where a part names none
 STEPS, PEER_STEPS = 1000, 200
 PEER_S = 60.0  # a peer that needs longer for its batches is stopped, and the page says how far it came
 # Of the free run's peaks, and what the allocator's rests take on top of live tensors.
@@ -56,22 +58,22 @@ QUANTILE, RESTS = 0.9, 1.05
 # ---- what it costs
 
 
-def overhead(compiled: bool, smoke: bool) -> Results:
+def overhead(compiled: bool, size: int, smoke: bool) -> Results:
     import torch
 
     import batchfit
 
-    model, optimizer, loss, batch, device = gpt2(smoke)
+    model, optimizer, loss, batch, device = gpt2(size * COUNT, smoke)
     run: Any = torch.compile(model, backend="eager" if smoke else "inductor") if compiled else model
-    microbatcher = batchfit.Microbatcher(run, microbatch_size=SIZE)
+    microbatcher = batchfit.Microbatcher(run, microbatch_size=size)
     wait = (lambda: None) if smoke else torch.cuda.synchronize
 
     def fn(micro: dict[str, Any]) -> Any:
         return loss(run, micro)
 
     def accumulate() -> None:
-        for start in range(0, SIZE * COUNT, SIZE):
-            rows = slice(start, start + SIZE)
+        for start in range(0, size * COUNT, size):
+            rows = slice(start, start + size)
             micro = {name: part[rows].to(device, non_blocking=True) for name, part in batch.items()}
             (fn(micro) * (1 / COUNT)).backward()
 
@@ -105,6 +107,7 @@ def overhead(compiled: bool, smoke: bool) -> Results:
         pairs.append((times[by_hand], times[ours]))
     again = [(seconds(by_hand), seconds(by_hand)) for _ in range(2 if smoke else PAIRS // 2)]
     return {
+        "size": size,
         "pairs_s": pairs,
         "by_hand_twice_s": again,
         "host_us": host_us({"by_hand": accumulate, "ours": backward}, optimizer.zero_grad, wait, smoke),
@@ -124,7 +127,7 @@ def host_us(works: dict[str, Callable[[], None]], clear: Any, wait: Any, smoke: 
     return {name: statistics.median(some) for name, some in found.items()}
 
 
-def gpt2(smoke: bool) -> tuple[Any, Any, Any, dict[str, Any], Any]:
+def gpt2(samples: int, smoke: bool) -> tuple[Any, Any, Any, dict[str, Any], Any]:
     import torch
     import transformers as hf
 
@@ -135,7 +138,7 @@ def gpt2(smoke: bool) -> tuple[Any, Any, Any, dict[str, Any], Any]:
     torch.manual_seed(0)
     model = hf.GPT2LMHeadModel(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(config.vocab_size, (SIZE * COUNT, 16 if smoke else LENGTH))
+    ids = torch.randint(config.vocab_size, (samples, 16 if smoke else LENGTH))
 
     def loss(model: Any, micro: dict[str, Any]) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -347,7 +350,8 @@ def largest_difference(losses: list[float], free: list[float]) -> float | None:
 def one(part: str, given: argparse.Namespace) -> Results:
     kind, _, name = part.partition("/")
     if kind == "overhead":
-        return overhead(name == "compiled", given.smoke)
+        how, _, size = name.partition(", ")
+        return overhead(how == "compiled", int(size or SIZE), given.smoke)
     steps = (40 if kind == "curve" else 20) if given.smoke else (STEPS if kind == "curve" else PEER_STEPS)
     limit_s = PEER_S if kind == "peer" else math.inf
     return curve(name, steps, given.cap_bytes, given.smoke, limit_s)
@@ -372,7 +376,7 @@ def about(given: argparse.Namespace) -> Results:
 
 
 def is_capped(part: str) -> bool:
-    return part not in ("curve/free", "curve/control") and not part.startswith("overhead")
+    return part not in ("curve/free", "curve/control") and not is_overhead(part)
 
 
 def run_all(given: argparse.Namespace) -> None:
@@ -406,33 +410,34 @@ def page(results: Results) -> str:
         "",
         "## A training step, by hand and with `Microbatcher`",
         "",
-        f"GPT-2 small, bf16 autocast, AdamW, {COUNT} microbatches of {SIZE} x {LENGTH} tokens; alternating",
-        "pairs in one process. `by hand / by hand` is the same step against itself; the last column is what",
+        f"GPT-2 small, bf16 autocast, AdamW, {COUNT} microbatches of {LENGTH} tokens a sample; alternating",
+        "pairs in one process. `by hand twice` is the same step against itself; the last column is what",
         "the host spends beyond the loop by hand until a batch is queued.",
         "",
-        "| | by hand | ours | ours / by hand, median (95 % interval) | by hand / by hand | host, more |",
-        "|---|---|---|---|---|---|",
+        "| | size | by hand | ours | ours / by hand, median (95 % interval) | by hand twice | host, more |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        _overhead_row(name, results[f"overhead/{name}"])
-        for name in ("eager", "compiled")
-        if f"overhead/{name}" in results
-    ]
+    lines += [_overhead_row(part, results[part]) for part in PARTS if is_overhead(part) and part in results]
     lines += ["", "## Under a cap", "", *_curve_lines(results)]
     return "\n".join(lines) + "\n"
 
 
-def _overhead_row(name: str, one: Results) -> str:
+def is_overhead(part: str) -> bool:
+    return part.startswith("overhead/")
+
+
+def _overhead_row(part: str, one: Results) -> str:
+    name = part.removeprefix("overhead/").partition(",")[0]
     if "error" in one:
-        return f"| {name} | failed: {one['error'].splitlines()[-1]} |||||"
+        return f"| {name} | failed: {one['error'].splitlines()[-1]} ||||||"
     hand = statistics.median(first for first, _ in one["pairs_s"])
     ours = statistics.median(second for _, second in one["pairs_s"])
     host = one["host_us"]["ours"] - one["host_us"]["by_hand"]
     ratios = sorted(second / first for first, second in one["pairs_s"])
     same = sorted(second / first for first, second in one["by_hand_twice_s"])
     return (
-        f"| {name} | {1e3 * hand:.1f} ms | {1e3 * ours:.1f} ms | {_spread(ratios)} | {_spread(same)} "
-        f"| {host:.0f} us |"
+        f"| {name} | {one.get('size', SIZE)} | {1e3 * hand:.1f} ms | {1e3 * ours:.1f} ms | {_spread(ratios)} "
+        f"| {_spread(same)} | {host:.0f} us |"
     )
 
 
@@ -456,7 +461,7 @@ def _curve_lines(results: Results) -> list[str]:
         "| run | steps made | split | ran out | seconds | largest difference from the free loss curve |",
         "|---|---|---|---|---|---|",
     ]
-    for part in (part for part in PARTS if not part.startswith("overhead") and part in results):
+    for part in (part for part in PARTS if not is_overhead(part) and part in results):
         one = results[part]
         if "error" in one:
             lines.append(f"| {part} | failed: {one['error'].splitlines()[-1]} |||||")

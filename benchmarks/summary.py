@@ -108,9 +108,9 @@ def prediction_row(found: Results) -> Row | None:
 
 def microbatch_row(found: Results) -> Row | None:
     told = []
-    for name in ("eager", "compiled"):
-        pairs = found.get(f"overhead/{name}", {}).get("pairs_s")
-        if pairs:
+    for part, one in found.items():
+        if part.startswith("overhead/") and one.get("pairs_s"):
+            name, pairs = part.removeprefix("overhead/"), one["pairs_s"]
             ratios = [ours / hand for hand, ours in pairs]
             low, high = interval(ratios)
             middle = statistics.median(ratios)

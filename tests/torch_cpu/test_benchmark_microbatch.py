@@ -35,7 +35,7 @@ def test_smoke_under_a_cap_and_a_second_call_finds_all_of_it_there(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["overhead/eager", "overhead/compiled"])
+@pytest.mark.parametrize("part", ["overhead/eager, 32", "overhead/compiled"])
 def test_smoke_of_the_overhead(tmp_path: Path, part: str) -> None:
     out = tmp_path / "smoke.json"
     assert "0 parts left" in run("microbatch_gpu", "run", "--smoke", "--out", str(out), "--parts", part)
@@ -93,7 +93,7 @@ def sample() -> dict[str, Any]:
 def test_the_page_says_what_the_run_says(microbatch_gpu: ModuleType) -> None:
     text = microbatch_gpu.page(sample())
     for line in (
-        "| eager | 200.0 ms | 202.0 ms | 1.0100 (1.0050 to 1.0150) |",
+        "| eager | 8 | 200.0 ms | 202.0 ms | 1.0100 (1.0050 to 1.0150) |",
         "| 450 us |",
         "| compiled | failed: RuntimeError: no compiler |",
         "the cap of 32 MiB 1 of 4 full batches have no room",
