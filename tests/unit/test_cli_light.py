@@ -551,6 +551,10 @@ class TestAnswer:
         assert text.endswith("saved    fit.json\nnext     batchfit find x\n")
         assert "\x1b" not in text
 
+    def test_a_size_is_each_ranks_own(self) -> None:
+        told = dict(facts(fit(), saved=None, ranks=2))
+        assert told["use it"] == "DataLoader(dataset, batch_size=24) on each of 2 ranks"
+
     def test_says_no_more_than_was_run(self) -> None:
         assert headline(fit(trials=(trial(),), survived_steps=1)) == "batch size 24 ran 1 step"
         assert headline(fit(stopped_because="interrupted")).startswith("interrupted: 24 is the largest")

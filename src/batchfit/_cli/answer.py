@@ -35,8 +35,11 @@ def headline(fit: FitResult) -> str:
     return f"batch size {fit.batch_size} {how} {count_of(fit.survived_steps, 'step')}"
 
 
-def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list[tuple[str, str]]:
+def facts(
+    fit: FitResult, *, saved: Path | None, next_command: str = "", ranks: int = 1
+) -> list[tuple[str, str]]:
     """What the answer rests on, and how to use it: (label, text) pairs."""
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
     used = max((count for count in runs if count is not None), default=None)
     lines = [("device", memory_label(fit.device, fit.budget_bytes))]
@@ -48,7 +51,7 @@ def facts(fit: FitResult, *, saved: Path | None, next_command: str = "") -> list
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),
-        ("use it", f"DataLoader(dataset, batch_size={fit.batch_size})"),
+        ("use it", f"DataLoader(dataset, batch_size={fit.batch_size}){each}"),
     ]
     if fit.from_store:
         age = format_age(fit.stored_age_s or 0.0)
@@ -78,13 +81,19 @@ def _failures(fit: FitResult) -> str:
 
 
 def show_answer(
-    fit: FitResult, stream: TextIO, *, with_table: bool, saved: Path | None, next_command: str = ""
+    fit: FitResult,
+    stream: TextIO,
+    *,
+    with_table: bool,
+    saved: Path | None,
+    next_command: str = "",
+    ranks: int = 1,
 ) -> None:
     """Write the end of a search to a stream, in colour where it is a terminal."""
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, told below at length
-    rows = facts(fit, saved=saved, next_command=next_command)
+    rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")

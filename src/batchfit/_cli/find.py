@@ -266,13 +266,19 @@ def _deliver(
         except OSError as error:
             lost = error
     saved = None if lost else output
+    from torch import distributed
+
+    launched = distributed.is_available() and distributed.is_initialized()
+    ranks = distributed.get_world_size() if launched else 1
     if as_json:
         stdout.write(text)
         stdout.flush()
-        show_answer(fit, sys.stderr, with_table=False, saved=saved)
+        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks)
     else:
         with_table = not (rows_stand and is_terminal(stdout))
-        show_answer(fit, stdout, with_table=with_table, saved=saved, next_command=job.next_command)
+        show_answer(
+            fit, stdout, with_table=with_table, saved=saved, next_command=job.next_command, ranks=ranks
+        )
     if lost:
         raise CommandFailed(
             Code.BROKEN, f"the result could not be saved to {output}: {lost.strerror or lost}"
