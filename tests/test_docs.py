@@ -28,8 +28,12 @@ GUIDES = (
     "loader.md",
     "sweep.md",
 )  # pages that show what their first example prints
-# What each takes is mostly the framework's import, or a trace; `make test-all` runs them.
-SLOW = ("accelerate.md", "explain.md", "lightning.md", "predict.md", "torchtune.md", "transformers.md")
+# What each takes is mostly an import of a framework or of torch, or a trace; `make test-all` runs them.
+SLOW = (
+    *("accelerate.md", "lightning.md", "recipes.md", "torchtune.md", "transformers.md"),
+    *("coming-from.md", "explain.md", "loader.md", "noise.md", "plain.md", "predict.md", "report.md"),
+    *("schedules.md", "sweep.md"),
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 

@@ -62,6 +62,7 @@ def run_without(refused: list[str], code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.slow
 def test_an_integration_without_its_framework_says_the_pip_line_and_the_others_work(
     name: str, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def apart(rank: int, how: str, timeout_s: float | None) -> Any:
         pytest.param("fsdp2", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_what_happens_to_one_child_is_everyones_outcome(how: str, timeout_s: float | None) -> None:
     outcomes = run_ranks(apart, world_size=2, args=(how, timeout_s), timeout_s=200)
     for outcome in outcomes:

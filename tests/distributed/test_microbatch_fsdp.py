@@ -186,6 +186,7 @@ def test_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs", pytest.param("interrupted", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_rank_that_dies_or_hangs_is_named(how: str) -> None:
     outcomes = run_ranks(cases.lost, world_size=3, args=(how,), timeout_s=60)
     assert outcomes[1].exitcode == (-9 if how == "killed" else 3)

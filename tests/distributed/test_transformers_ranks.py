@@ -32,6 +32,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", cases.MODELS)
+@pytest.mark.slow
 def test_a_rank_that_runs_out_tries_again_and_all_end_as_one_process(
     name: str, tmp_path: Path, answers: list[dict[str, Any]]
 ) -> None:

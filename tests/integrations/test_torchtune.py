@@ -166,6 +166,7 @@ class _StoppedError(Exception):
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_sizes_and_weights_of_one_that_was_not_stopped(
     name: str, folder: Path
 ) -> None:
@@ -462,6 +463,7 @@ def test_without_torchtune_the_pip_line_is_told() -> None:
         pytest.param("batchfit/integrations/torchtune.py", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_tune_run(named: str, folder: Path) -> None:
     config = tiny_config(folder, "lora", batchfit={**QUICK, "budget": "8MiB"}, max_steps_per_epoch=3)
     file = folder / "config.yaml"

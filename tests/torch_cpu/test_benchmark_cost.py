@@ -103,6 +103,7 @@ def test_neither_start_loads_torch_or_pydantic() -> None:
     assert import_time.loaded("import typing") == ["typing"]
 
 
+@pytest.mark.slow
 def test_a_trace_gives_the_ratio_that_the_guard_stores() -> None:
     cost_cpu = script("cost_cpu")
     stored = json.loads((RESULTS / "guard.json").read_text())["figures"]

@@ -9,6 +9,7 @@ import pytest
 from benchmark_scripts import run
 
 
+@pytest.mark.slow
 def test_planted_scales_go_on_where_they_were(tmp_path: Path) -> None:
     out = str(tmp_path / "planted.json")
     assert run("noise_planted", "run", "--seeds", "2", "--deadline-s", "0", "--out", out) == "38 cells left\n"

@@ -19,6 +19,7 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("seed", [6, 36])  # tight and failing; a size set by hand, and a restart
+@pytest.mark.slow
 def test_a_program_ends_as_the_plain_loop(seed: int, soak: Any, recwarn: pytest.WarningsRecorder) -> None:
     row = soak.run_program(soak.Program.of(seed))
     clean = dict.fromkeys(("tensor_bytes", "tensors", "files", "threads", "processes"), 1)

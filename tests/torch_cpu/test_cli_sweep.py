@@ -488,6 +488,7 @@ def test_a_reader_that_goes_away_does_not_end_the_sweep(project: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moe", pytest.param("crops", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_example_killed_in_the_middle_and_resumed_gives_the_same_file(name: str, tmp_path: Path) -> None:
     if name == "crops":
         pytest.importorskip("transformers", reason="needs transformers")

@@ -94,6 +94,7 @@ def named(found: MemoryExplanation, text: str) -> WhatIf:
 # -- what holds the peak
 
 
+@pytest.mark.slow
 def test_each_list_adds_up_to_the_peak(told: MemoryExplanation) -> None:
     for holders in (told.kinds, told.modules, told.lines):
         assert sum(one.peak_bytes for one in holders) == told.peak_bytes

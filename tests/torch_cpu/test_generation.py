@@ -121,6 +121,7 @@ def test_padding_on_the_left_takes_the_memory_of_the_longest() -> None:
     assert padded == pytest.approx(full, rel=0.05)
 
 
+@pytest.mark.slow
 def test_generation_fits_fewer_than_a_forward_pass() -> None:
     """Why a trial has to generate: the seed's point, and lm-evaluation-harness' trouble."""
     model = llama().eval()

@@ -396,6 +396,7 @@ class Training:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a step that the scaler may skip
+@pytest.mark.slow
 def test_a_fault_at_every_operation_of_two_training_steps(
     kind: str, rollback: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

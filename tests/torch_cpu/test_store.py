@@ -500,6 +500,7 @@ def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_the_command_remembers_and_says_so(project: Path) -> None:
     first = run(project, "find", "train.py:make", *FLAGS)
     assert "stored " not in first.stdout

@@ -256,6 +256,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_stopped_in_the_middle_and_resumed(tmp_path: Path, how: signal.Signals) -> None:
     """The factory is in the main file. Ctrl-C or kill -9: no child lives on, and the file is whole."""
     folder, output, script = tmp_path / "notes", tmp_path / "out.json", tmp_path / "main.py"
