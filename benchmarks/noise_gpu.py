@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
 import platform
 import statistics
 import time
@@ -27,6 +26,7 @@ from typing import Any
 from microbatch_gpu import COUNT, LENGTH, SIZE, gpt2
 from pages import add_page, write_page
 from rows import keep
+from turns import interval
 
 PARTS = ("plain", "cheap", "exact", "cheap, 2 microbatches")
 PAIRS = 40
@@ -39,7 +39,7 @@ def measure(part: str, smoke: bool) -> Results:
 
     import batchfit
 
-    model, optimizer, loss, batch, _ = gpt2(smoke)
+    model, optimizer, loss, batch, _ = gpt2(SIZE * COUNT, smoke)
     if "2 microbatches" in part:
         batch = {name: rows[: 2 * SIZE] for name, rows in batch.items()}
     mode = part.split(",")[0]
@@ -136,13 +136,6 @@ def ratios(pairs: list[tuple[float, float]]) -> list[float]:
     return [other / plain for plain, other in pairs]
 
 
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that hold it with 95 %."""
-    some = sorted(values)
-    out = math.floor((len(some) - 1.96 * math.sqrt(len(some))) / 2)
-    return statistics.median(some), some[max(0, out)], some[min(len(some) - 1, len(some) - 1 - out)]
-
-
 def page(results: Results) -> str:
     told = results["about"]
     lines = [
@@ -162,7 +155,8 @@ def page(results: Results) -> str:
         one = results[part]
         plain, this = (statistics.median(pair[at] for pair in one["pairs_s"]) for at in (0, 1))
         host = [statistics.median(pair[at] for pair in one["queued_s"]) for at in (0, 1)]
-        middle, low, high = median_interval(ratios(one["pairs_s"]))
+        found = ratios(one["pairs_s"])
+        middle, (low, high) = statistics.median(found), interval(found)
         waited, peaks = one.get("waits"), one.get("peak_bytes")
         more = None if peaks is None else (peaks["other"] - peaks["plain"]) / 2**20
         lines.append(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import socket
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from typing import Any
 
 from pages import add_page, write_page
 from rows import keep
+from turns import interval
 
 PARTS = {"many": 8, "one": 1}
 SAMPLES, LENGTH, WARM, ROUNDS, LEAST = 32, 512, 9, 40, 10
@@ -239,13 +239,6 @@ def summary(part: Results) -> Results:
             "in_votes": statistics.median(part["in_votes_s"][name]) / step_s,
         }
     return told
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the medians of drawn-again rounds."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
-    return medians[25], medians[974]
 
 
 def page(results: Results) -> str:
