@@ -461,6 +461,27 @@ def test_sizes_and_retries_are_logged(tmp_path: Path, living_bytes: int) -> None
     assert run.progress_bar_metrics["microbatch_retries"] == ours.retries == events.count("shrunk")
 
 
+def test_what_has_not_changed_is_logged_once_an_epoch_and_shown_in_every_row(tmp_path: Path) -> None:
+    logger = pl.loggers.CSVLogger(tmp_path)
+    logged: list[str] = []
+
+    class Counting(Exact):
+        def log(self, name: str, *args: Any, **options: Any) -> None:
+            logged.append(name)
+            super().log(name, *args, **options)
+
+    run = trainer(OomProofTraining(), logger=logger, log_every_n_steps=1, max_epochs=2)
+    run.fit(seeded(Counting), loader())
+    run.fit_loop.max_epochs = 3
+    run.fit(run.lightning_module, loader())
+    assert logged.count("microbatch_size") == logged.count("microbatch_retries") == 3
+    logger.save()
+    rows = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("microbatch_size")
+    sizes = [row.split(",")[column] for row in rows[1:]]  # a row at the end of an epoch has other columns
+    assert [size for size in sizes if size] == ["64.0"] * 12
+
+
 def test_a_finder_beside_it_sees_steps_run_out(living_bytes: int) -> None:
     class Late(BatchSizeFinder):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

@@ -115,13 +115,27 @@ def write(trainer: Any, values: dict[str, float]) -> None:
         logger.log_metrics(values, step=trainer.global_step)
 
 
-def show(trainer: Any, module: Any, name: str, value: float) -> None:
-    """To the progress bar and the loggers, with what the module logs in this batch."""
-    if not trainer.barebones:
-        # On the host: a number would be sent to the device with every batch.
-        module.log(
-            name, torch.tensor(float(value)), prog_bar=True, on_step=True, on_epoch=False, batch_size=1
-        )
+class Shown:
+    """Values in the progress bar and the loggers.
+
+    Lightning keeps what was logged until its epoch ends, and a call of its `log` takes longer than all that
+    microbatching adds to a step: what has not changed is not logged again.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def show(self, trainer: Any, module: Any, **values: float) -> None:
+        """To the progress bar and the loggers, with what the module logs in this batch."""
+        if trainer.barebones:
+            return
+        for name, value in values.items():
+            now = (trainer.current_epoch, float(value))
+            if self._last.get(name) == now:
+                continue
+            # On the host: a number would be sent to the device.
+            module.log(name, torch.tensor(now[1]), prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+            self._last[name] = now
 
 
 def call_step(trainer: Any, name: str, *args: Any) -> Any:

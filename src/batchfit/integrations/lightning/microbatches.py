@@ -24,12 +24,12 @@ import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.framework import (
     Callback,
+    Shown,
     call_step,
     check_budget,
     check_trainer,
     overrides,
     part,
-    show,
 )
 from batchfit.integrations.lightning.merging import (
     Logged,
@@ -113,6 +113,7 @@ class OomProofTraining(Callback):
         self._microbatcher: batchfit.Microbatcher | None = None
         self._learned: Mapping[str, Any] | None = None
         self._largest = 0  # microbatch of the last batch
+        self._shown = Shown()
         self._failed = self._is_paused = False
         self._records: list[_Record] = []
         self._metrics: list[nn.Module] = []
@@ -148,7 +149,7 @@ class OomProofTraining(Callback):
         """From here on batches go through the Microbatcher."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise BatchfitError("OomProofTraining cannot run LBFGS, which runs the model inside its step")
-        self._trainer, self._metrics = trainer, metrics_in(pl_module)
+        self._trainer, self._metrics, self._shown = trainer, metrics_in(pl_module), Shown()
         self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, **self._options)
         if self._learned is not None:
             self._microbatcher.load_state_dict(self._learned)
@@ -160,8 +161,7 @@ class OomProofTraining(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Show how the batch ran."""
-        show(trainer, pl_module, "microbatch_size", self._largest)
-        show(trainer, pl_module, "microbatch_retries", self.retries)
+        self._shown.show(trainer, pl_module, microbatch_size=self._largest, microbatch_retries=self.retries)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning's own way again."""

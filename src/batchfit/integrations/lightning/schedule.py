@@ -18,7 +18,7 @@ import torch
 
 import batchfit
 from batchfit.integrations.lightning.finder import BatchSizeFinder
-from batchfit.integrations.lightning.framework import Callback, check_trainer, refuse_beside, show, write
+from batchfit.integrations.lightning.framework import Callback, Shown, check_trainer, refuse_beside, write
 from batchfit.integrations.lightning.loaders import leaves, requested, resizable, size_of
 from batchfit.integrations.lightning.microbatches import OomProofTraining
 from batchfit.schedules import load_schedule
@@ -63,6 +63,7 @@ class BatchSizeSchedule(Callback):
         self._lr = lr
         self._largest = largest
         self._on_event = on_event
+        self._shown = Shown()
         self._options: dict[str, Any] = {
             "tokens_per_sample": tokens_per_sample,
             "noise": noise,
@@ -127,7 +128,7 @@ class BatchSizeSchedule(Callback):
         if not isinstance(loaders[0], batchfit.ResizableLoader):
             own *= trainer.world_size
         loader = resizable(loaders[0], batch_size=max(own, trainer.world_size))
-        self._trainer = trainer
+        self._trainer, self._shown = trainer, Shown()
         self.scheduler = self._made(trainer, loader, own)
         saved, self._saved = self._saved, None
         if saved is None and self._left is not None and self._left[0] is loop.epoch_progress:
@@ -149,7 +150,7 @@ class BatchSizeSchedule(Callback):
     ) -> None:
         """A schedule that does not count epochs moves here, after an optimizer step."""
         assert self.scheduler is not None
-        show(trainer, pl_module, "batch_size", self.scheduler.batch_size)
+        self._shown.show(trainer, pl_module, batch_size=self.scheduler.batch_size)
         if self._unit == "epoch" or trainer.fit_loop._should_accumulate():
             return
         _, changed = self.scheduler.step()
