@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pages import add_page, write_page
-from rows import Results, in_child, run_rows
+from rows import Ahead, Results, my_turn, run_rows
 
 
 class Setup(NamedTuple):
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
 
 
 GPU = Setup(
-    (128, 256, 512, 1024, 2048),
+    (128, 512, 2048),
     256,
     "24GiB",
     2048,
@@ -65,7 +65,7 @@ SMOKE = Setup(
     },
 )
 WAYS = ("guided", "grow", "accelerate")
-STEPS, SOAK_STEPS = 2, 3
+STEPS, SOAK_STEPS = 2, 2  # each generates every token, and takes the same memory
 
 
 def setup(smoke: bool) -> Setup:
@@ -215,6 +215,7 @@ def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
 
 
 def one(row: str, given: argparse.Namespace) -> Results:
+    my_turn("batchfit._sweep", "accelerate", "transformers.models.llama.modeling_llama")
     kind, _, name = row.partition("/")
     wanted = setup(given.smoke)
     if kind == "truth":
@@ -251,14 +252,17 @@ def not_yet(row: str, results: Results) -> str:
 
 
 def run_all(given: argparse.Namespace) -> None:
+    ahead = Ahead(__file__, "--out", str(given.out), smoke=given.smoke)
     run_rows(
         given.out,
         about(given),
         given.rows or rows(given.smoke),
         deadline_s=given.deadline_s,
-        run=lambda row, _: in_child(__file__, row, "--out", str(given.out), smoke=given.smoke),
+        run=lambda row, _: ahead.run(row),
         not_yet=not_yet,
+        prepare=ahead.prepare,
     )
+    ahead.close()
 
 
 def page(results: Results) -> str:
