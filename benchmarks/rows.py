@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def run_rows(
     results["about"] = about
     begun = time.perf_counter()
     missing = [row for row in wanted if row not in results or "error" in results[row]]
-    for row, following in zip(missing, [*missing[1:], None], strict=True):
+    for row, following in zip_longest(missing, missing[1:]):
         if time.perf_counter() - begun > deadline_s:
             print(f"{row}: left for another call", flush=True)
             continue
