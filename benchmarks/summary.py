@@ -108,13 +108,10 @@ def prediction_row(found: Results) -> Row | None:
 
 def microbatch_row(found: Results) -> Row | None:
     told = []
-    for part, one in found.items():
-        if part.startswith("overhead/") and one.get("pairs_s"):
-            name, pairs = part.removeprefix("overhead/"), one["pairs_s"]
-            ratios = [ours / hand for hand, ours in pairs]
-            low, high = interval(ratios)
-            middle = statistics.median(ratios)
-            told.append(f"{name} {middle - 1:+.1%} (95 % interval {low - 1:+.1%} to {high - 1:+.1%})")
+    for name, ratios in goals.overheads(found).items():
+        low, high = interval(ratios)
+        middle = statistics.median(ratios)
+        told.append(f"{name}: {middle - 1:+.1%} (95 % interval {low - 1:+.1%} to {high - 1:+.1%})")
     if not told:
         return None
     return Row(
