@@ -87,6 +87,7 @@ def planted(folder: Path) -> Path:
             "about": about,
             "overhead/eager": {"pairs_s": [[0.2, 0.201], [0.2, 0.202], [0.2, 0.2]]},
             "overhead/compiled": {"error": "no compiler"},
+            "overhead/compiled, 32": {"pairs_s": [[0.4, 0.4], [0.4, 0.4]]},
         },
         "ragged_h200_202611": {
             "about": {"gpu": "NVIDIA H200"},
@@ -125,7 +126,8 @@ def test_each_row_says_what_was_measured(summary: ModuleType, tmp_path: Path) ->
             "xMem publishes 3.6 % of the memory (median); nobody an error of the size",
         ),
         (
-            "eager +0.5% (95 % interval +0.0% to +1.0%)",
+            "compiled, microbatches of 32: +0.0% (95 % interval +0.0% to +0.0%); "
+            "eager, microbatches of 8: +0.5% (95 % interval +0.0% to +1.0%)",
             "a loop by hand: 0 %, and it dies when a batch does not fit",
         ),
         (
@@ -233,7 +235,8 @@ def test_every_row_of_the_design_is_measured_or_named_as_missing(summary: Module
         "size, no GPU": True,
         "no OOM as a cap, no GPU": True,
     }
-    assert found["microbatching"] == {"eager": True}
+    both = {"compiled, microbatches of 32": True, "eager, microbatches of 8": True}
+    assert found["microbatching"] == both
     assert found["ragged lengths"] == {"tokens/s, cold": True, "tokens/s, warm": True, "lost steps": False}
     with pytest.raises(ValueError, match=r"must say why .'ragged lengths', 'lost steps'. was missed"):
         goals.table(tmp_path, links="")
