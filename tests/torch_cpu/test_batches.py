@@ -213,6 +213,45 @@ def test_scan_limit() -> None:
     assert batches.SCAN_LIMIT == 4096
 
 
+def _padded(samples: list[torch.Tensor]) -> dict[str, Any]:
+    rows = pad_sequence(samples, batch_first=True)
+    return {"rows": rows, "pair": (rows > 0, torch.tensor([len(one) for one in samples])), "kind": "padded"}
+
+
+COLLATES: dict[str, tuple[Any, bool]] = {
+    "rows": (_padded, True),
+    "a tensor": (lambda samples: pad_sequence(samples, batch_first=True), True),
+    "each against each": (
+        lambda samples: {**_padded(samples), "mask": torch.ones(len(samples), len(samples))},
+        False,
+    ),
+    "offsets": (lambda samples: {**_padded(samples), "ends": torch.arange(len(samples) + 1)}, False),
+    "their number": (lambda samples: {**_padded(samples), "count": len(samples)}, False),
+    "names": (lambda samples: {**_padded(samples), "names": [str(len(one)) for one in samples]}, False),
+    "an array": (lambda samples: {**_padded(samples), "array": np.ones(len(samples))}, False),
+    "sequences first": (lambda samples: pad_sequence(samples), False),
+    "samples": (list, False),
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+@pytest.mark.parametrize("lengths", [[3], [1, 4, 2], [3, 3, 3, 3, 3, 3, 3]], ids=["one", "three", "seven"])
+def test_samples_that_come_again_are_read_once_where_a_batch_is_rows(name: str, lengths: list[int]) -> None:
+    collate, once = COLLATES[name]
+    dataset = Ragged(lengths)
+    source = batch_source(dataset, collate_fn=collate)
+    source(2)
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    for size in (8, 23):
+        wanted = collate(
+            [torch.full((lengths[i],), i) for i in itertools.islice(itertools.cycle(longest), size)]
+        )
+        dataset.read.clear()
+        batch = source(size)
+        assert str(batch) == str(wanted)  # small enough that every value is in it
+    assert (len(dataset.read) < 23) is once  # the first large batch reads twice, to know what rows are
+
+
 def test_list_of_samples_with_collate_is_a_dataset() -> None:
     samples = [torch.zeros(2), torch.ones(5), torch.full((3,), 2.0)]
     assert batch_source(samples, collate_fn=padded)(2)[:, 0].tolist() == [1.0, 2.0]

@@ -24,6 +24,7 @@ from batchfit._torch.structure import (
     element_count,
     has_rows,
     is_samples,
+    leaves,
     parts,
     rebuilt,
     sized,
@@ -159,6 +160,7 @@ class Longest:
         self.collate = collate_fn
         self._order: tuple[int, ...] | None = None
         self._lengths: tuple[int, ...] = ()
+        self._has_plain_rows: bool | None = None
 
     def lengths(self) -> tuple[int, ...]:
         """Element counts of the samples looked at, longest first: all that their memory depends on."""
@@ -169,6 +171,24 @@ class Longest:
     def __call__(self, size: int) -> Any:
         if self._order is None:
             self._order = self._scan()
+        most = max(len(self._order), 2)
+        if size > most and self._repeats(most):
+            return Repeated(self._read(most))(size)
+        return self._read(size)
+
+    def _repeats(self, count: int) -> bool:
+        """Whether a batch in which samples come again is one of `count` samples, its rows again and again.
+
+        So it is where a batch is nothing but rows whose shape does not depend on how many there are. To read
+        and collate each sample as often as it comes would take minutes for a million of them.
+        """
+        if self._has_plain_rows is None:
+            fewer, rows = (_rows(self._read(one), one) for one in (count - 1, count))
+            self._has_plain_rows = rows is not None and rows == fewer
+        return self._has_plain_rows
+
+    def _read(self, size: int) -> Any:
+        assert self._order is not None
         indices = [self._order[i % len(self._order)] for i in range(size)]
         # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
         fetch = getattr(self.dataset, "__getitems__", None)
@@ -199,6 +219,22 @@ class Longest:
                 getattr(self.dataset, "advice_on_longer", _ADVICE_ON_LONGER),
             )
         return tuple(longest)
+
+
+def _rows(batch: Any, size: int) -> list[object] | None:
+    """What a sample has in each tensor of a batch; None where there is more than rows and settings."""
+    found: list[object] = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            is_rows = leaf.dim() > 0 and leaf.layout is torch.strided and not leaf.is_nested
+            if not is_rows or leaf.shape[0] != size:
+                return None
+            found.append((leaf.dtype, leaf.device, leaf.shape[1:]))
+        elif leaf is None or type(leaf) in (bool, int, float, str):
+            found.append(leaf)
+        else:
+            return None
+    return found
 
 
 @final

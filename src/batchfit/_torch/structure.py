@@ -91,6 +91,16 @@ def mapped(node: Any, change: Callable[[Any], Any]) -> Any:
     return rebuilt(node, values)
 
 
+def leaves(node: Any) -> Iterator[Any]:
+    """What containers hold in the end, in order."""
+    items = children(node)
+    if items is None:
+        yield node
+    else:
+        for _, value in items:
+            yield from leaves(value)
+
+
 def to_device(batch: Any, device: torch.device | None) -> Any:
     """The batch with everything that can move on `device`; what is there already is left as it is."""
     if device is None:
