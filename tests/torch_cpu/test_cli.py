@@ -187,6 +187,13 @@ class TestFlags:
             assert CliRunner().invoke(app, ["find", "train.py:make", *flags]).exit_code == 0
         assert seen == [(True, False), (True, True), (False, False)]
 
+    def test_a_key_without_a_store_is_refused(self) -> None:
+        from batchfit._cli.find import stored_where_possible
+
+        settings: Any = {"store": False, "key": "x", "fresh": False, "isolate": False}
+        with pytest.raises(ValueError, match=r"key must be left out with --no-store, not 'x'"):
+            stored_where_possible(settings)
+
     def test_memory_that_went_is_told_with_the_answer(self) -> None:
         from batchfit._cli.answer import facts
 

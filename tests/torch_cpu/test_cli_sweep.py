@@ -176,6 +176,24 @@ def test_a_dry_run_runs_nothing(project: Path, capsys: pytest.CaptureFixture[str
     assert "3 of 3 configurations would be run (fixed at 6)" in capsys.readouterr().out
 
 
+def test_a_dry_run_for_machines(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("start_from=5", "estimate=model.py:half", "batch_size=9", dry_run=True, as_json=True)
+        == Code.FOUND
+    )
+    assert json.loads(capfd.readouterr().out) == {
+        "kind": "sweep_plan",
+        "schema_version": 1,
+        "configurations": [
+            {"knobs": {"most": 3}, "begins_with": None, "skipped": "it stands before most=5"},
+            {"knobs": {"most": 5}, "begins_with": 4, "skipped": None},
+            {"knobs": {"most": 7}, "begins_with": 4, "skipped": None},
+        ],
+    }
+    with pytest.raises(CommandFailed, match=r"csv must be left out with --dry-run"):
+        run(dry_run=True, csv=Path("out.csv"))
+
+
 def test_some_that_fail_have_a_code_of_their_own(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ("knobs={most: [3, 5], fails: [[3], []]}", "mode=zip")
     assert run(*sets) == Code.SOME_FAILED

@@ -331,6 +331,7 @@ def test_running_out_again_and_again_halves() -> None:
     assert [event.kind for event in job.events] == ["shrunk"] * 3
     assert job.events[0].size_after < job.events[0].size_before
     assert "at length 8" in job.events[0].why
+    assert all(event.shape for event in job.events)
 
 
 def test_a_sample_in_a_longer_known_shape_is_trimmed_more_before_nothing_fits() -> None:

@@ -243,9 +243,9 @@ def stored_where_possible(
 
     That is a step without a model, and what a child makes; a flag that asks for the store is refused later.
     """
-    if not settings["store"]:
-        return {**settings, "key": None}
-    if asked:
+    if not settings["store"] and settings["key"] is not None:
+        raise ValueError(f"key must be left out with --no-store, not {settings['key']!r}")
+    if asked or not settings["store"]:
         return settings
     if settings["isolate"] and settings["key"] is None and not settings["fresh"]:
         return {**settings, "store": False}

@@ -8,6 +8,7 @@ ends with another code than one in which nothing did.
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from batchfit._decide.grid import Entry
 from batchfit._target import home_of, parse_target
 
 if TYPE_CHECKING:
-    from batchfit._decide.estimates import EstimateFunction
     from batchfit._sweep import Keeper
     from batchfit._sweep_asked import Asked
     from batchfit._sweep_job import Engine
@@ -53,6 +53,8 @@ class SweepFlags:
 
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
     """Read the file, run what waits, and show the result."""
+    if flags.dry_run and flags.csv is not None:
+        raise CommandFailed(Code.USAGE, "csv must be left out with --dry-run, which measures nothing")
     named = ("devices", "engine", "ray_address")
     given = {name: value for name in named if (value := getattr(flags, name)) is not None}
     file = SweepFile.read(path, flags.sets, given)
@@ -65,7 +67,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         asked, alone = _asked(file, flags)
         if flags.dry_run:
             if speaks():
-                _show_plan(asked, _keeper(asked, output, flags, stack), stdout)
+                _show_plan(asked, _keeper(asked, output, flags, stack), stdout, as_json=flags.as_json)
             return Code.FOUND
         keeper, engine = _together(asked, alone, output, flags, stack)
         count = sum(not entry.why_not for entry in entries)
@@ -251,34 +253,47 @@ def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:
     )
 
 
-def _estimated(estimate: EstimateFunction, entry: Entry, batch_size: int) -> str:
+def _begins_with(asked: Asked, entry: Entry) -> int | str | None:
+    """The first size of a configuration; None where the search chooses it, words where its estimate fails."""
+    settings = asked.job.settings
+    if entry.why_not or (settings.auto and (settings.estimate is None or settings.batch_size is None)):
+        return None
+    if not settings.auto or settings.estimate is None or settings.batch_size is None:
+        return settings.batch_size
     try:
-        return str(estimate(dict(entry.configuration), batch_size))
+        return settings.estimate(dict(entry.configuration), settings.batch_size)
     except Exception as error:  # noqa: BLE001  a function of the user's may raise anything
         return f"{type(error).__name__}: {error}"
 
 
-def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO) -> None:
+def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO, *, as_json: bool) -> None:
     """The configurations, what would be run, and where each search would begin."""
     from batchfit.results import text_table
 
     entries = keeper.entries()
-    knobs = tuple(entries[0].configuration)
     settings = asked.job.settings
-
-    def row(entry: Entry) -> tuple[str, ...]:
-        start = "-"
-        if not entry.why_not and not settings.auto:
-            start = str(settings.batch_size)
-        elif not entry.why_not and settings.estimate is not None and settings.batch_size is not None:
-            start = _estimated(settings.estimate, entry, settings.batch_size)
-        values = (str(value) for value in entry.configuration.values())
-        return (*values, start, f"skipped: {entry.why_not}" if entry.why_not else "run")
-
-    columns = (*knobs, "begins with", "what")
+    begins = [_begins_with(asked, entry) for entry in entries]
+    if as_json:
+        plan = [
+            {"knobs": dict(entry.configuration), "begins_with": size, "skipped": entry.why_not or None}
+            for entry, size in zip(entries, begins, strict=True)
+        ]
+        told = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
+        stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+        stdout.flush()
+        return
+    rows = [
+        (
+            *(str(value) for value in entry.configuration.values()),
+            "-" if size is None else str(size),
+            f"skipped: {entry.why_not}" if entry.why_not else "run",
+        )
+        for entry, size in zip(entries, begins, strict=True)
+    ]
+    columns = (*entries[0].configuration, "begins with", "what")
     waiting = sum(not entry.why_not for entry in entries)
     most = "as many as fit" if settings.batch_size is None else f"at most {settings.batch_size}"
     how = f"strategy {settings.strategy}, {most}" if settings.auto else f"fixed at {settings.batch_size}"
-    stdout.write(f"{text_table(columns, [row(entry) for entry in entries])}\n")
+    stdout.write(f"{text_table(columns, rows)}\n")
     stdout.write(f"{waiting} of {len(entries)} configurations would be run ({how})\n")
     stdout.flush()

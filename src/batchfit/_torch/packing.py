@@ -218,9 +218,10 @@ class Packing:
             sizing.limit(fresh=True)
         piece = call.plan[at]
         size, length = _extent(piece)
+        seen: Any = {"shape": call.whole.shape, "peak_bytes": known.peaks.get((size, length))}
         if failure.fragmented and not call.again:
             call.again = True
-            sizing.tell("retry", size, size, f"memory was fragmented ({failure.message})")
+            sizing.tell("retry", size, size, f"memory was fragmented ({failure.message})", **seen)
             return
         call.again = False
         is_least = size == 1 and (call.alone or length <= _shortest(call.whole, piece))
@@ -233,7 +234,7 @@ class Packing:
         memory, budget = self._memory(call)
         after = memory.most_samples(length, budget)
         after = min(size - 1, size if after is None else after)
-        sizing.tell("shrunk", size, max(1, after), f"at length {length}: {failure.message}")
+        sizing.tell("shrunk", size, max(1, after), f"at length {length}: {failure.message}", **seen)
         call.plan = ()
 
     def finish(self, call: RaggedCall, plan: Sequence[Piece]) -> None:

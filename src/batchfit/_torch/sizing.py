@@ -179,7 +179,8 @@ class Sizing:
         call.held_bytes = reading.held_bytes
         if failure.fragmented and not call.again:
             call.again = True
-            self.tell("retry", call.size, call.size, f"memory was fragmented ({failure.message})")
+            why = f"memory was fragmented ({failure.message})"
+            self.tell("retry", call.size, call.size, why, shape=call.whole.shape)
             return
         if call.size == 1 or (reading.held_bytes or 0) >= self.limit(fresh=True):
             what = f"a batch of {call.whole.length}, {call.whole.shape.key}"
@@ -273,9 +274,20 @@ class Sizing:
 
     # --- telling
 
-    def tell(self, kind: EventKind, before: int, after: int, why: str, *, shape: Shape | None = None) -> None:
-        """An event: to the log and to the user's function."""
-        peak = None if shape is None else self._peaks.get((shape, before))
+    def tell(
+        self,
+        kind: EventKind,
+        before: int,
+        after: int,
+        why: str,
+        *,
+        shape: Shape | None = None,
+        peak_bytes: int | None = None,
+    ) -> None:
+        """An event: to the log and to the user's function. Without `peak_bytes`, that of `before` samples."""
+        peak = peak_bytes
+        if peak is None and shape is not None:
+            peak = self._peaks.get((shape, before))
         event = MicrobatchEvent(kind, before, after, why, peak, "" if shape is None else shape.key)
         log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
         if self._on_event is not None:
