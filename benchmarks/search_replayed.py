@@ -64,6 +64,7 @@ def trial(footprint: Any, size: int, capacity: int, *, soak: bool) -> Any:
         allocated_bytes=device.peak_allocated_bytes,
         reserved_bytes=device.peak_reserved_bytes,
         split_bytes=device.peak_split_bytes,
+        largest_bytes=max(sizes),
         held_bytes=None if failed else held,
         retries=0 if failed else device.retries,
     )

@@ -123,10 +123,12 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     ran = [one for one in state.told if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or not ran:
         return None
-    releases = any(one.retries > 0 for one in ran)
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
     budget = state.budget_bytes - aside
+    # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
+    shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
+    releases = max(shown, key=lambda one: one.size).rests_return(aside_bytes=aside)
     readings = [
         reading for one in ran if (reading := one.reading(releases=releases, aside_bytes=aside)) is not None
     ]
@@ -156,7 +158,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     if not exact and enough(good, worth, state.tolerance):
-        return settle(state, bracket, "within_tolerance")
+        return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
@@ -165,6 +167,17 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
         few = single and look.safe < _FEW * good
         final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
     return Ask(size, state.soak and (final or size == bracket.sizes.last))
+
+
+def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> Ask | None:
+    """The answer needs a soak yet: of where the memory is expected to end, if the readings are good enough.
+
+    It costs no further trial, and a tolerance is for what nobody knows.
+    """
+    if not state.soak or bracket.sustained == bracket.good or bracket.bad is not None:
+        return None
+    size = bracket.place(min(look.aim, bracket.largest))
+    return Ask(size, True) if curve.readings[-1].noise < NOISE and size <= look.aim else None
 
 
 def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
