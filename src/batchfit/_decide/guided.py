@@ -202,7 +202,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step))
     if bad is not None:
         if target >= bad:
-            target = math.sqrt(base * bad) if base < bad else good
+            # Good readings that promised a size which then failed are a little off, and once only.
+            near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
+            target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
         if target <= good:

@@ -36,8 +36,6 @@ LIVE_SHARE = 0.972
 # Blocks are small if the largest is at most this share of the live tensors. 28 models and precisions under 3
 # budgets, replayed: up to 0.059 they run at 96.9 to 99.6 %, from 0.076 on at 85 to 96 %.
 _FINE_SHARE = 0.065
-# More than this share no program with large blocks fills, however small its rests are at a smaller size.
-_COARSE_SHARE = 0.95
 # With nothing known of the blocks: rests up to this share of the live tensors do not stand in the way
 # (ConvNeXt, ViT); 7 % do (GPT-2).
 _SMALL_RESTS = 0.05
@@ -85,9 +83,7 @@ class Reading:
         firm = upper == reserved_bytes
         if releases or (releases is None and upper <= (1 + _SMALL_RESTS) * allocated_bytes):
             return cls(size, allocated_bytes / LIVE_SHARE, LIVE_NOISE)
-        if releases is None:
-            return cls(size, float(upper), firm=firm)
-        return cls(size, max(float(upper), allocated_bytes / _COARSE_SHARE), COARSE_NOISE, firm)
+        return cls(size, float(upper), NOISE if releases is None else COARSE_NOISE, firm)
 
 
 def rests_return(
