@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
+from batchfit._decide.memory import COARSE_NOISE, FINEST, NOISE, Curve, Outlook, Reading
 from batchfit._decide.state import HORIZON, LIMIT, Ask, Bracket, State, descend, enough, ran_short, settle
 
 # The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
@@ -130,7 +130,9 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
     releases = max(shown, key=lambda one: one.size).rests_return(aside_bytes=aside)
     readings = [
-        reading for one in ran if (reading := one.reading(releases=releases, aside_bytes=aside)) is not None
+        reading
+        for one in ran
+        if (reading := one.reading(releases=releases, budget_bytes=budget, aside_bytes=aside)) is not None
     ]
     # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
     largest = max(one.size for one in ran)
@@ -193,7 +195,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
         by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
         reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
-        target = base * (max(look.careful, base) / base) ** reach + (0 if curve.readings[-1].noise == 0.02 else bracket.sizes.step / 2)
+        # To the nearest size; downwards where a block of one sample more may find no gap.
+        half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
+        target = base * (max(look.careful, base) / base) ** reach + half
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
     target = min(target, 8 * base, _LARGEST_LEAP * good)

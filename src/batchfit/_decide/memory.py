@@ -36,6 +36,10 @@ LIVE_SHARE = 0.972
 # Blocks are small if the largest is at most this share of the live tensors. 28 models and precisions under 3
 # budgets, replayed: up to 0.059 they run at 96.9 to 99.6 %, from 0.076 on at 85 to 96 %.
 _FINE_SHARE = 0.065
+# Rests grow with large blocks: far from the budget, below this share of it, they count as at least what keeps
+# live tensors from filling more than the other.
+_NEAR_END = 0.9
+_COARSE_SHARE = 0.95
 # With nothing known of the blocks: rests up to this share of the live tensors do not stand in the way
 # (ConvNeXt, ViT); 7 % do (GPT-2).
 _SMALL_RESTS = 0.05
@@ -64,6 +68,7 @@ class Reading:
         reserved_bytes: int | None = None,
         split_bytes: int | None = None,
         releases: bool | None = None,
+        budget_bytes: int | None = None,
     ) -> Reading | None:
         """What the peaks of a trial that ran say it needs; None where they say nothing.
 
@@ -71,7 +76,8 @@ class Reading:
         is an upper bound, since it hands back unsplit segments before it gives up; live tensors plus the
         rests of split segments (`split_bytes`), which it cannot hand back, are another. The lower of the
         two decides, unless the rests can be handed back (`releases`): then live tensors decide, as they do
-        where nothing is known of that (None) and the rests are small.
+        where nothing is known of that (None) and the rests are small. Where they cannot, they grow on the way
+        to `budget_bytes`.
         """
         if not allocated_bytes or allocated_bytes < 0:
             return cls(size, float(reserved_bytes)) if reserved_bytes and reserved_bytes > 0 else None
@@ -83,7 +89,10 @@ class Reading:
         firm = upper == reserved_bytes
         if releases or (releases is None and upper <= (1 + _SMALL_RESTS) * allocated_bytes):
             return cls(size, allocated_bytes / LIVE_SHARE, LIVE_NOISE)
-        return cls(size, float(upper), NOISE if releases is None else COARSE_NOISE, firm)
+        if releases is None:
+            return cls(size, float(upper), firm=firm)
+        far = budget_bytes is not None and upper < _NEAR_END * budget_bytes
+        return cls(size, max(upper, allocated_bytes / _COARSE_SHARE if far else 0.0), COARSE_NOISE, firm)
 
 
 def rests_return(

@@ -53,7 +53,7 @@ class Told:
         live = self.allocated_bytes and self.allocated_bytes - aside_bytes
         return rests_return(live, largest_bytes=self.largest_bytes, retries=self.retries)
 
-    def reading(self, *, releases: bool | None, aside_bytes: int = 0) -> Reading | None:
+    def reading(self, *, releases: bool | None, budget_bytes: int, aside_bytes: int = 0) -> Reading | None:
         """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
         return Reading.of(
             self.size,
@@ -61,6 +61,7 @@ class Told:
             reserved_bytes=self.reserved_bytes and self.reserved_bytes - aside_bytes,
             split_bytes=self.split_bytes,
             releases=releases,
+            budget_bytes=budget_bytes,
         )
 
 
