@@ -170,10 +170,10 @@ class _CachingDevice:
         snapshot = getattr(self.backend, "memory_snapshot", None)
         if snapshot is None or not self.is_torchs_own:
             return None
-        segments = [one for one in snapshot() if one["device"] == self.index]
+        segments = [one for one in snapshot() if one.get("device") == self.index]
         if any(one.get("is_expandable") for one in segments):
             return None
-        return max((int(one["total_size"]) for one in segments), default=None)
+        return max((int(one.get("total_size", 0)) for one in segments), default=None)
 
     def alloc_retries(self) -> int:
         return int(self.backend.memory_stats(self.index).get("num_alloc_retries", 0))
