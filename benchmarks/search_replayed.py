@@ -106,8 +106,8 @@ def page(found: dict[str, Any]) -> str:
         f"{statistics.mean(len(one['failed']) for one in rows):.2f} failures, "
         f"{statistics.mean(shares):.1%} of the end (lowest {min(shares):.1%}); no failure in "
         f"{sum(not one['failed'] for one in rows)} cases. The end is the largest size up to which all are",
-        "sustained, in steps of 1 %, from the answer on. At least 98 % of it or one sample less, no failure, at",
-        f"most 4 sizes: {sum(map(meets_goals, rows))} cases.",
+        "sustained, in steps of 1 %, from the answer on. At least 98 % of it or one sample less, no failure",
+        f"and at most 4 sizes: {sum(map(meets_goals, rows))} cases.",
         "",
         "| model, precision, cap GiB | answer | end | sizes tried (failed) |",
         "|---|---|---|---|",

@@ -129,6 +129,9 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
     releases = max(shown, key=lambda one: one.size).rests_return(aside_bytes=aside)
+    # A large block among small ones (a kernel's workspace) does not keep those from being handed back.
+    if any(one.handed_back for one in ran):
+        releases = True
     readings = [
         reading
         for one in ran

@@ -53,6 +53,13 @@ class Told:
         live = self.allocated_bytes and self.allocated_bytes - aside_bytes
         return rests_return(live, largest_bytes=self.largest_bytes, retries=self.retries)
 
+    @property
+    def handed_back(self) -> bool:
+        """It had to retry, and what lay idle was more than the rests that cannot be handed back."""
+        if not self.retries or self.split_bytes is None or not self.allocated_bytes:
+            return False
+        return self.allocated_bytes + self.split_bytes < (self.reserved_bytes or 0)
+
     def reading(self, *, releases: bool | None, budget_bytes: int, aside_bytes: int = 0) -> Reading | None:
         """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
         return Reading.of(
