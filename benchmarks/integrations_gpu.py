@@ -161,9 +161,27 @@ def lightning(make_callbacks: Callable[[], list[Any]], size: int) -> Callable[[b
                 found["retries"] = callback.retries
             if getattr(callback, "result", None) is not None:
                 found["trials"] = len(callback.result.trials)
+                found |= tried(callback.result)
         return found
 
     return run
+
+
+def tried(fit: Any) -> Results:
+    """What our finder tried: size, outcome, whether it was a soak, and what it read; and why it ended."""
+    read = ("reserved_bytes", "split_bytes", "largest_bytes", "held_bytes", "alloc_retries")
+    return {
+        "sizes_tried": [
+            [
+                one.size,
+                one.outcome,
+                one.peak_bytes,
+                {"soak": one.soak, **{name: getattr(one, name) for name in read}},
+            ]
+            for one in fit.trials
+        ],
+        "stopped_because": fit.stopped_because,
+    }
 
 
 def _ours(name: str) -> Callable[[], list[Any]]:

@@ -37,8 +37,9 @@ class Trial(Result):
     """One measured attempt at one size.
 
     `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
-    took from the device, `split_bytes` that of cached remainders it could not have given back, and
-    `held_bytes` what was live between steps, gradients apart; None where there is no reading.
+    took from the device, `split_bytes` that of cached remainders it could not have given back,
+    `largest_bytes` the largest block that it took at once, and `held_bytes` what was live between steps,
+    gradients apart; None where there is no reading.
     `settled_retries` counts allocation retries in the second half of a soak. `step_s` is the median of
     the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
     "backward", "optimizer"), where the workload names its phases.
@@ -50,6 +51,7 @@ class Trial(Result):
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     split_bytes: int | None = None
+    largest_bytes: int | None = None
     held_bytes: int | None = None
     alloc_retries: int = 0
     settled_retries: int = 0

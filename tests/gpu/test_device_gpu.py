@@ -10,6 +10,7 @@ import torch
 
 from batchfit._torch import device as device_module
 from batchfit._torch.device import CudaDevice, KnownDevice, known_devices, resolve_device
+from batchfit._torch.device_memory import largest_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -127,6 +128,14 @@ def test_peaks_are_torchs_own(device: CudaDevice) -> None:
     weights.grad = None
     device.reset()
     assert device.peaks().allocated_bytes == device.held_bytes()
+
+
+def test_the_largest_block_is_read_while_it_is_cached(device: CudaDevice) -> None:
+    blocks = [torch.empty(size * MiB, dtype=torch.uint8, device="cuda:0") for size in (40, 700, 3)]
+    del blocks
+    assert 700 * MiB <= (largest_bytes(device) or 0) <= 702 * MiB
+    device.reset()
+    assert (largest_bytes(device) or 0) < 700 * MiB
 
 
 def test_the_budget_counts_what_this_process_has_reserved(device: CudaDevice) -> None:

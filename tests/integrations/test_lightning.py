@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import warnings
@@ -469,6 +470,30 @@ def test_the_peak_of_a_trial_is_that_of_training(living_bytes: int) -> None:
         trainer(peak, ours).fit(Net(), DataLoader(data(), batch_size=2))
     assert ours.result is not None
     assert ours.result.peak_bytes == max(peak.peaks)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_the_size_trains_and_little_more_would(width: int) -> None:
+    """Lightning keeps gradients through forward, and the optimizer's state comes with the first step."""
+    samples = data(4000)
+
+    def run(size: int, *callbacks: pl.Callback, room_bytes: int = 2**29) -> int:
+        """Train five batches; what they needed beside what was there."""
+        gc.collect()
+        with batchfit.virtual_memory("1GiB") as memory:
+            before = memory.allocated_bytes
+            with memory.lowered(before + room_bytes):
+                trainer(*callbacks, limit_train_batches=5).fit(
+                    Net(width=width), DataLoader(samples, batch_size=size)
+                )
+            return memory.peak_bytes - before
+
+    ours, room_bytes = BatchSizeFinder(), 10 * 4 * width * width + 200 * 1024
+    run(2, ours, room_bytes=room_bytes)
+    found = ours.optimal_batch_size
+    assert found is not None
+    assert 100 < found < 800
+    assert run(found) <= room_bytes < run(math.ceil(found / 0.95))
 
 
 def test_a_search_is_seen_by_nobody_and_told_once(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class FakeCuda:
         self.peak = {index: [0, 0] for index in range(count)}
         self.retries = dict.fromkeys(range(count), 0)
         self.dead = False
+        self.segments: list[dict[str, Any]] = []  # for `memory_snapshot`, as a test sets them
 
     # what a program does
 
@@ -78,6 +79,9 @@ class FakeCuda:
             "num_alloc_retries": self.retries[index],
         }
 
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return self.segments
+
     def reset_peak_memory_stats(self, index: int) -> None:
         self.peak[index] = [0, 0]
         self._note(index)
@@ -96,6 +100,7 @@ class FakeCuda:
 
     def empty_cache(self) -> None:
         self._open(self.current)
+        self.segments = [one for one in self.segments if one["device"] != self.current]
         self.reserved[self.current] = -(-self.live[self.current] // SEGMENT) * SEGMENT
 
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:

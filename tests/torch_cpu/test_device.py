@@ -29,9 +29,11 @@ from batchfit._torch.device import (
     known_devices,
     resolve_device,
 )
+from batchfit._torch.device_memory import largest_bytes
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import virtual_memory
 from batchfit.errors import BatchfitError
+from batchfit.testing import FakeDevice
 
 CUDAS = pytest.mark.parametrize("cuda", [FakeCuda(), OldCuda()], ids=["new", "old"])
 
@@ -77,6 +79,26 @@ def test_another_allocator_is_read_by_its_live_tensors() -> None:
         assert device.peaks() == Peaks(100 * MiB, None, None)
         cuda.free(100 * MiB)
     assert cuda.allowed[0] == 1000 * MiB, "all of it: what was there before cannot be put back"
+
+
+def test_the_largest_block_is_the_largest_segment_of_the_device() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(1, backend=cuda)
+    assert largest_bytes(device) is None, "nothing was allocated"
+    cuda.segments = [
+        {"device": index, "total_size": size * MiB, "is_expandable": False}
+        for index, size in ((0, 900), (1, 20), (1, 300), (1, 2))
+    ]
+    assert largest_bytes(device) == 300 * MiB
+    cuda.segments.append({"device": 1, "total_size": 8 * MiB, "is_expandable": True})
+    assert largest_bytes(device) is None, "a segment that grows is no block"
+    assert largest_bytes(CudaDevice(0, backend=cuda)) == 900 * MiB
+
+
+def test_who_cannot_tell_the_largest_block_says_none() -> None:
+    assert largest_bytes(CudaDevice(0, backend=AsyncCuda())) is None
+    assert largest_bytes(FakeDevice("1MiB")) is None
+    assert largest_bytes(CpuDevice()) is None
 
 
 @pytest.mark.parametrize(

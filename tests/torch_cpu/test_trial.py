@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, MiB
 from torch import nn
 
 from batchfit._torch import phase
+from batchfit._torch.conclude import told, worst
+from batchfit._torch.device import CudaDevice
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
@@ -91,6 +94,21 @@ def test_retries_count_as_settled_in_the_second_half_only() -> None:
     late = run({1, 6, 10}, soak=True)
     assert (late.alloc_retries, late.settled_retries, late.sustained) == (3, 2, False)
     assert run({6}, soak=False).settled_retries == 0
+
+
+def test_the_largest_block_reaches_the_search_before_the_cache_is_gone() -> None:
+    cuda = FakeCuda()
+
+    def step(n: int) -> None:
+        cuda.allocate(n * MiB)
+        cuda.free(n * MiB)
+        cuda.segments = [{"device": 0, "total_size": n * MiB, "is_expandable": False}]
+
+    trial = run_trial(step, 40, device=CudaDevice(0, backend=cuda), snapshot=Snapshot.take([]))
+    assert trial.largest_bytes == 40 * MiB
+    assert told(trial).largest_bytes == 40 * MiB
+    other = trial.model_copy(update={"largest_bytes": 60 * MiB})
+    assert worst([trial, other, trial]).largest_bytes == 60 * MiB
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.memory import FINEST, LIVE_NOISE, LIVE_SHARE, NOISE, Curve, Reading
+from batchfit._decide.memory import (
+    COARSE_NOISE,
+    FINEST,
+    LIVE_NOISE,
+    LIVE_SHARE,
+    NOISE,
+    Curve,
+    Reading,
+    rests_return,
+)
 
 GIB = 2**30
 
@@ -155,6 +164,22 @@ ALLOCATED, RESERVED = 10 * GIB, 12 * GIB
         ({"reserved_bytes": RESERVED, "split_bytes": 4 * GIB}, RESERVED, NOISE, True),
         ({"reserved_bytes": RESERVED, "releases": True}, ALLOCATED / LIVE_SHARE, LIVE_NOISE, True),
         ({"reserved_bytes": ALLOCATED * 1.04}, ALLOCATED / LIVE_SHARE, LIVE_NOISE, True),
+        # Large blocks: what was taken counts, however close it is; far from the end it is 5 % at least.
+        ({"reserved_bytes": RESERVED, "releases": False}, RESERVED, COARSE_NOISE, True),
+        ({"reserved_bytes": RESERVED, "split_bytes": GIB, "releases": False}, 11 * GIB, COARSE_NOISE, False),
+        ({"reserved_bytes": ALLOCATED * 1.04, "releases": False}, ALLOCATED * 1.04, COARSE_NOISE, True),
+        (
+            {"reserved_bytes": ALLOCATED * 1.04, "releases": False, "budget_bytes": 24 * GIB},
+            ALLOCATED / 0.95,
+            COARSE_NOISE,
+            True,
+        ),
+        (
+            {"reserved_bytes": ALLOCATED * 1.04, "releases": False, "budget_bytes": 11 * GIB},
+            ALLOCATED * 1.04,
+            COARSE_NOISE,
+            True,
+        ),
         ({"reserved_bytes": 0}, ALLOCATED, NOISE, True),  # a counter that the device does not keep
         ({"reserved_bytes": None, "releases": True}, ALLOCATED, NOISE, True),
     ],
@@ -164,6 +189,26 @@ def test_what_the_peaks_of_an_allocator_say(
 ) -> None:
     reading = Reading.of(8, ALLOCATED, **peaks)  # type: ignore[arg-type]
     assert reading == Reading(8, need, noise, firm)
+
+
+@pytest.mark.parametrize(
+    ("largest", "retries", "returns"),
+    [
+        (None, 0, None),
+        (None, 2, True),
+        (0, 0, None),
+        (ALLOCATED // 20, 0, True),  # ResNet-50
+        (ALLOCATED // 8, 0, False),  # GPT-2
+        (ALLOCATED // 8, 2, False),  # something was handed back, and the rests stay
+    ],
+)
+def test_whether_rests_return(largest: int | None, retries: int, returns: bool | None) -> None:
+    assert rests_return(ALLOCATED, largest_bytes=largest, retries=retries) is returns
+
+
+def test_nothing_live_says_nothing_about_rests() -> None:
+    assert rests_return(None, largest_bytes=GIB) is None
+    assert rests_return(0, largest_bytes=GIB) is None
 
 
 @pytest.mark.parametrize(("allocated", "reserved"), [(None, None), (0, None), (None, 0), (0, 0)])

@@ -21,6 +21,7 @@ from batchfit.results import REASONS
 GIB = 2**30
 BUDGET = 24 * GIB
 H200_CURVES = Path(__file__).parent.parent / "data" / "h200_curves.json"
+SEARCH_CASES = json.loads((Path(__file__).parent.parent / "data" / "search_cases.json").read_text())
 
 Readings = Callable[[int], dict[str, int]]
 
@@ -69,6 +70,7 @@ def lies(seed: int) -> Readings:
                 "allocated_bytes": rng.randrange(BUDGET),
                 "reserved_bytes": rng.randrange(2 * BUDGET),
                 "split_bytes": rng.randrange(BUDGET),
+                "largest_bytes": rng.randrange(BUDGET),
                 "retries": rng.randrange(2),
             },
         ][kind]
@@ -591,6 +593,26 @@ def test_powers_goes_up_from_one() -> None:
 # --- on curves measured on an H200 ----------------------------------------------------------------
 
 
+def as_measured(ran: list[dict[str, Any]]) -> Readings:
+    """What was read at the sizes of `ran` (MiB), and between them on a line."""
+
+    def between(name: str, size: int) -> dict[str, int]:
+        known = [row for row in ran if row.get(name) is not None]
+        low = max((row for row in known if row["size"] <= size), key=lambda row: row["size"], default=None)
+        high = min((row for row in known if row["size"] >= size), key=lambda row: row["size"], default=low)
+        if low is None or high is None:
+            return {}
+        part = (size - low["size"]) / max(1, high["size"] - low["size"])
+        return {f"{name}_bytes": int((low[name] + part * (high[name] - low[name])) * 2**20)}
+
+    def read(size: int) -> dict[str, int]:
+        below = max((row for row in ran if row["size"] <= size), key=lambda row: row["size"])
+        peaks = [between(name, size) for name in ("allocated", "reserved", "split", "largest", "held")]
+        return {key: value for part in peaks for key, value in part.items()} | {"retries": below["retries"]}
+
+    return read
+
+
 def h200_models() -> list[str]:
     return list(json.loads(H200_CURVES.read_text())["models"])
 
@@ -604,27 +626,80 @@ def test_on_real_curves_four_trials_find_98_per_cent_without_a_failure(model: st
     # Sizes between the largest that ran and the smallest that failed were not measured: half of them fit.
     capacity = (truth + min(row["size"] for row in rows if not row["fits"])) // 2
 
-    def between(name: str, size: int) -> dict[str, int]:
-        known = [row for row in ran if row[name] is not None]
-        low = max((row for row in known if row["size"] <= size), key=lambda row: row["size"], default=None)
-        high = min((row for row in known if row["size"] >= size), key=lambda row: row["size"], default=low)
-        if low is None or high is None:
-            return {}
-        part = (size - low["size"]) / max(1, high["size"] - low["size"])
-        return {f"{name}_bytes": int((low[name] + part * (high[name] - low[name])) * 2**20)}
-
-    def read(size: int) -> dict[str, int]:
-        below = max((row for row in ran if row["size"] <= size), key=lambda row: row["size"])
-        peaks = [between(name, size) for name in ("allocated", "reserved", "split", "held")]
-        return {key: value for part in peaks for key, value in part.items()} | {"retries": below["retries"]}
-
-    done = play(Search(budget_bytes=data["budget_bytes"]), capacity, read)
+    done = play(Search(budget_bytes=data["budget_bytes"]), capacity, as_measured(ran))
     assert done.best is not None
     assert all(one.fits for one in done.told)
     assert len(done.told) <= 4
     assert done.best >= min(0.98 * truth, truth - 1)
     # A size at which cached memory is expected to be handed back is a step on the way, and not worth a soak.
     assert sum(one.soak for one in done.told) <= (2 if model == "llama110m" else 1)
+
+
+@pytest.mark.parametrize("name", SEARCH_CASES["cases"])
+def test_with_the_largest_block_known_four_trials_do_without_a_failure(name: str) -> None:
+    # Retries had been taken for a promise that all rests can be used: T5-small under 24 GiB went from 82 to
+    # 94, 92 and 87, which fail, and BERT under 40 from 188 to 222; where small blocks had not been retried
+    # yet, ResNet-50 ended a tenth below the end.
+    case = SEARCH_CASES["cases"][name]
+    rows = [dict(zip(SEARCH_CASES["columns"], row, strict=True), held=case["held"]) for row in case["rows"]]
+    done = play(Search(budget_bytes=int(name.rpartition("/")[2]) * GIB), case["end"], as_measured(rows))
+    assert done.best is not None
+    assert [one.size for one in done.told if not one.fits] == []
+    assert len(done.told) <= 4
+    assert done.best >= min(0.97 * case["end"], case["end"] - 1)
+
+
+def test_a_workspace_among_small_blocks_costs_trials_and_not_the_size() -> None:
+    # ResNet-50 on an H200, with a workspace as large as logits: it retries, and has handed back enough.
+    data = json.loads(H200_CURVES.read_text())
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["models"]["resnet"]]
+    ran = [dict(row, largest=row["allocated"] / 8) for row in rows if row["fits"]]
+    done = play(Search(budget_bytes=data["budget_bytes"]), 553, as_measured(ran))
+    assert all(one.fits for one in done.told)
+    assert len(done.told) <= 5
+    assert done.best is not None
+    assert done.best >= 0.98 * 552
+
+
+def small_blocks(size: int, *, fits: bool = True, soak: bool = False) -> Told:
+    """Of 24 GiB, 5 % are fixed, and live tensors fill 97.2 % at size 1000; the blocks are small."""
+    peak = int(BUDGET * (0.05 + 0.922 * size / 1000))
+    return Told(
+        size=size,
+        fits=fits,
+        soak=soak,
+        allocated_bytes=peak,
+        reserved_bytes=int(1.1 * peak),
+        largest_bytes=peak // 50,
+        held_bytes=int(BUDGET * 0.05),
+    )
+
+
+def test_the_soak_that_is_due_is_of_the_expected_end() -> None:
+    search = Search(budget_bytes=BUDGET, told=tuple(map(small_blocks, (1, 300, 985))))
+    ask = search.ask()
+    assert ask is not None
+    assert ask.soak
+    assert 990 <= ask.size <= 1005, "985 is within the tolerance, and needs a soak all the same"
+    search = search.tell(small_blocks(ask.size, soak=True))
+    assert search.ask() is None
+    assert search.best == ask.size
+
+
+def test_where_that_soak_fails_the_size_that_ran_is_the_answer() -> None:
+    search = Search(budget_bytes=BUDGET, told=tuple(map(small_blocks, (1, 300, 985))))
+    ask = search.ask()
+    assert ask is not None
+    search = search.tell(small_blocks(ask.size, fits=False, soak=True))
+    assert search.ask() == Ask(985, True)
+    assert search.tell(small_blocks(985, soak=True)).best == 985
+
+
+def test_one_failure_where_good_readings_promised_more_is_no_reason_to_bisect() -> None:
+    told = [*map(small_blocks, (1, 300)), small_blocks(980, fits=False, soak=True)]
+    ask = Search(budget_bytes=BUDGET, told=tuple(told)).ask()
+    assert ask is not None
+    assert 950 <= ask.size < 980
 
 
 # --- the value ------------------------------------------------------------------------------------

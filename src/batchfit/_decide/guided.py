@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from batchfit._decide.memory import FINEST, NOISE, Curve, Outlook, Reading
+from batchfit._decide.memory import COARSE_NOISE, FINEST, NOISE, Curve, Outlook, Reading
 from batchfit._decide.state import HORIZON, LIMIT, Ask, Bracket, State, descend, enough, ran_short, settle
 
 # The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
@@ -123,12 +123,19 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     ran = [one for one in state.told if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or not ran:
         return None
-    releases = any(one.retries > 0 for one in ran)
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
     budget = state.budget_bytes - aside
+    # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
+    shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
+    releases = max(shown, key=lambda one: one.size).rests_return(aside_bytes=aside)
+    # A large block among small ones (a kernel's workspace) does not keep those from being handed back.
+    if any(one.handed_back for one in ran):
+        releases = True
     readings = [
-        reading for one in ran if (reading := one.reading(releases=releases, aside_bytes=aside)) is not None
+        reading
+        for one in ran
+        if (reading := one.reading(releases=releases, budget_bytes=budget, aside_bytes=aside)) is not None
     ]
     # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
     largest = max(one.size for one in ran)
@@ -156,7 +163,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     if not exact and enough(good, worth, state.tolerance):
-        return settle(state, bracket, "within_tolerance")
+        return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
@@ -165,6 +172,17 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
         few = single and look.safe < _FEW * good
         final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
     return Ask(size, state.soak and (final or size == bracket.sizes.last))
+
+
+def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> Ask | None:
+    """The answer needs a soak yet: of where the memory is expected to end, if the readings are good enough.
+
+    It costs no further trial, and a tolerance is for what nobody knows.
+    """
+    if not state.soak or bracket.sustained == bracket.good or bracket.bad is not None:
+        return None
+    size = bracket.place(min(look.aim, bracket.largest))
+    return Ask(size, True) if curve.readings[-1].noise < NOISE and size <= look.aim else None
 
 
 def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
@@ -180,7 +198,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
         by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
         reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
-        target = base * (max(look.careful, base) / base) ** reach + bracket.sizes.step / 2
+        # To the nearest size; downwards where a block of one sample more may find no gap.
+        half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
+        target = base * (max(look.careful, base) / base) ** reach + half
     if not exact and worth < _NEAR * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
     target = min(target, 8 * base, _LARGEST_LEAP * good)
@@ -189,7 +209,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step))
     if bad is not None:
         if target >= bad:
-            target = math.sqrt(base * bad) if base < bad else good
+            # Good readings that promised a size which then failed are a little off, and once only.
+            near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
+            target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
         if target <= good:

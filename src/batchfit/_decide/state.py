@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from batchfit._decide.memory import Reading
+from batchfit._decide.memory import Reading, rests_return
 
 # Without max_size a search ends here: no tensor library indexes more samples, and a step that ignores its
 # size would be tried for ever.
@@ -29,8 +29,8 @@ class Told:
     `fits` is False for a size that was too big for whatever reason, and for a soak that failed anywhere.
     The byte fields are peaks over the trial (of a failed one: up to the failure), None without a reading:
     live tensors, what a caching allocator took from the device, the rests of split segments that it cannot
-    hand back; `held_bytes` is what stays between steps, a floor under every peak. `retries` counts the
-    allocations that succeeded only after cached memory had been handed back.
+    hand back; `largest_bytes` is the largest block, `held_bytes` what stays between steps, a floor under
+    every peak. `retries` counts the allocations that succeeded only after cached memory was handed back.
     """
 
     size: int
@@ -39,6 +39,7 @@ class Told:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     split_bytes: int | None = None
+    largest_bytes: int | None = None
     held_bytes: int | None = None
     retries: int = 0
 
@@ -47,7 +48,19 @@ class Told:
         """The lowest of the peaks that were read."""
         return min((peak for peak in (self.allocated_bytes, self.reserved_bytes) if peak), default=0)
 
-    def reading(self, *, releases: bool, aside_bytes: int = 0) -> Reading | None:
+    def rests_return(self, *, aside_bytes: int = 0) -> bool | None:
+        """Whether the allocator can use what lies idle, by this trial, `aside_bytes` apart."""
+        live = self.allocated_bytes and self.allocated_bytes - aside_bytes
+        return rests_return(live, largest_bytes=self.largest_bytes, retries=self.retries)
+
+    @property
+    def handed_back(self) -> bool:
+        """It had to retry, and what lay idle was more than the rests that cannot be handed back."""
+        if not self.retries or self.split_bytes is None or not self.allocated_bytes:
+            return False
+        return self.allocated_bytes + self.split_bytes < (self.reserved_bytes or 0)
+
+    def reading(self, *, releases: bool | None, budget_bytes: int, aside_bytes: int = 0) -> Reading | None:
         """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
         return Reading.of(
             self.size,
@@ -55,6 +68,7 @@ class Told:
             reserved_bytes=self.reserved_bytes and self.reserved_bytes - aside_bytes,
             split_bytes=self.split_bytes,
             releases=releases,
+            budget_bytes=budget_bytes,
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar, final
 
 from torch import nn
 
-from batchfit._decide.memory import Curve, Reading
+from batchfit._decide.memory import Curve, Reading, rests_return
 from batchfit._decide.steady import Timing
 from batchfit._torch import oom, phase
 from batchfit._torch.bottlenecks import flops_of
@@ -193,7 +193,7 @@ class Bench:
             run.peaks.allocated_bytes,
             reserved_bytes=run.peaks.reserved_bytes,
             split_bytes=run.peaks.split_bytes,
-            releases=run.alloc_retries > 0,
+            releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
         )
         if reading is not None:
             self._readings = [one for one in self._readings if one.size != run.size]

@@ -86,6 +86,7 @@ def told(trial: Trial) -> Told:
         allocated_bytes=trial.peak_bytes,
         reserved_bytes=trial.reserved_bytes,
         split_bytes=trial.split_bytes,
+        largest_bytes=trial.largest_bytes,
         held_bytes=trial.held_bytes,
         retries=trial.alloc_retries,
     )
@@ -104,6 +105,7 @@ def worst(trials: list[Trial]) -> Trial:
         "peak_bytes",
         "reserved_bytes",
         "split_bytes",
+        "largest_bytes",
         "alloc_retries",
         "settled_retries",
         "step_s",

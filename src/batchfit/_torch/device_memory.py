@@ -98,6 +98,15 @@ def check_budget(device: Device, budget_bytes: int) -> None:
         )
 
 
+def largest_bytes(device: Device) -> int | None:
+    """The largest block of the steps that just ran, while their cache is there; None where nobody can tell.
+
+    A large block that no cached segment can hold gets a segment of its own size. Reading them all costs
+    milliseconds, which is why it is not one of the peaks.
+    """
+    return device.largest_bytes() if isinstance(device, _CachingDevice) else None
+
+
 # The fraction that a limit of ours has set, for a torch that cannot tell it: (back-end, index) -> fraction.
 _set_by_us: dict[tuple[Any, int], float] = {}
 
@@ -155,6 +164,16 @@ class _CachingDevice:
             reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
             split_bytes=None if split is None else int(split),
         )
+
+    def largest_bytes(self) -> int | None:
+        """The largest segment now; None where they grow (expandable ones) and say nothing about blocks."""
+        snapshot = getattr(self.backend, "memory_snapshot", None)
+        if snapshot is None or not self.is_torchs_own:
+            return None
+        segments = [one for one in snapshot() if one.get("device") == self.index]
+        if any(one.get("is_expandable") for one in segments):
+            return None
+        return max((int(one.get("total_size", 0)) for one in segments), default=None)
 
     def alloc_retries(self) -> int:
         return int(self.backend.memory_stats(self.index).get("num_alloc_retries", 0))

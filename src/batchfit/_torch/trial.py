@@ -30,6 +30,7 @@ import torch
 
 from batchfit._torch import oom, phase
 from batchfit._torch.device import Device
+from batchfit._torch.device_memory import largest_bytes
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
@@ -82,7 +83,7 @@ def run_trial(
     try:
         failure = _run_steps(step, size, steps, device, parameters, readings, soak, raise_ambiguous)
         cut_off = failure is not None
-        peaks = device.peaks()
+        peaks, largest = device.peaks(), largest_bytes(device)
         retries = device.alloc_retries() - before
     except BaseException as error:
         raised = error
@@ -102,6 +103,7 @@ def run_trial(
         peak_bytes=peaks.allocated_bytes,
         reserved_bytes=peaks.reserved_bytes,
         split_bytes=peaks.split_bytes,
+        largest_bytes=largest,
         held_bytes=readings.held_bytes,
         alloc_retries=retries,
         settled_retries=retries - (settled_from - before) if soak and settled_from is not None else 0,
