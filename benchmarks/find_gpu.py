@@ -57,6 +57,10 @@ DESIGN_ROWS = (f"gpt2/{CAP}", f"resnet50/{CAP}")
 SOAK, LASTING, LASTING_TINY = 25, 200, 30
 S_PER_GIB = 3  # what a long run beside another one needs, about: none starts later before the deadline
 Results = dict[str, Any]
+KEPT = (  # of our trials: enough to replay the search
+    "size", "outcome", "soak", "steps_run", "elapsed_s", "peak_bytes", "reserved_bytes", "split_bytes",
+    "largest_bytes", "held_bytes", "alloc_retries",
+)  # fmt: skip
 Job = dict[str, Any]
 
 
@@ -124,8 +128,7 @@ def find(job: Job, go: Callable[[], None]) -> Results:
         "seconds": seconds,
         "version": importlib.metadata.version(finder.package) if finder.package != "batchfit" else "",
         "trials": [
-            {name: trial[name] for name in ("size", "outcome", "soak", "steps_run", "elapsed_s")}
-            for trial in program.trials
+            {name: trial[name] for name in KEPT if trial.get(name) is not None} for trial in program.trials
         ],
     }
 
