@@ -445,11 +445,20 @@ class TestFiles:
         assert caught.value.code == Code.USAGE
         assert why in caught.value.text
 
+    def test_a_folder_without_the_right_to_write(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+        with pytest.raises(CommandFailed, match="permission denied; --output names another"):
+            check_writable(Path("report.html"))
+        with pytest.raises(CommandFailed, match=r"permission denied$"):
+            check_writable(Path("train.py"), name="FILE")
+
     def test_the_folder_is_made_on_demand(self, project: Path) -> None:
         check_writable(Path("a/b/fit.json"), make_folder=True)
         write_whole(Path("a/b/fit.json"), "x")
         (project / "file").write_text("")
-        with pytest.raises(CommandFailed):
+        with pytest.raises(CommandFailed, match="; --output names another"):
             check_writable(Path("file/fit.json"), make_folder=True)
 
 
