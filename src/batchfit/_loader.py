@@ -13,6 +13,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import threading
@@ -260,10 +261,14 @@ class ResizableLoader:
             if self._begun:  # and not ended: somebody has left the loop
                 self._renew()
             dealer = self._dealer
-            if not self._streams:
-                dealer.order = self._new_order(dealer)
             self._deals.dealer = dealer
-            iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
+            # What the beginning of an epoch draws (DataLoader's seed for workers, with none too) was drawn
+            # before the checkpoint: drawn again, it would move every random number after it.
+            went_on = dealer.ledger.batches > 0
+            with _undrawn(self._keywords["generator"]) if went_on else contextlib.nullcontext():
+                if not self._streams:
+                    dealer.order = self._new_order(dealer)
+                iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
             self._begun = True
             return iteration
 
@@ -380,6 +385,17 @@ class ResizableLoader:
         if self._streams:
             return "iterable"
         return "sampled" if self.sampler is not None else "shuffled" if self._shuffle else "sequential"
+
+
+@contextlib.contextmanager
+def _undrawn(generator: torch.Generator | None) -> Iterator[None]:
+    """Random numbers that are drawn inside come again after it: those of `generator`, or torch's own."""
+    drawn_from = torch.default_generator if generator is None else generator
+    before = drawn_from.get_state()
+    try:
+        yield
+    finally:
+        drawn_from.set_state(before)
 
 
 class _Deals:

@@ -1,9 +1,8 @@
 """What holds the memory, on one screen: the page that people open a memory profiler for.
 
 Rules: the answer first (how much, when, where), then who holds it (kinds, modules, source lines), then what
-would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some.
-Nothing is printed here: lines go to `print` without roles, and to a terminal
-with them.
+would change it, best first. It fits in 80 columns and about 30 lines, uses more width where there is some,
+and can do with 60. Nothing is printed here: lines go to `print` without roles, and to a terminal with them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
 WIDTH = 80
 # "train.py:41 forward": the function is the first thing to go where there is no room.
 _LINE = re.compile(r"^(\S+:\d+) .*")
+_SIDE_BY_SIDE = 70  # columns, below which two lists have no room beside each other
 _TOP = 5  # modules, lines and changes that are shown
 _WORTH = 1.005  # a change that brings less than half a percent is told in one line with the others
 
 
 def memory_lines(told: MemoryExplanation, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
-    """An explanation as lines of at most `width` characters (70 at least)."""
-    width = max(width, 70)
+    """An explanation as lines of at most `width` characters (60 at least)."""
+    width = max(width, 60)
     return [
         *_head(told, width),
         [],
@@ -59,7 +59,7 @@ def _head(told: MemoryExplanation, width: int) -> list[Line]:
     if kept and told.budget_bytes is not None:
         kept += f", {cached / told.budget_bytes:.0%} of the budget"
     return [
-        [(headline(told), "strong")],
+        *([(part, "strong")] for part in textwrap.wrap(headline(told), width)),
         *fact("peak", f"in {told.peak_phase}{doing}{at}", width),
         *(fact("reserved", kept, width) if kept else []),
         *fact("traced", f"for {told.card}, {told.based_on}", width),
@@ -92,7 +92,13 @@ def _kinds(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
 
 
 def _holders(told: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
-    """Modules and source lines, side by side."""
+    """Modules and source lines, side by side; one above the other where that is too narrow."""
+    if width < _SIDE_BY_SIDE:
+        one_column = [
+            *_ranking("modules", told.modules, width - 2, plain=plain),
+            *_ranking("source lines", told.lines, width - 2, plain=plain),
+        ]
+        return [[("  ", ""), *line] for line in one_column]
     side = (width - 4) // 2
     left = _ranking("modules", told.modules, side, plain=plain)
     right = _ranking("source lines", told.lines, side, plain=plain)

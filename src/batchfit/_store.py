@@ -168,7 +168,12 @@ class Store:
         if damaged and path is not None:
             _set_aside(path, identity, why)
         else:
-            log.warning("found sizes cannot be %s at %s: %s", done, path or "a cache folder", why)
+            log.warning(
+                "found sizes cannot be %s at %s: %s (BATCHFIT_CACHE names another folder)",
+                done,
+                path or "a cache folder",
+                why,
+            )
         return None
 
 

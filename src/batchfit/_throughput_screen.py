@@ -22,8 +22,8 @@ _HEIGHT = 11
 def throughput_lines(
     told: ThroughputProfile, *, width: int = WIDTH, plain: bool = False, picture: bool = False
 ) -> list[Line]:
-    """A profile as lines of at most `width` characters (70 at least)."""
-    width = max(width, 70)
+    """A profile as lines of at most `width` characters (60 at least, and the columns of the table)."""
+    width = max(width, 60)
     lines: list[Line] = [
         [(f"batch size {told.recommended} is recommended", "strong")],
         *fact("because", told.reason, width),
@@ -115,9 +115,13 @@ def _table(told: ThroughputProfile, width: int) -> list[Line]:
             cells.append("-" if point.flops_share is None else f"{point.flops_share:.0%}")
         return cells
 
-    rows = [row(point) for point in told.points]
-    columns = list(zip(names, *rows, strict=True))
+    columns = list(zip(names, *map(row, told.points), strict=True))
     widths = [max(map(len, column)) for column in columns]
+    for name in ("of peak", "FLOP/s", "tokens/s"):  # what a narrow terminal can do without
+        if name in names and sum(widths) + len(widths) - 1 > width:
+            at = names.index(name)
+            del names[at], columns[at], widths[at]
+    rows = [[column[number] for column in columns] for number in range(1, len(told.points) + 1)]
     gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
 
     def line(cells: list[str]) -> str:

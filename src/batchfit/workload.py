@@ -108,10 +108,10 @@ def training(
     function that makes the context), backward (scaled), unscale and clip, `optimizer.step`,
     `scaler.update`. An LR scheduler takes no memory, so it is not stepped. `loss_fn(model, batch)` returns
     the mean loss. `make_batch` is a callable `make_batch(n)`, a map-style dataset (with its `collate_fn`;
-    the longest samples are used), or one example batch, repeated to size. With `optimizer=None` a step is
-    forward and backward only. `state` names what else the step changes. A model in eval mode is in training
-    mode during the step; one that is in training mode already is left as it is, with any part frozen in
-    eval mode. Several models or optimizers: write the step and give it to `Workload`.
+    the longest samples are used), a DataLoader of one, or one example batch, repeated to size. With
+    `optimizer=None` a step is forward and backward only. `state` names what else the step changes. A model in
+    eval mode is in training mode during the step; one that is in training mode already is left as it is, with
+    any part frozen in eval mode. Several models or optimizers: write the step and give it to `Workload`.
     """
     _check_model(model)
     _check_optimizer(optimizer, scaler=scaler)

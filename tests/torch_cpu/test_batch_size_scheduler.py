@@ -423,7 +423,7 @@ class TestLearningRate:
             return
         (text,) = told
         assert text.startswith("CosineAnnealingLR is stepped once a batch, and the batch size changes")
-        assert "scheduler.updates(samples=..., epochs=...)" in text
+        assert "scheduler.updates(samples=..., epochs=...), and say so with updates_known=True" in text
 
     @pytest.mark.parametrize(("unit", "often"), [("step", True), ("samples", True), ("samples", False)])
     def test_the_clock_without_epochs(self, unit: str, often: bool, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import batchfit
+from batchfit import ResizableLoader
 from batchfit._torch import batches
 from batchfit._torch.batches import batch_source, repeat_rows, takes_arguments
-from batchfit._torch.structure import element_count, to_device, wrong_size
+from batchfit._torch.structure import element_count, leaves, to_device, wrong_size
 
-KINDS = "a callable make_batch(n), a map-style dataset or one example batch"
+KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
 
 
 class Ragged(Dataset[Any]):
@@ -274,6 +276,111 @@ def test_collate_that_loses_samples() -> None:
         source(4)
 
 
+def test_a_loader_is_its_dataset_and_collate_fn() -> None:
+    data = Ragged([1, 4, 2])
+    for loader in (
+        DataLoader(data, batch_size=2, shuffle=True, collate_fn=padded, num_workers=2),
+        DataLoader(data, batch_sampler=[[0, 1], [2]], collate_fn=padded),
+        ResizableLoader(data, 2, collate_fn=padded),
+    ):
+        source = batch_source(loader)
+        assert isinstance(source, batches.Longest)
+        assert torch.equal(source(4), batch_source(data, collate_fn=padded)(4))
+        with pytest.raises(TypeError, match=r"^collate_fn must be None with a loader, which has its own"):
+            batch_source(loader, collate_fn=padded)
+
+
+class HasBoth(Ragged):
+    """A dataset over another one, with a method `collate_fn`, as people write them."""
+
+    dataset = "what it reads"
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def collate_fn(self, samples: Any) -> Any:
+        return padded(samples)
+
+
+def test_a_dataset_that_has_what_loaders_have_is_a_dataset() -> None:
+    data = HasBoth([1, 2])
+    assert batch_source(data, collate_fn=data.collate_fn)(2).shape == (2, 2)
+
+
+# A dataset in a trace
+
+
+def popping(samples: list[dict[str, Any]]) -> Any:
+    labels = [sample.pop("label") for sample in samples]
+    return {"x": torch.stack([sample["x"] for sample in samples]), "label": torch.tensor(labels)}
+
+
+class Labelled(Dataset[Any]):
+    def __init__(self) -> None:
+        self.rows, self.reads = torch.randn(5, 16), 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads += 1
+        return {"x": self.rows[index], "label": index % 2}
+
+
+def predicted(make_batch: Any, collate_fn: Any = None, **more: Any) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    workload = batchfit.training(
+        model,
+        optimizer,
+        lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"]),
+        make_batch,
+        collate_fn=collate_fn,
+    )
+    return batchfit.predict_batch_size(workload, budget="128MiB", **more)
+
+
+def test_a_trace_reads_a_dataset_a_few_times_and_predicts_the_same() -> None:
+    data = Labelled()
+    answer = predicted(data, popping)
+    assert answer.batch_size > 10_000
+    assert data.reads < 100
+    example = popping([data[0], data[1]])
+    assert answer.batch_size == predicted(example).batch_size
+
+
+def test_a_model_that_makes_the_batch_is_still_seen_in_a_trace() -> None:
+    learns = torch.nn.Linear(16, 16)
+
+    def embedding(samples: list[Any]) -> Any:
+        batch = popping(samples)
+        return {**batch, "x": learns(batch["x"]).tanh()}
+
+    # What it computes is memory of the device, at each size.
+    assert predicted(Labelled(), embedding).batch_size < 0.9 * predicted(Labelled(), popping).batch_size
+
+
+@dataclass
+class Carrier:
+    """A batch that moves in a way of its own."""
+
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"x": torch.zeros(2), "names": ["a", "b"], "n": 3}, True),
+        ([torch.zeros(2), Carrier(torch.zeros(1), torch.zeros(1))], True),
+        ((torch.zeros(2), torch.zeros(2, device="meta")), False),
+        ({"packed": pack_sequence([torch.zeros(2)])}, False),
+    ],
+)
+def test_what_is_on_the_host(batch: Any, expected: bool) -> None:
+    assert all(map(batches._is_on_host, leaves(batch))) is expected
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(range(3))
@@ -295,11 +402,13 @@ STREAMED = (
     [
         (Stream(), TypeError, f"make_batch must be {KINDS}, not a Stream, {STREAMED}"),
         (itertools.count(), TypeError, f"make_batch must be {KINDS}, not a count, {STREAMED}"),
+        (DataLoader(Stream()), TypeError, f"make_batch must be {KINDS}, not a Stream, {STREAMED}"),
         (
-            DataLoader(Ragged([1])),
+            DataLoader(Ragged([1]), batch_size=None),
             TypeError,
-            f"make_batch must be {KINDS}, not a DataLoader, whose batch size is fixed: "
-            "pass make_batch=loader.dataset, collate_fn=loader.collate_fn",
+            f"make_batch must be {KINDS}, not a DataLoader with batch_size=None, whose dataset gives whole "
+            "batches: pass one of them as the example, make_batch=next(iter(loader)), or a callable "
+            "make_batch(n)",
         ),
         (
             NoLength(),

@@ -363,6 +363,13 @@ class TestFactory:
         with pytest.raises(TypeError, match="faulty_targets:make is something else"):
             Factory.of(before)
 
+    @pytest.mark.parametrize("name", ["__main__", "no_such_module"])
+    def test_of_code_that_was_executed(self, name: str) -> None:
+        space: dict[str, Any] = {"__name__": name}
+        exec("def make_it(): ...", space)
+        with pytest.raises(TypeError, match="'make_it', which is in no module that a child could import"):
+            Factory.of(space["make_it"])
+
     def test_of_an_interactive_session(self, monkeypatch: pytest.MonkeyPatch) -> None:
         main = sys.modules["__main__"]
         monkeypatch.setattr(main, "__spec__", None)

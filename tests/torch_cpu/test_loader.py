@@ -572,6 +572,38 @@ def test_a_state_at_the_end_of_an_epoch_leaves_nothing_of_it() -> None:
     assert other.progress == loader.progress == Progress(epoch=1, step=3, samples=20)
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "sampler", "workers"])
+def test_going_on_in_an_epoch_draws_no_random_number_twice(kind: str) -> None:
+    """Dropout in a run that was resumed sees the numbers of one that was not."""
+
+    def make() -> ResizableLoader:
+        torch.manual_seed(3)
+        data = Numbers(20)
+        if kind == "sampler":
+            return ResizableLoader(data, 8, sampler=torch.utils.data.RandomSampler(data))
+        own = torch.Generator().manual_seed(9) if kind == "own generator" else None
+        return ResizableLoader(data, 8, shuffle=True, generator=own, num_workers=int(kind == "workers"))
+
+    def run(loader: ResizableLoader, drawn: list[Any], most: int) -> tuple[Any, ...]:
+        while len(drawn) < most:
+            for batch in loader:
+                drawn.append((numbers(batch), float(torch.rand(()))))
+                if len(drawn) == most:
+                    break
+        return loader.state_dict(), torch.get_rng_state()
+
+    straight: list[Any] = []
+    run(make(), straight, 8)
+    for stop in (1, 2, 3, 4, 6):  # 3 and 6 are the last batches of their epochs
+        resumed: list[Any] = []
+        state, rng = run(make(), resumed, stop)
+        loader = make()
+        loader.load_state_dict(state)
+        torch.set_rng_state(rng)
+        run(loader, resumed, 8)
+        assert resumed == straight
+
+
 def test_few_samples_that_are_left_for_more_ranks_are_left_out_with_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

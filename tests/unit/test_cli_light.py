@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from batchfit import _failure as failure
+from batchfit._cli import help_texts, schedule_flags
 from batchfit._cli.answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
 from batchfit._cli.output import check_writable, complain, write_whole
@@ -110,6 +111,29 @@ class TestHelp:
         lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
         for code in Code:
             assert [str(int(code)), *MEANINGS[code].split()] in lines
+
+    def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
+        texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
+        assert len(texts) == 10
+        for line in "\n".join([*texts, schedule_flags.SHOW_HELP]).splitlines():
+            assert len(line) <= 78, line  # of 80, a space on either side
+
+    @pytest.mark.parametrize("arguments", [(), ("find",), ("predict",), ("schedule",), ("schedule", "show")])
+    def test_no_type_stands_beside_a_flag_without_a_value(self, arguments: tuple[str, ...]) -> None:
+        text = batchfit_light(*arguments, "--help").stdout
+        assert "Show this message" in text
+        assert "<bool>" not in text
+        assert "BOOLEAN" not in text
+
+    def test_show_may_be_left_out_before_a_schedule(self, tmp_path: Path) -> None:
+        file = tmp_path / "s.json"
+        file.write_text('{"type": "milestone", "milestones": "0:32 2:64"}')
+        rest = ("--samples", "500", "--epochs", "4")
+        expected = batchfit_light("schedule", "show", "0:32 2:64", *rest).stdout
+        assert "64" in expected
+        for config in ("0:32 2:64", str(file)):
+            assert batchfit_light("schedule", config, *rest).stdout == expected
+        assert "No such command 'shwo'" in batchfit_light("schedule", "shwo", "0:32", *rest).stderr
 
     def test_the_numbers_are_a_promise(self) -> None:
         promised = {
@@ -421,11 +445,20 @@ class TestFiles:
         assert caught.value.code == Code.USAGE
         assert why in caught.value.text
 
+    def test_a_folder_without_the_right_to_write(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+        with pytest.raises(CommandFailed, match="permission denied; --output names another"):
+            check_writable(Path("report.html"))
+        with pytest.raises(CommandFailed, match=r"permission denied$"):
+            check_writable(Path("train.py"), name="FILE")
+
     def test_the_folder_is_made_on_demand(self, project: Path) -> None:
         check_writable(Path("a/b/fit.json"), make_folder=True)
         write_whole(Path("a/b/fit.json"), "x")
         (project / "file").write_text("")
-        with pytest.raises(CommandFailed):
+        with pytest.raises(CommandFailed, match="; --output names another"):
             check_writable(Path("file/fit.json"), make_folder=True)
 
 

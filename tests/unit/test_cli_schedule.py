@@ -196,6 +196,18 @@ def test_bad_usage(arguments: tuple[str, ...], words: str, project: Path) -> Non
     assert ran.stdout == ""
 
 
+def test_what_is_wrong_in_a_file_is_told_by_its_name(project: Path) -> None:
+    (project / "s.json").write_text('{"type": "step", "step_size": 0}')
+    ran = show("s.json", *RUN)
+    assert ran.exit_code == Code.USAGE
+    assert ran.stderr == "error: s.json: step_size must be a positive integer, not 0\n"
+    (project / "s.json").write_text("{")
+    ran = show("s.json", *RUN)
+    assert ran.stderr.startswith("error: 's.json' must be JSON, and is not: ")
+    assert "--help" not in ran.stderr
+    assert "--help lists the flags" in show("0:8", "--samples", "100", "--epochs", "0").stderr
+
+
 def test_a_run_without_an_update_is_refused(project: Path) -> None:
     ran = show("0:256", "--samples", "100", "--epochs", "3", "--drop-last")
     assert ran.exit_code == Code.USAGE

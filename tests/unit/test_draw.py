@@ -151,12 +151,15 @@ def explanation(**changes: object) -> MemoryExplanation:
 
 
 class TestScreen:
-    @pytest.mark.parametrize("width", [70, 80, 120])
+    @pytest.mark.parametrize("width", [60, 69, 70, 80, 120])
     @pytest.mark.parametrize("plain", [False, True])
     def test_fits_the_screen(self, width: int, plain: bool) -> None:
         rows = as_text(memory_lines(explanation(), width=width, plain=plain)).splitlines()
         assert max(map(len, rows)) <= width
-        assert len(rows) <= 34
+        assert len(rows) <= (34 if width >= 70 else 50)
+        # Side by side where there is room.
+        assert any("modules" in row and "source lines" in row for row in rows) is (width >= 70)
+        assert sum("source lines" in row for row in rows) == 1
         assert not plain or "".join(rows).isascii()
 
     def test_the_answer_first(self) -> None:

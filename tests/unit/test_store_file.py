@@ -242,6 +242,7 @@ class TestFoldersThatCannotBeUsed:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == [1, False, f"the store's folder cannot be written: {name}/cache"]
         assert "found sizes cannot be written" in done.stderr
+        assert "(BATCHFIT_CACHE names another folder)" in done.stderr
 
     def test_no_home(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         def nowhere() -> Path:

@@ -63,6 +63,15 @@ def test_points_are_found_by_size() -> None:
     assert "host-bound, compute-bound" in told.summary
 
 
+@pytest.mark.parametrize(("width", "left_out"), [(60, ["of peak", "FLOP/s"]), (70, ["of peak"]), (72, [])])
+def test_a_narrow_screen_does_without_the_last_columns(width: int, left_out: list[str]) -> None:
+    text = as_text(throughput_lines(profile(), width=width, picture=True))
+    assert all(len(line) <= width for line in text.splitlines()), text
+    assert [name for name in ("of peak", "FLOP/s", "tokens/s") if name not in text] == left_out
+    assert ("41%" in text) is not bool(left_out)
+    assert "1.5M" in text
+
+
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_screen_is_as_wide_as_it_may_be(width: int, plain: bool) -> None:

@@ -16,7 +16,16 @@ import typer
 
 import batchfit
 from batchfit._cli.ending import end, show_help
-from batchfit._cli.flags import OUTPUT, OutputFile, Target, WholeTracebacks, json_flag, plot_flag
+from batchfit._cli.flags import (
+    OUTPUT,
+    Command,
+    Group,
+    OutputFile,
+    Target,
+    WholeTracebacks,
+    json_flag,
+    plot_flag,
+)
 from batchfit._cli.help_texts import (
     DEMO_HELP,
     DOCTOR_HELP,
@@ -32,6 +41,7 @@ from batchfit._cli.help_texts import (
 from batchfit._cli.schedule_flags import schedule_app
 
 app = typer.Typer(
+    cls=Group,
     name="batchfit",
     no_args_is_help=True,
     add_help_option=False,
@@ -68,7 +78,7 @@ STORE = "Store"
 PLACE = "Where"
 
 
-@app.command(help=FIND_HELP)
+@app.command(cls=Command, help=FIND_HELP)
 def find(
     context: typer.Context,
     target: Target,
@@ -261,7 +271,7 @@ def _list_gpus(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.command(help=PREDICT_HELP)
+@app.command(cls=Command, help=PREDICT_HELP)
 def predict(
     target: Target,
     budget: Annotated[
@@ -344,7 +354,7 @@ def predict(
     end(lambda: predict_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
-@app.command(help=EXPLAIN_HELP)
+@app.command(cls=Command, help=EXPLAIN_HELP)
 def explain(
     target: Target,
     batch_size: Annotated[int, typer.Option(metavar="N", show_default=False, help="Size to explain.")],
@@ -387,7 +397,7 @@ def explain(
     end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
-@app.command(help=PROFILE_HELP)
+@app.command(cls=Command, help=PROFILE_HELP)
 def profile(
     target: Target,
     smallest: Annotated[
@@ -471,7 +481,7 @@ def profile(
     end(lambda: profile_target(target, settings, delivery=delivery, full_traceback=traceback))
 
 
-@app.command(help=SWEEP_HELP)
+@app.command(cls=Command, help=SWEEP_HELP)
 def sweep(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", show_default=False, help="What to run: YAML or JSON.")
@@ -564,7 +574,7 @@ def sweep(
     end(lambda: sweep_file(file, flags))
 
 
-@app.command(help=REPORT_HELP)
+@app.command(cls=Command, help=REPORT_HELP)
 def report(
     results: Annotated[
         list[Path],
@@ -590,7 +600,7 @@ def report(
     end(lambda: write_report(results, output=output, title=title, plot=plot))
 
 
-@app.command(help=INIT_HELP)
+@app.command(cls=Command, help=INIT_HELP)
 def init(
     file: Annotated[
         Path,
@@ -603,7 +613,7 @@ def init(
     end(lambda: propose(file, write=write))
 
 
-@app.command(help=DOCTOR_HELP)
+@app.command(cls=Command, help=DOCTOR_HELP)
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="The same as JSON, alone on stdout.")] = False,
 ) -> None:
@@ -612,7 +622,7 @@ def doctor(
     end(lambda: examine(as_json=json))
 
 
-@app.command(help=DEMO_HELP)
+@app.command(cls=Command, help=DEMO_HELP)
 def demo(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="Where the result goes; its folder is made if it is missing.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 OUTPUT = "Output"
 TARGET_HELP = (
@@ -28,6 +29,29 @@ WholeTracebacks = Annotated[
         "--traceback", rich_help_panel=OUTPUT, help="Show whole tracebacks, not only your own frames."
     ),
 ]
+
+
+class Command(TyperCommand):
+    """A command in whose help no type stands beside a flag that takes no value (`--json <bool>`)."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its arguments and options."""
+        return _untyped(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same for a command that has commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its arguments and options."""
+        return _untyped(super().get_params(ctx))
+
+
+def _untyped(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
 
 
 def json_flag(help_text: str) -> Any:

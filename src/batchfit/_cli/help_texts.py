@@ -1,4 +1,7 @@
-"""What `batchfit COMMAND --help` says above the flags: what it is for, and examples."""
+"""What `batchfit COMMAND --help` says above the flags: what it is for, and examples.
+
+Rule: typer keeps these lines as they are, so none is wider than a terminal of 80 columns shows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from batchfit._cli.exits import MEANINGS
 CODES = "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANINGS.items())
 
 MAIN_HELP = f"""\
-Find the right batch size for a PyTorch program, and keep it from running out of memory.
+Find the right batch size for a PyTorch program, and keep it from running out
+of memory.
 
 Examples:
   batchfit demo
@@ -28,14 +32,14 @@ Examples:
 FIND_HELP = f"""\
 Find the largest batch size that TARGET can run without running out of memory.
 
-Sizes are really run, a few steps each, and the answer survives a soak of more steps. Model,
-optimizer and random state are put back after every trial.
+Sizes are really run, a few steps each, and the answer survives a soak of more
+steps. Model, optimizer and random state are put back after every trial.
 
 Examples:
   batchfit find train.py:make_workload
   batchfit find train.py:make_workload --budget 24GiB --multiple-of 8
-  batchfit find mypackage.train:make --strategy grow --start 19 --max-size 4096
-  batchfit find train.py:make_workload --isolate --timeout-s 120 --resume search.json
+  batchfit find mypackage.train:make --strategy grow --start 19 --attempts 8
+  batchfit find train.py:make_workload --isolate --resume search.json
   batchfit find train.py:make_workload --json | jq .batch_size
 
 where train.py has:
@@ -89,7 +93,7 @@ Examples:
   batchfit profile train.py:make
   batchfit profile train.py:make --budget 24GiB --plot throughput.png
   batchfit profile train.py:make --sizes 16 --sizes 32 --sizes 64
-  batchfit profile train.py:make --target-batch-size 4096 --json > profile.json
+  batchfit profile train.py:make --target-batch-size 4096 --json > found.json
 
 {CODES}
 """
@@ -99,7 +103,8 @@ Find the largest batch size for every configuration, and measure there.
 
 FILE names a factory, the knobs and their values, and how to search. Each
 configuration stands for itself; one that fails is recorded, and the sweep
-goes on. The result is saved after each; a stopped sweep goes on with --resume.
+goes on. The result is saved after each; --resume goes on with a sweep that
+was stopped.
 
 Examples:
   batchfit sweep sweep.yaml --dry-run
@@ -128,7 +133,7 @@ REPORT_HELP = """\
 Make one HTML page of result files: charts, tables, verdict.
 
 Results are what --json and --output of find, predict, explain, profile, sweep
-and schedule show write, one or several side by side. The page needs no network.
+and schedule show write, one or several side by side. It needs no network.
 
 Examples:
   batchfit report fit.json
@@ -138,10 +143,11 @@ Examples:
 """
 
 INIT_HELP = f"""\
-Show the few lines that let FILE use batchfit, as a diff. FILE is read and never run.
+Show the few lines that let FILE use batchfit, as a diff. FILE is never run.
 
-Known are training loops in plain PyTorch (batches then run in microbatches that fit), Lightning,
-Hugging Face's Trainer, Accelerate's find_executable_batch_size, and torchtune's configs.
+Known are training loops in plain PyTorch (batches then run in microbatches
+that fit), Lightning, Hugging Face's Trainer, Accelerate's
+find_executable_batch_size, and torchtune's configs.
 
 Examples:
   batchfit init train.py
@@ -155,8 +161,8 @@ Examples:
 DOCTOR_HELP = """\
 Show what batchfit finds on this machine, and test that it works here.
 
-Versions, devices, allocator settings, optional packages, and a small find under virtual memory.
-Exits with 1 if something is broken.
+Versions, devices, allocator settings, optional packages, and a small find
+under virtual memory. Exits with 1 if something is broken.
 
 Examples:
   batchfit doctor
@@ -164,10 +170,11 @@ Examples:
 """
 
 DEMO_HELP = """\
-Find the largest batch of a small GPT, on a GPU if there is one, and predict it for other cards.
+Find the largest batch of a small GPT, and predict it for other cards.
 
-Without a GPU it runs on the CPU, under virtual memory that runs out like a GPU's. Under a minute.
-It times the sizes up to there too, and ends with a report of it all as an HTML page.
+Without a GPU it runs on the CPU, under virtual memory that runs out like a
+GPU's. Under a minute. It times the sizes up to there too, and ends with a
+report of it all as an HTML page.
 
 Examples:
   batchfit demo

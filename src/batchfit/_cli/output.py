@@ -57,11 +57,12 @@ def check_writable(path: Path, *, name: str = "output", make_folder: bool = Fals
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise refuse(str(error)) from None
+            raise refuse(f"{error}; --{name} names another") from None
     if not folder.is_dir():
         raise refuse(f"the folder {str(folder)!r} does not exist")
     if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
-        raise refuse("permission denied")
+        # Most often a default in a current folder that is read-only.
+        raise refuse("permission denied" if name == "FILE" else f"permission denied; --{name} names another")
 
 
 def complain(failed: CommandFailed) -> None:

@@ -118,6 +118,8 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
         sys.path.insert(0, str(Path.cwd()))  # where a schedule's own function is looked for
     try:
         shown = followed(config, settings)
+    except CommandFailed:
+        raise
     except ValueError as error:
         if getattr(error, "__notes__", None):  # of the schedule's function
             raise CommandFailed(Code.RAISED, _raised(error)) from None
@@ -146,7 +148,12 @@ def followed(config: str, settings: ShowSettings) -> Shown:
     samples = parse_count(settings.samples, name="samples", at_least=max(1, settings.world_size))
     rule = LRRule.parse(settings.lr_rule, name="lr_rule")
     room = None if settings.fits is None else Room.of(settings.fits)
-    schedule = load_schedule(config)
+    try:
+        schedule = load_schedule(config)
+    except ValueError as error:
+        # Of the schedule and not of a flag: named by its file, which the message about a field does not.
+        file = f"{config}: " if Path(config).is_file() and config not in str(error) else ""
+        raise CommandFailed(Code.USAGE, f"{file}{error}") from None
     assert schedule is not None
     initial, plan = bound(schedule, settings)
     how: dict[str, Any] = {

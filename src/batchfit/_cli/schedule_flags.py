@@ -6,28 +6,42 @@ Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from batchfit._cli.ending import end, show_help
-from batchfit._cli.flags import OutputFile, json_flag, plot_flag
+from batchfit._cli.flags import Command, Group, OutputFile, json_flag, plot_flag
 
 HELP = "Look at batch-size schedules."
 SHOW_HELP = """\
-Show what the schedule CONFIG will do: sizes, updates, learning rates, and whether they fit.
+Show what the schedule CONFIG will do: sizes, updates, learning rates.
 
 CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
-counted as ResizableLoader makes them. Nothing is trained.
+counted as ResizableLoader makes them. Nothing is trained. With --fits it says
+what does not fit.
 
 Examples:
   batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
-  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits fit.json
+  batchfit schedule show s.yaml --samples 1.2M --epochs 90 --fits fit.json
 """
 
-schedule_app = typer.Typer(help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich")
+
+class Schedules(Group):
+    """`batchfit schedule CONFIG` is `batchfit schedule show CONFIG`: it can mean nothing else."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments begin with, or `show` where they begin with a schedule."""
+        known = args[0] in self.commands
+        is_schedule = ":" in args[0] or args[0].endswith((".json", ".yaml", ".yml"))
+        return super().resolve_command(ctx, ["show", *args] if is_schedule and not known else args)
+
+
+schedule_app = typer.Typer(
+    cls=Schedules, help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich"
+)
 
 
 @schedule_app.callback(help=HELP)
@@ -41,7 +55,7 @@ def schedule(
     """Keeps `show` a word of its own."""
 
 
-@schedule_app.command(help=SHOW_HELP)
+@schedule_app.command(cls=Command, help=SHOW_HELP)
 def show(
     config: Annotated[
         str,

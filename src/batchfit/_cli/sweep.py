@@ -20,7 +20,7 @@ from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
-from batchfit._cli.progress import own_warnings_as_notes, speaks
+from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
 from batchfit._cli.sweep_file import PLACES, SweepFile
 from batchfit._cli.sweep_table import screen_here
 from batchfit._decide.grid import Entry
@@ -64,7 +64,9 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         if one is not None and not flags.dry_run:
             check_writable(one, name=name)
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
-        asked, alone = _asked(file, flags)
+        with progress_here(steps=0, soak_steps=0) as progress:
+            progress.doing("loading torch")
+            asked, alone = _asked(file, flags)
         if flags.dry_run:
             if speaks():
                 _show_plan(asked, _keeper(asked, output, flags, stack), stdout, as_json=flags.as_json)

@@ -1,15 +1,18 @@
-"""Where batches come from: a callable, a map-style dataset, or one example batch.
+"""Where batches come from: a callable, a map-style dataset (or a loader of one), or one example batch.
 
 Rules: a source asked for n samples gives n, or raises: a trial with the wrong size would lie. A dataset
 gives its worst case: the n longest samples, around again where there are fewer. An example batch is
 copied to size, never handed out, so a step that writes into its batch leaves the example alone.
 What the arguments can tell is checked when the source is made, before any device work.
+In a trace, too, a dataset's samples are real. Once a trace has seen that a batch of them is made on the host,
+without models, the next ones are made beside it: to watch each operation on 50,000 samples takes minutes.
 A dataset that a framework puts around its user's may say what that user can do about samples that were not
 looked at, in `advice_on_longer`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import logging
@@ -17,8 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from batchfit._torch.opsizes import tracing
 from batchfit._torch.structure import (
     children,
     element_count,
@@ -39,7 +45,7 @@ CollateFn = Callable[[list[Any]], Any]
 _ADVICE_ON_LONGER = "pass a callable make_batch(n) to choose them yourself"
 SCAN_LIMIT = 4096  # samples looked at to find the longest ones
 
-_KINDS = "a callable make_batch(n), a map-style dataset or one example batch"
+_KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
 
 
 def takes_arguments(function: Callable[..., object], count: int) -> bool:
@@ -65,6 +71,10 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn must be a callable or None, not {collate_fn!r}")
+    if _is_loader(make_batch):
+        if collate_fn is not None:
+            raise TypeError(f"collate_fn must be None with a loader, which has its own, not {collate_fn!r}")
+        make_batch, collate_fn = _taken_apart(make_batch)
     _refuse_streams(make_batch)
     if isinstance(make_batch, list) and (collate_fn is not None or is_samples(make_batch) or not make_batch):
         return Longest(make_batch, collate_fn or list)
@@ -84,17 +94,28 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
     raise TypeError(f"make_batch must be {_KINDS}, not {make_batch!r}")
 
 
+def _is_loader(source: Any) -> bool:
+    """torch's DataLoader, or one that is made like it (ours, Accelerate's)."""
+    if isinstance(source, DataLoader):
+        return True
+    if isinstance(source, Dataset) or not isinstance(source, Iterable):
+        return False
+    return hasattr(source, "dataset") and hasattr(source, "collate_fn")
+
+
+def _taken_apart(loader: Any) -> tuple[Any, CollateFn]:
+    """The dataset and the `collate_fn` of a loader: its own batch size and order say nothing here."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is None:
+        raise TypeError(
+            f"make_batch must be {_KINDS}, not a DataLoader with batch_size=None, whose dataset gives whole "
+            "batches: pass one of them as the example, make_batch=next(iter(loader)), or a callable "
+            "make_batch(n)"
+        )
+    return loader.dataset, loader.collate_fn
+
+
 def _refuse_streams(make_batch: Any) -> None:
     """Sources that cannot give the longest samples or a batch of a chosen size, each with its remedy."""
-    if isinstance(make_batch, DataLoader) or (
-        hasattr(make_batch, "dataset")
-        and hasattr(make_batch, "collate_fn")
-        and isinstance(make_batch, Iterable)
-    ):
-        raise TypeError(
-            f"make_batch must be {_KINDS}, not a {type(make_batch).__name__}, whose batch size is fixed: "
-            "pass make_batch=loader.dataset, collate_fn=loader.collate_fn"
-        )
     if isinstance(make_batch, IterableDataset) or (
         isinstance(make_batch, Iterable)
         and not hasattr(make_batch, "__getitem__")
@@ -161,6 +182,7 @@ class Longest:
         self._order: tuple[int, ...] | None = None
         self._lengths: tuple[int, ...] = ()
         self._has_plain_rows: bool | None = None
+        self._host_only = False  # known once a trace has watched it
 
     def lengths(self) -> tuple[int, ...]:
         """Element counts of the samples looked at, longest first: all that their memory depends on."""
@@ -190,10 +212,7 @@ class Longest:
     def _read(self, size: int) -> Any:
         assert self._order is not None
         indices = [self._order[i % len(self._order)] for i in range(size)]
-        # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
-        fetch = getattr(self.dataset, "__getitems__", None)
-        samples = fetch(indices) if callable(fetch) else [self.dataset[index] for index in indices]
-        batch = self.collate(samples)
+        batch = self._collated(indices)
         found = wrong_size(batch, size)
         if found is not None:
             raise ValueError(
@@ -201,6 +220,31 @@ class Longest:
                 "(packed sequences), write the step as a Workload."
             )
         return batch
+
+    def _collated(self, indices: list[int]) -> Any:
+        """The samples as one batch; in a trace the first time under its eyes, then beside it."""
+        if not tracing():
+            return self._fetched(indices)
+        if self._host_only:
+            with no_dispatch():
+                return self._repeated(indices)
+        batch = self._fetched(indices)
+        self._host_only = all(map(_is_on_host, leaves(batch)))
+        return batch
+
+    def _fetched(self, indices: list[int]) -> Any:
+        return self.collate(self._samples(indices))
+
+    def _repeated(self, indices: list[int]) -> Any:
+        """The same with no sample read twice: a trace looks at shapes, at many times the dataset's length."""
+        seen = self._samples(indices[: len(self._lengths)])
+        # Copies, for a collate_fn may pop from its samples.
+        return self.collate([_shallow(seen[i % len(seen)]) for i in range(len(indices))])
+
+    def _samples(self, indices: list[int]) -> Any:
+        # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if callable(fetch) else [self.dataset[index] for index in indices]
 
     def _scan(self) -> tuple[int, ...]:
         """Indices from the longest sample to the shortest; equals keep the dataset's order."""
@@ -222,19 +266,33 @@ class Longest:
 
 
 def _rows(batch: Any, size: int) -> list[object] | None:
-    """What a sample has in each tensor of a batch; None where there is more than rows and settings."""
+    """What a sample has in each tensor of a batch; None where there is more than rows and settings.
+
+    What was made on a device or has gradients took more memory than its rows, in proportion to them.
+    """
     found: list[object] = []
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             is_rows = leaf.dim() > 0 and leaf.layout is torch.strided and not leaf.is_nested
-            if not is_rows or leaf.shape[0] != size:
+            if not is_rows or leaf.shape[0] != size or leaf.requires_grad or not _is_on_host(leaf):
                 return None
-            found.append((leaf.dtype, leaf.device, leaf.shape[1:]))
+            found.append((leaf.dtype, leaf.shape[1:]))
         elif leaf is None or type(leaf) in (bool, int, float, str):
             found.append(leaf)
         else:
             return None
     return found
+
+
+def _shallow(sample: Any) -> Any:
+    return copy.copy(sample) if isinstance(sample, Mapping | list) else sample
+
+
+def _is_on_host(leaf: Any) -> bool:
+    """A real tensor on the CPU, or none. Of an object with a `to` of its own nobody knows."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor)
+    return not callable(getattr(leaf, "to", None))
 
 
 @final

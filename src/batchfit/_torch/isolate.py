@@ -108,6 +108,8 @@ def _why_not_a_factory(given: Any) -> str:
     except AttributeError:
         found = None
     if found is not given:
+        if module is None or found is None:  # made by exec, or by a tool that runs cells
+            return f"{name!r}, which is in no module that a child could import: put it into a file"
         return f"{given!r}: {given.__module__}:{name} is something else"
     if given.__module__ == "__main__" and not _main_can_be_loaded(module):
         return f"{name!r} of an interactive session: put it into a file"

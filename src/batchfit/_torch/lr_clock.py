@@ -40,6 +40,7 @@ class LRClock:
             log.warning(
                 "%s",
                 f"{type(lr_scheduler).__name__} is stepped once a batch, and the batch size changes: it will "
-                "get another number of steps than with a constant size. Step it once an epoch, or give it "
-                "the number of steps that there will be: scheduler.updates(samples=..., epochs=...)",
+                "get another number of steps than with a constant size. Step it once an epoch, or make it "
+                "for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), and "
+                "say so with updates_known=True",
             )
