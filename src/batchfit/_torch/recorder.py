@@ -92,10 +92,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     # -- the operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler out; a trace runs nothing compiled (`eagerly`)."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE:  # asked for all the time, and by torch itself
-            return func(*args, **kwargs)
+            return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        kwargs = kwargs or {}
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
             raise UntraceableError("", "", "the trace takes too long")
@@ -127,7 +132,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._where.note_node()
         extra = extra_of(func, args, self.rules.card)
         stand_in = STAND_INS.get(func)
-        out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
         self._record(func, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
