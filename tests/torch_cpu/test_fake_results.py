@@ -153,13 +153,12 @@ def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
     """Two sizes of one layer: the second one's results follow from the first one's, or are asked about."""
     mode = fake_mode()
     dtype = data.draw(dtypes)
-    last = data.draw(st.booleans())  # channels last
     training = data.draw(st.booleans())
     for channels in data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)):
         size = [data.draw(st.integers(least, 5)) for least in (2, 1, 1)]  # one number has no variance
         shape = (size[0], channels, size[1], size[2])
         image = make(mode, shape, dtype)
-        if last:
+        if data.draw(st.booleans()):
             with mode:
                 image = image.to(memory_format=torch.channels_last)
         row = make(mode, (channels,))
