@@ -50,11 +50,13 @@ class _Operation(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, rules: CudaRules) -> _Operation:
+        plain = isinstance(func, torch._ops.OpOverload)
         return cls(
             str(func),
             func is _ITEM or func in _SHAPED_BY_DATA,
             rules.composite(func),
-            torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+            plain
+            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
             extra_rule(func),
             STAND_INS.get(func),
             is_gemm(func),
