@@ -25,8 +25,10 @@ HERE = torch.device("cpu", 1)
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     fake_results._kept.clear()
+    fake_results._forms.clear()
     yield
     fake_results._kept.clear()
+    fake_results._forms.clear()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -301,6 +303,7 @@ def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) ->
         for length in range(1, 40):
             results.of(aten.sum.default, (make(mode, (length,)),), {})
             assert len(fake_results._kept) <= 8
+            assert len(fake_results._forms) <= 9
 
     def flat(value: Any) -> Iterator[Any]:
         if isinstance(value, tuple):

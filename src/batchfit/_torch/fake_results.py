@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
@@ -52,6 +53,8 @@ class _Result(NamedTuple):
 
 _NEVER = _Result((), None)  # in the place of one that cannot be repeated
 _kept: dict[Any, _Result] = {}
+_forms: dict[Any, int] = {}  # all that can be seen of a tensor, by a number: hundreds of them make one key
+_numbers = itertools.count()  # never used twice: a key may outlive the form
 
 
 @final
@@ -81,8 +84,9 @@ class FakeResults:
 
     def _asked(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch says, or what follows from what it said about the same with other lengths."""
-        if len(_kept) >= _MOST:
+        if max(len(_kept), len(_forms)) >= _MOST:
             _kept.clear()
+            _forms.clear()
         like = _LIKE.get(func)
         alike = None if like is None else self._alike(func, args, kwargs, like)
         if alike is not None and (found := _kept.get(alike)) is not None:
@@ -130,7 +134,7 @@ class FakeResults:
             if kind is FakeTensor:
                 if not self._is_plain(value):
                     return False
-                parts += (
+                form = (
                     value.shape,
                     value.stride(),
                     value.dtype,
@@ -139,6 +143,10 @@ class FakeResults:
                     value.requires_grad,
                     value.is_inference(),
                 )
+                number = _forms.get(form)
+                if number is None:
+                    number = _forms[form] = next(_numbers)
+                parts.append(number)
             elif kind is int or kind is float:
                 # 1 and 1.0 are equal, and give other dtypes.
                 parts += (kind, value) if numbers else (kind,)
