@@ -145,7 +145,7 @@ def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, An
     """The prediction at the default margin, and the same without a margin."""
     import batchfit
     import zoo
-    from batchfit._predict import MARGINS
+    from batchfit._oracle import MARGINS
 
     here = mode != "none"
     basis = {"none": "no GPU", "gpu": "GPU, not run", "calibrated": "calibrated"}[mode]

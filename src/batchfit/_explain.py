@@ -25,7 +25,7 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expe
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._decide.simulate import largest, simulate
 from batchfit._decide.units import parse_bytes
-from batchfit._predict import Basis, Oracle, allocator_rules, held_beside, margin_of
+from batchfit._oracle import Basis, Oracle, allocator_rules, held_beside, margin_of
 from batchfit._torch.changes import (
     Change,
     Watch,

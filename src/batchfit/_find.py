@@ -27,7 +27,7 @@ import torch
 from batchfit._decide.room import Room
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes, parse_bytes
-from batchfit._predict import Foresight
+from batchfit._oracle import Foresight
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
 from batchfit._torch.conclude import fit_result as fit_result

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit import _predict
+from batchfit import _oracle, _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
-from batchfit._predict import MARGINS, Foresight, allocator_rules, calibration
+from batchfit._oracle import MARGINS, Foresight, allocator_rules
+from batchfit._predict import calibration
 from batchfit._torch import tracing
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
@@ -279,7 +280,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def rules(work: batchfit.Workload, card: Card | None = None) -> CudaRules:
         return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
 
-    monkeypatch.setattr(_predict, "rules_for", rules)
+    for module in (_predict, _oracle):
+        monkeypatch.setattr(module, "rules_for", rules)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -326,7 +328,7 @@ def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug of ours")
 
-    monkeypatch.setattr(_predict, "glance", broken)
+    monkeypatch.setattr(_oracle, "glance", broken)
     assert Foresight.of(wide(), budget_bytes=GIB) is None
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[0] for text in said] == ["no prediction, measuring only"] * 2

@@ -33,9 +33,12 @@ class AddressSpace:
 
     def take(self, size: int) -> int:
         for holes in reversed(self.holes.values()):
-            room = [hole for hole in holes if hole[1] >= size]
-            if room:
-                address, length = best = min(room, key=lambda hole: hole[1])
+            best = None
+            for hole in holes:  # a plain loop: most chunks have no hole, and this is asked all the time
+                if hole[1] >= size and (best is None or hole[1] < best[1]):
+                    best = hole
+            if best is not None:
+                address, length = best
                 position = holes.index(best)
                 holes[position : position + 1] = [(address + size, length - size)] if length > size else []
                 return address

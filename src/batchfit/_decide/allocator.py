@@ -30,6 +30,7 @@ from typing import final
 
 from batchfit._decide.addresses import RANGE_BYTES, AddressSpace
 from batchfit._decide.allocator_rules import DIVISION_STEPS, MIB, OWN_SEGMENT, Rules
+from batchfit._decide.pools import ADDRESS_BITS, Block, Pool, absorb, put_between
 
 __all__ = ["MIB", "Block", "CachingAllocator", "Replay", "Rules", "replay"]
 
@@ -38,93 +39,7 @@ SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
 SEGMENT_GRAIN = 2 * MIB
 
-# A free block's key is its size, then its address, in one number: comparing numbers is what makes it fast.
-_ADDRESS_BITS = 56
 _ENDLESS = 1 << 100
-
-
-@final
-class Block:
-    """A piece of a segment; callers hold it and hand it back, nothing else."""
-
-    __slots__ = ("address", "born", "live", "mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, address: int, size: int, pool: _Pool | None) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.requested = 0
-        self.live = False
-        self.mapped = True
-        self.prev: Block | None = None
-        self.next: Block | None = None
-        self.born = 0  # the pool's count of searches when the block became free: its age
-
-
-@final
-class _Pool:
-    """The free blocks of one kind, small or large, in the order in which they are taken."""
-
-    __slots__ = ("blocks", "keys", "least_rest", "page", "searches", "split_below", "unmapped")
-
-    def __init__(self, page: int, *, least_rest: int, split_below: int) -> None:
-        self.keys: list[int] = []
-        self.blocks: dict[int, Block] = {}
-        self.page = page
-        self.least_rest = least_rest
-        self.split_below = split_below
-        self.searches = 0
-        self.unmapped: list[tuple[int, Block]] = []  # by address; addresses are unique, blocks never compared
-
-    def add(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
-        insort(self.keys, key)
-        self.blocks[key] = block
-        block.born = self.searches
-
-    def remove(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
-        del self.keys[bisect_left(self.keys, key)]
-        del self.blocks[key]
-
-    def reserve_range(self, address: int) -> None:
-        block = Block(address, RANGE_BYTES, self)
-        block.mapped = False
-        self.unmapped.append((address, block))
-
-    def forget_unmapped(self, block: Block) -> None:
-        del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-    def merge_unmapped(self, block: Block) -> None:
-        """Put an unmapped block among the others, joined with those next to it."""
-        for other in (block.prev, block.next):
-            if other is not None and not other.mapped:
-                self.forget_unmapped(other)
-                _absorb(block, other)
-        insort(self.unmapped, (block.address, block))
-
-
-def _absorb(block: Block, other: Block) -> None:
-    """`other`, a neighbour that is in no list any more, becomes part of `block`."""
-    if block.prev is other:
-        block.address = other.address
-        block.prev = other.prev
-        if block.prev is not None:
-            block.prev.next = block
-    else:
-        block.next = other.next
-        if block.next is not None:
-            block.next.prev = block
-    block.size += other.size
-
-
-def _put_between(block: Block, before: Block | None, after: Block | None) -> None:
-    block.prev = before
-    block.next = after
-    if before is not None:
-        before.next = block
-    if after is not None:
-        after.prev = block
 
 
 @final
@@ -151,8 +66,8 @@ class CachingAllocator:
         # PyTorch collects garbage only under a cap.
         threshold = 0.0 if capacity_bytes is None else rules.garbage_collection_threshold
         self._collect_above = int(threshold * self._capacity) if threshold > 0 else None
-        self._small = _Pool(SMALL_SEGMENT, least_rest=GRAIN, split_below=_ENDLESS)
-        self._large = _Pool(
+        self._small = Pool(SMALL_SEGMENT, least_rest=GRAIN, split_below=_ENDLESS)
+        self._large = Pool(
             rules.large_segment_bytes,
             least_rest=GRAIN if self._expandable else MIB + GRAIN,
             split_below=_ENDLESS if self._expandable else self._max_split,
@@ -220,12 +135,12 @@ class CachingAllocator:
         if other is not None and not other.live and other.mapped:
             joined = other.size
             pool.remove(other)
-            _absorb(block, other)
+            absorb(block, other)
         other = block.next
         if other is not None and not other.live and other.mapped:
             joined += other.size
             pool.remove(other)
-            _absorb(block, other)
+            absorb(block, other)
         pool.add(block)
         if not self._expandable:
             self.split_bytes -= joined
@@ -243,11 +158,11 @@ class CachingAllocator:
                 elif block.prev is None and block.next is None:
                     self._release(pool, block)
 
-    def _find(self, pool: _Pool, size: int) -> Block | None:
+    def _find(self, pool: Pool, size: int) -> Block | None:
         """The best free block, taken out of the pool."""
         pool.searches += 1
         keys = pool.keys
-        position = bisect_left(keys, size << _ADDRESS_BITS)
+        position = bisect_left(keys, size << ADDRESS_BITS)
         if position == len(keys):
             return None
         if self._expandable:
@@ -260,7 +175,7 @@ class CachingAllocator:
         del pool.blocks[keys.pop(position)]
         return block
 
-    def _split(self, pool: _Pool, block: Block, size: int) -> Block:
+    def _split(self, pool: Pool, block: Block, size: int) -> Block:
         """The first `size` bytes of a block; the rest goes to the pool."""
         front = Block(block.address, size, pool)
         before = front.prev = block.prev
@@ -279,7 +194,7 @@ class CachingAllocator:
             self.peak_split_bytes = self.split_bytes
         return front
 
-    def _grow(self, pool: _Pool, size: int) -> Block | None:
+    def _grow(self, pool: Pool, size: int) -> Block | None:
         """A new segment, or more of an expandable one, by giving back what is cached if need be."""
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
@@ -292,7 +207,7 @@ class CachingAllocator:
             block = self._take_segment(pool, size)
         return block
 
-    def _take_segment(self, pool: _Pool, size: int) -> Block | None:
+    def _take_segment(self, pool: Pool, size: int) -> Block | None:
         if size <= SMALL_REQUEST:
             segment = SMALL_SEGMENT
         elif size < OWN_SEGMENT:
@@ -311,17 +226,17 @@ class CachingAllocator:
         if self.reserved_bytes > self.peak_reserved_bytes:
             self.peak_reserved_bytes = self.reserved_bytes
 
-    def _release(self, pool: _Pool, block: Block) -> None:
+    def _release(self, pool: Pool, block: Block) -> None:
         pool.remove(block)
         self.reserved_bytes -= block.size
         self._addresses.give(block.address, block.size)
 
-    def _release_oversize(self, pool: _Pool, size: int) -> bool:
+    def _release_oversize(self, pool: Pool, size: int) -> bool:
         """With a `max_split_size`: give back one cached block that is large enough, or the largest few."""
         if self._expandable or self._max_split == _ENDLESS:
             return False
         wanted = max(size, self._max_split)
-        position = bisect_left(pool.keys, wanted << _ADDRESS_BITS)
+        position = bisect_left(pool.keys, wanted << ADDRESS_BITS)
         given = 0
         for key in [pool.keys[position]] if position < len(pool.keys) else pool.keys[::-1]:
             block = pool.blocks[key]
@@ -348,7 +263,7 @@ class CachingAllocator:
                 self._release(pool, block)
             waiting = [block for block, age in zip(waiting, ages, strict=True) if age < average]
 
-    def _extend(self, pool: _Pool, size: int) -> Block:
+    def _extend(self, pool: Pool, size: int) -> Block:
         """A free block of at least `size` bytes at the lowest address where mapping pages makes one."""
         block = _lowest_room(pool, size)
         if block.mapped:
@@ -359,30 +274,30 @@ class CachingAllocator:
             more = block.next
             assert more is not None, "the room was counted"
             self._map(pool, more, min(size - block.size, more.size))
-            _absorb(block, more)
+            absorb(block, more)
         return block
 
-    def _map(self, pool: _Pool, block: Block, size: int) -> None:
+    def _map(self, pool: Pool, block: Block, size: int) -> None:
         """Back the first pages of an unmapped block with memory; the block is then in no list."""
         pool.forget_unmapped(block)
         mapped = -(-size // pool.page) * pool.page
         if mapped < block.size:
             rest = Block(block.address + mapped, block.size - mapped, pool)
             rest.mapped = False
-            _put_between(rest, block, block.next)
+            put_between(rest, block, block.next)
             insort(pool.unmapped, (rest.address, rest))
             block.size = mapped
         block.mapped = True
         self._reserve(mapped)
         self._join_next(pool, block)
 
-    def _join_next(self, pool: _Pool, block: Block) -> None:
+    def _join_next(self, pool: Pool, block: Block) -> None:
         other = block.next
         if other is not None and not other.live and other.mapped:
             pool.remove(other)
-            _absorb(block, other)
+            absorb(block, other)
 
-    def _unmap(self, pool: _Pool, block: Block) -> None:
+    def _unmap(self, pool: Pool, block: Block) -> None:
         """Hand the whole pages inside a free block back; what is left of it at either side stays free."""
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + block.size) // pool.page * pool.page
@@ -391,11 +306,11 @@ class CachingAllocator:
         pool.remove(block)
         if first > block.address:
             before = Block(block.address, first - block.address, pool)
-            _put_between(before, block.prev, block)
+            put_between(before, block.prev, block)
             pool.add(before)
         if last < block.address + block.size:
             after = Block(last, block.address + block.size - last, pool)
-            _put_between(after, block, block.next)
+            put_between(after, block, block.next)
             pool.add(after)
         block.address = first
         block.size = last - first
@@ -423,7 +338,7 @@ def _round_up(requested: int, size: int, divisions: tuple[int, ...]) -> int:
     return -(-requested // step) * step
 
 
-def _least_expandable(pool: _Pool, position: int) -> int:
+def _least_expandable(pool: Pool, position: int) -> int:
     """From the best fit on, past blocks that could still grow: their size is what they could grow to."""
 
     def could_be(position: int) -> int:
@@ -436,7 +351,7 @@ def _least_expandable(pool: _Pool, position: int) -> int:
     return position
 
 
-def _lowest_room(pool: _Pool, size: int) -> Block:
+def _lowest_room(pool: Pool, size: int) -> Block:
     """The first of the free and unmapped blocks in a row that hold `size` bytes, at the lowest address."""
     for _, unmapped in pool.unmapped:
         before = unmapped.prev

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.rng import undo_generator
 from batchfit._torch.unread import Unread
@@ -46,6 +47,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def __init__(self, parts: list[Any], device: torch.device, containers: Sequence[Any] = ()) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # a trace keeps results itself, at a tenth of the cost
+        self.results = FakeResults(self.mode)
         self.device = device
         self.module_names: dict[int, str] = {}
         self._parts = parts
@@ -117,7 +120,9 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             # Else torch does not know that a write makes the constant untrue.
             self.mode.fake_tensor_converter.add_constant_storage_mapping(fake)  # type: ignore[arg-type]
         if isinstance(real, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            # As nn.Parameter does: not the tensor itself, which others may share, but one of the same memory.
+            fake = self.results.sharing(fake).requires_grad_(real.requires_grad)
+            fake._is_param = True
             for name, value in vars(real).items():
                 if not isinstance(value, Tensor):
                     setattr(fake, name, value)
@@ -129,21 +134,21 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def shaped_like(self, real: Tensor, device: torch.device, *, sharing: bool = False) -> Tensor:
         """A fake of that shape; with `sharing` it has its memory in common with earlier ones, as the real."""
+        if not sharing or real.device.type == "meta":
+            return self.results.empty(real.shape, real.stride(), real.dtype, device)
+        storage = real.untyped_storage()
+        base = self._bases.get(storage._cdata)
+        if base is None:
+            whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
+            if whole:
+                base = self.results.empty(real.shape, real.stride(), real.dtype, device)
+            else:
+                count = storage.nbytes() // max(real.element_size(), 1)
+                base = self.results.empty((count,), (1,), real.dtype, device)
+            self._bases[storage._cdata] = base
+            if whole:
+                return base
         with self.mode:
-            if not sharing or real.device.type == "meta":
-                return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-            storage = real.untyped_storage()
-            base = self._bases.get(storage._cdata)
-            if base is None:
-                whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
-                if whole:
-                    base = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
-                else:
-                    count = storage.nbytes() // max(real.element_size(), 1)
-                    base = torch.empty(count, dtype=real.dtype, device=device)
-                self._bases[storage._cdata] = base
-                if whole:
-                    return base
             flat = base if base.dtype == real.dtype else base.reshape(-1).view(real.dtype)
             return torch.as_strided(flat, real.shape, real.stride(), real.storage_offset())
 
@@ -343,7 +348,8 @@ def _reached_from(value: Any, depth: int) -> Iterator[Any]:
             with contextlib.suppress(ValueError):  # a name that is not bound yet
                 yield cell.cell_contents
         if not _is_installed(value.__module__):
-            yield from (value.__globals__[name] for name in _globals_in(value.__code__, value.__globals__))
+            named = value.__globals__
+            yield from (named[name] for name in _globals_in(value.__code__) if name in named)
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, functools.partial):
@@ -361,13 +367,14 @@ def _reached_from(value: Any, depth: int) -> Iterator[Any]:
 _FEW = 64  # a longer list is data
 
 
-def _globals_in(code: CodeType, names: dict[str, Any]) -> Iterator[str]:
-    for one in dis.get_instructions(code):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval in names:
-            yield one.argval
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _globals_in(inner, names)
+@functools.lru_cache(maxsize=1024)
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """The names that a function asks for beyond its own, its inner functions' too."""
+    own = tuple(
+        one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return (*own, *(name for one in inner for name in _globals_in(one)))
 
 
 def _is_installed(module: str | None) -> bool:

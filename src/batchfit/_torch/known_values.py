@@ -43,6 +43,7 @@ _LIKE = frozenset(
         aten.new_full.default,
     }
 )
+_BOTH = _MAKERS | _LIKE
 
 
 @final
@@ -64,23 +65,20 @@ class KnownValues:
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""
-        if func in _MAKERS or func in _LIKE:
+        known: list[Tensor] | None = []
+        if func in _BOTH:
             # Positions, masks and counters: what is large or a fraction is a computation.
             small = isinstance(out, Tensor) and (out.numel() == 1 or not out.dtype.is_floating_point)
             if not small:
                 return
-        if func in _MAKERS:
-            known: list[Tensor] | None = []
-        elif func in _LIKE:
-            known = None if not isinstance(out, Tensor) or out.numel() > _LARGEST else []
-            if known is not None:
-                self._compute_like(func, args, kwargs, out)
-            return
+            if func in _LIKE:
+                if out.numel() <= _LARGEST:
+                    self._compute_like(func, args, kwargs, out)
+                return
         elif not tensors or not self._values:
             return
         else:
-            values = [self.of(one) for one in tensors]
-            known = None if any(one is None for one in values) else [one for one in values if one is not None]
+            known = self._all_of(tensors)
         if known is None or torch.Tag.nondeterministic_seeded in func.tags:
             if self._values:
                 self._forget(func, args, kwargs)
@@ -90,6 +88,15 @@ class KnownValues:
             self._compute(func, args, kwargs, outs)
         else:
             self._forget(func, args, kwargs)  # no result, as of torch._foreach_add_
+
+    def _all_of(self, tensors: list[Tensor]) -> list[Tensor] | None:
+        found = []
+        for one in tensors:
+            value = self.of(one)
+            if value is None:
+                return None
+            found.append(value)
+        return found
 
     def _compute(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         with unset_fake_temporarily():

@@ -13,15 +13,16 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchfit._decide.cards import Card
 from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch.blocks import Blocks, address_of
 from batchfit._torch.calling import calling_line, library_caller
@@ -29,11 +30,37 @@ from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
 from batchfit._torch.known_values import KnownValues, written_by
 from batchfit._torch.whereabouts import Whereabouts
-from batchfit._torch.workspaces import Extra, extra_of, is_gemm
+from batchfit._torch.workspaces import Extra, extra_rule, is_gemm
 from batchfit.errors import UntraceableError
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+
+
+class _Operation(NamedTuple):
+    """What is asked about an operation each time, looked up once: they come by the ten thousand."""
+
+    name: str
+    reads_data: bool  # a value is read, or makes the shape of the result
+    composite: Any  # CUDA's way through it, where it comes whole
+    is_composite: bool
+    takes: Callable[[Any, Card], Extra | None] | None
+    stand_in: Any
+    is_gemm: bool
+
+    @classmethod
+    def of(cls, func: Any, rules: CudaRules) -> _Operation:
+        plain = isinstance(func, torch._ops.OpOverload)
+        return cls(
+            str(func),
+            func is _ITEM or func in _SHAPED_BY_DATA,
+            rules.composite(func),
+            plain
+            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+            extra_rule(func),
+            STAND_INS.get(func),
+            is_gemm(func),
+        )
 
 
 @final
@@ -53,6 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._where = Whereabouts(faked.module_names, outside)
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         self._values = KnownValues()
+        self._known: dict[Any, _Operation] = {}
         self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
         self._names: dict[int, str] = {}  # of parameters, by id
@@ -92,10 +120,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     # -- the operations
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler out; a trace runs nothing compiled (`eagerly`)."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is _DEVICE:  # asked for all the time, and by torch itself
-            return func(*args, **kwargs)
+            return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        kwargs = kwargs or {}
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
             raise UntraceableError("", "", "the trace takes too long")
@@ -103,32 +136,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
         tensors: list[Tensor] = []
         _collect(args, tensors)
-        _collect(kwargs.values(), tensors)
-        if not any(isinstance(one, FakeTensor) for one in tensors):
+        if kwargs:
+            _collect(kwargs.values(), tensors)
+        fakes = [type(one) for one in tensors].count(FakeTensor)
+        if not fakes:
             place = kwargs.get("device")
             place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
             if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
                 return self._on_host(func, args, kwargs)
-        if len(tensors) and not all(isinstance(one, FakeTensor) for one in tensors):
+        if fakes < len(tensors):
             args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
-        if func is _ITEM:
-            return self._item(args[0])
-        if func in _SHAPED_BY_DATA:
-            known = self._counted(func, args, kwargs, tensors)
-            if known is not None:
-                self._record(func, known, None)
-                return known
-        composite = self.rules.composite(func)
-        if composite is None and torch.is_inference_mode_enabled() and _is_composite(func):
+        known = self._known.get(func)
+        if known is None:
+            known = self._known[func] = _Operation.of(func, self.rules)
+        if known.reads_data:
+            if func is _ITEM:
+                return self._item(args[0])
+            counted = self._counted(func, args, kwargs, tensors)
+            if counted is not None:
+                self._record(known, counted, None)
+                return counted
+        composite = known.composite
+        if composite is None and known.is_composite and torch.is_inference_mode_enabled():
             composite = func.decompose  # comes whole where autograd does not take it apart
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
         self._where.note_node()
-        extra = extra_of(func, args, self.rules.card)
-        stand_in = STAND_INS.get(func)
-        out = func(*args, **kwargs) if stand_in is None else stand_in(*args, **kwargs)
-        self._record(func, out, extra)
+        extra = None if known.takes is None else known.takes(args, self.rules.card)
+        stand_in = known.stand_in
+        out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        self._record(known, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
 
@@ -244,33 +282,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             ".item()", calling_line(), "the program reads a value that depends on the data"
         )
 
-    def _record(self, func: Any, out: Any, extra: Extra | None) -> None:
+    def _record(self, known: _Operation, out: Any, extra: Extra | None) -> None:
         made: list[Tensor] = []
         _collect((out,), made)
         here = self.rules.device
-        operation = None
+        name = known.name
+        allocates = False
         early: list[int] = []
         for index, tensor in enumerate(made):
             if extra is not None and index in extra.before:
-                origin = self._where.origin("workspaces", str(func))
+                origin = self._where.origin("workspaces", name)
                 early.append(self._blocks.allocate(extra.before[index], origin))
             if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
                 continue
             if tensor not in self._blocks:
-                if operation is None:
-                    operation = str(func)
+                allocates = True
                 longer = extra.outputs.get(index) if extra is not None else None
-                self._blocks.see(tensor, self._where.origin("activations", operation), longer)
+                self._blocks.see(tensor, self._where.origin("activations", name), longer)
             if extra is not None and index in extra.after:
-                self._blocks.briefly((extra.after[index],), self._where.origin("workspaces", str(func)))
+                self._blocks.briefly((extra.after[index],), self._where.origin("workspaces", name))
             if extra is not None and index in extra.plans:
-                self._blocks.briefly(
-                    (extra.plans[index],), self._where.origin("workspaces", OPTIONAL + str(func))
-                )
-        if is_gemm(func) and operation is not None:
+                self._blocks.briefly((extra.plans[index],), self._where.origin("workspaces", OPTIONAL + name))
+        if allocates and known.is_gemm:
             self._keep_blas()
         if extra is not None and extra.together:
-            self._blocks.briefly(extra.together, self._where.origin("workspaces", str(func)))
+            self._blocks.briefly(extra.together, self._where.origin("workspaces", name))
         self._blocks.free(early)
 
     def _keep_blas(self) -> None:
@@ -290,11 +326,6 @@ _SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.mask
 _MOVES = frozenset(
     {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor}
 )
-
-
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _collect(values: Any, found: list[Tensor]) -> None:

@@ -33,7 +33,8 @@ class Whereabouts:
         self._outside = outside
         self._modules: list[str] = []
         self._in_optimizer = 0
-        self._lines: dict[tuple[CodeType, int], str] = {}
+        self._lines: dict[tuple[str, int, str], str] = {}
+        self._ours: dict[str, bool] = {}  # whether a file is torch's, or batchfit's
         self._forward: dict[int, tuple[str, str]] = {}  # module and line by the number of an autograd node
 
     @contextlib.contextmanager
@@ -138,8 +139,11 @@ class Whereabouts:
             if code is self._outside:  # what lies beyond called batchfit, and is no part of the step
                 break
             name = code.co_filename
-            if not name.startswith((*TORCH, *HERE)) and name[0] != "<":
-                key = (code, frame.f_lineno)
+            ours = self._ours.get(name)
+            if ours is None:
+                ours = self._ours[name] = name.startswith((*TORCH, *HERE)) or name[0] == "<"
+            if not ours:
+                key = (name, frame.f_lineno, code.co_name)
                 line = self._lines.get(key)
                 if line is None:
                     line = self._lines[key] = f"{Path(name).name}:{frame.f_lineno} {code.co_name}"

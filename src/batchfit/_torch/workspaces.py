@@ -45,9 +45,14 @@ class Extra:
     outputs: dict[int, int] = field(default_factory=dict)
 
 
+def extra_rule(func: Any) -> Callable[[Any, Card], Extra | None] | None:
+    """What tells, from arguments and card, what an operation takes beside its results; None for most."""
+    return _RULES.get(func)
+
+
 def extra_of(func: Any, args: Any, card: Card) -> Extra | None:
     """What an operation takes beside its results; None for most."""
-    rule = _RULES.get(func)
+    rule = extra_rule(func)
     return None if rule is None else rule(args, card)
 
 

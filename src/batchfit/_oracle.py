@@ -1,0 +1,225 @@
+"""Answers from a trace: what a size needs, the largest that fits, and where a search should look first.
+
+Rules:
+- A trace shows what each operation allocates; a replay of the caching allocator says what fits.
+- The margin is stated and applied to the budget: the smaller, the more was measured.
+- A search needs no prediction: where there is none, or none that a real run bears out, it measures only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from batchfit._decide.allocator import Rules
+from batchfit._decide.cards import Card
+from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
+from batchfit._torch.device import tensors_in
+from batchfit._torch.tracing import Traced, glance, rules_for, trace_workload
+from batchfit.errors import UntraceableError
+from batchfit.workload import Workload
+
+log = logging.getLogger("batchfit")
+
+# The share of the budget that is left free, by what is known.
+MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
+# Where cuDNN's recurrent layers run: what they take is known from one LSTM only, and was 3 % too little.
+_RECURRENT_MARGIN = 0.05
+# Between the first and the last token a cache grows piece by piece and leaves holes that a trace of these
+# two does not show: 5 % with GPT-2 on an H200.
+_GENERATION_MARGIN = 0.08
+_PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
+# How far a trace may be above and below a real run, as a share of its peak, and still be believed.
+_TOO_MUCH, _TOO_LITTLE = 0.05, 0.25
+Basis = Literal["no GPU", "GPU, not run", "calibrated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """Answers for any size, from a trace and what a calibration added."""
+
+    traced: Traced
+    rules: Rules
+    residual: tuple[float, float]
+
+    def run(self, size: int, capacity_bytes: int | None) -> Simulation:
+        """A replay of `size`, under a capacity or without."""
+        extra = max(0.0, self.residual[0] + self.residual[1] * size)
+        return simulate(
+            self.traced.at(size), size, capacity_bytes=capacity_bytes, rules=self.rules, extra_bytes=extra
+        )
+
+    def peak(self, size: int) -> int:
+        """Live bytes at the highest moment, in the allocator's blocks."""
+        return self.run(size, None).peak_allocated_bytes
+
+    def largest(self, capacity_bytes: int, most: int | None) -> Simulation | None:
+        """The largest size that is sustained under a capacity."""
+        if self.traced.footprint is not None:
+            return largest(
+                self.traced.footprint,
+                capacity_bytes=capacity_bytes,
+                rules=self.rules,
+                extra=self.residual,
+                most=most,
+            )
+        return self._by_single_traces(capacity_bytes, most)
+
+    def _by_single_traces(self, capacity_bytes: int, most: int | None) -> Simulation | None:
+        """Doubling and halving, with a trace for each size: for steps that no lines fit."""
+        low, best, high = 0, None, 1
+        while most is None or high <= most:
+            found = self.run(high, capacity_bytes)
+            if not found.sustained or high >= 2**20:
+                break
+            low, best, high = high, found, high * 2
+        top = high if most is None else min(high, most + 1)
+        while top - low > max(1, low // 50):
+            middle = (low + top) // 2
+            found = self.run(middle, capacity_bytes)
+            if found.sustained:
+                low, best = middle, found
+            else:
+                top = middle
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class Oracles:
+    """Answers for several budgets: the first oracle's, and those of budgets that end far below it."""
+
+    all: list[Oracle]
+
+    def largest(self, budget_bytes: int, margin: float, most: int | None) -> Simulation | None:
+        """The largest size under a budget less its margin, as if that budget were the only one."""
+        capacity_bytes = round(budget_bytes * (1 - margin))
+        whole = self.all[0]
+        found = whole.largest(capacity_bytes, most)
+        traced = whole.traced
+        if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
+            return found
+        again = trace_workload(
+            traced.workload, rules=traced.rules, budget_bytes=budget_bytes, most=most, small=traced.small
+        )
+        self.all.append(replace(whole, traced=again))
+        return self.all[-1].largest(capacity_bytes, most)
+
+    def of(self, size: int) -> Oracle:
+        """The one that was traced nearest to `size`: the smallest that reaches it."""
+        reach = [one for one in self.all if one.traced.footprint is not None and one.traced.sizes[-1] >= size]
+        return min(reach, key=lambda one: one.traced.sizes[-1], default=self.all[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """A prediction for a search on the GPU: where to look first, and what a look changes."""
+
+    oracle: Oracle
+    budget_bytes: int
+    margin: float = MARGINS["calibrated"]
+
+    @classmethod
+    def of(cls, work: Workload, *, budget_bytes: int) -> Foresight | None:
+        """None where the step cannot be traced: then the search measures only.
+
+        Traced as if there were no GPU: whatever a program does with a fake tensor, its real device is safe.
+        A search needs no prediction, so nothing that goes wrong here ends it: what is wrong with the step
+        itself comes out of the first trial.
+        """
+        here = rules_for(work)
+        if here.device.type != "cuda":
+            return None
+        rules = rules_for(work, here.card)
+        try:
+            traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=_PATIENCE_S)
+            settings = allocator_rules()
+        except UntraceableError as error:
+            log.info("no prediction: %s", str(error))
+            return None
+        except Exception as error:  # noqa: BLE001
+            log.warning("no prediction, measuring only: %s: %s", type(error).__name__, str(error))
+            return None
+        if traced.footprint is None:
+            log.info("no prediction: memory is no straight line in the batch size")
+            return None
+        beside = float(held_beside(work, rules.card))
+        return cls(Oracle(traced, settings, (beside, 0.0)), budget_bytes)
+
+    def largest(self, most: int | None = None) -> int | None:
+        """The largest size, the margin taken off; None where not even one sample fits."""
+        found = self.oracle.largest(round(self.budget_bytes * (1 - self.margin)), most)
+        return None if found is None else found.size
+
+    def look_first(self) -> int | None:
+        """A small size above the last knee, to compare the prediction with; None where none is small."""
+        footprint = self.oracle.traced.footprint
+        if footprint is None:
+            return None
+        end = upper_bound(footprint, self.budget_bytes, self.oracle.residual)
+        if end < 8:
+            return None
+        knee = max(piece.size for piece in footprint.pieces(end))
+        return min(max(int(knee) + 1, end // 8), end // 3)
+
+    def corrected(self, size: int, peak_bytes: int) -> Foresight | None:
+        """The same with what a real run of `size` needed beyond the trace, in proportion to the size.
+
+        None where the two are too far apart: the step is not what was traced, or no line in the size.
+        """
+        gap = peak_bytes - self.oracle.peak(size)
+        if not -_TOO_MUCH * peak_bytes <= gap <= _TOO_LITTLE * peak_bytes:
+            log.info("no prediction: the trace says %+.0f %% at %d", -100 * gap / peak_bytes, size)
+            return None
+        fixed, slope = self.oracle.residual
+        small = gap < 64 * 2**20  # a workspace that was not seen, as a rule, and not part of each sample
+        residual = (fixed + gap, slope) if small else (fixed, slope + gap / size)
+        return Foresight(replace(self.oracle, residual=residual), self.budget_bytes, self.margin)
+
+
+def margin_of(traced: Traced, basis: Basis) -> float:
+    """The share of the budget to leave free."""
+    if traced.workload.kind == "generation":
+        return _GENERATION_MARGIN
+    return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
+
+
+def is_recurrent(traced: Traced) -> bool:
+    """Whether cuDNN's recurrent layers run."""
+    footprint = traced.footprint
+    return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
+
+
+def held_beside(work: Workload, card: Card) -> int:
+    """Bytes that the program holds on the workload's GPU besides the workload's own state.
+
+    What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off.
+    """
+    own: dict[int, int] = {}
+    device = None
+    parts = (*work.state, work.model)
+    moments = [list(part.state.values()) for part in parts if isinstance(part, torch.optim.Optimizer)]
+    for tensor in tensors_in((*parts, moments)):
+        if tensor.device.type == "cuda":
+            device = tensor.device
+            for one in (tensor, tensor.grad if tensor.is_leaf else None):
+                if one is not None:
+                    storage = one.untyped_storage()
+                    own[storage.data_ptr()] = storage.nbytes()
+    if device is None:
+        return 0
+    # Blocks are rounded up: what the state takes is a little more than its bytes.
+    beside = torch.cuda.memory_allocated(device) - round(sum(own.values()) * 1.01)
+    return max(0, beside - 2 * card.blas_bytes - card.blas_lt_bytes)
+
+
+def allocator_rules(expandable_segments: bool | None = None) -> Rules:
+    """The allocator's settings: the environment's, and what is asked for."""
+    text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    rules = Rules.from_environment(text)
+    if expandable_segments is None:
+        return rules
+    return replace(rules, expandable_segments=expandable_segments)
