@@ -21,7 +21,7 @@ import batchfit
 from batchfit import ResizableLoader
 from batchfit._torch import batches
 from batchfit._torch.batches import batch_source, repeat_rows, takes_arguments
-from batchfit._torch.structure import element_count, leaves, to_device, wrong_size
+from batchfit._torch.structure import element_count, to_device, wrong_size
 
 KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
 
@@ -378,7 +378,7 @@ class Carrier:
     ],
 )
 def test_what_is_on_the_host(batch: Any, expected: bool) -> None:
-    assert all(map(batches._is_on_host, leaves(batch))) is expected
+    assert all(map(batches._is_on_host, batches.leaves(batch))) is expected
 
 
 class Stream(IterableDataset[Any]):
