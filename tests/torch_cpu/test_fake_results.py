@@ -77,6 +77,29 @@ def both(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any | None = None) 
             assert look(results.of(func, args, kwargs), args) == theirs
 
 
+@pytest.mark.parametrize("switch", ["cudnn", "mkldnn", "deterministic", "dtype"])
+def test_torch_is_asked_again_under_another_mode(switch: str) -> None:
+    mode = fake_mode()
+    results, args = FakeResults(mode), (make(mode, (2, 3)),)
+    before, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    with mode:
+        for _ in range(2):
+            results.of(aten.neg.default, args, {})
+        assert len(fake_results._kept) == 1
+        try:
+            torch.use_deterministic_algorithms(before is not (switch == "deterministic"))
+            torch.set_default_dtype(torch.float64 if switch == "dtype" else dtype)
+            torch._C._set_cudnn_enabled(switch != "cudnn")
+            torch._C._set_mkldnn_enabled(switch != "mkldnn")
+            results.of(aten.neg.default, args, {})
+        finally:
+            torch._C._set_cudnn_enabled(True)
+            torch._C._set_mkldnn_enabled(True)
+            torch.use_deterministic_algorithms(before)
+            torch.set_default_dtype(dtype)
+    assert len(fake_results._kept) == 2
+
+
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 

@@ -74,7 +74,7 @@ class FakeResults:
             self._see(args, parts, about.numbers) and self._see_named(kwargs, parts, about.numbers)
         ):
             return func(*args, **kwargs)
-        key = (func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *parts)
+        key = (func, *_modes(), *parts)
         known = _kept.get(key)
         if known is None:
             return self._asked(func, args, kwargs, key)
@@ -177,7 +177,7 @@ class FakeResults:
 
     def _alike(self, func: Any, args: Any, kwargs: Any, like: tuple[int, ...]) -> Any:
         """What the arguments have in common with others of other lengths; None for layouts of their own."""
-        parts: list[Any] = ["alike", func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        parts: list[Any] = ["alike", func, *_modes()]
         shape = getattr(args[like[0]], "shape", None)
         for value in args:
             if type(value) is not FakeTensor:
@@ -280,6 +280,17 @@ class FakeResults:
         return made
 
 
+def _modes() -> tuple[Any, ...]:
+    """What kernels ask about besides their arguments: a convolution's layout is its back-end's, say."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_deterministic_algorithms(),
+    )
+
+
 def _pointer_guard(mode: Any) -> Callable[[Any], None] | None:
     """What makes torch object when somebody asks for a fake tensor's address; None where it is not known."""
     allowed = getattr(mode, "_allow_unsafe_data_ptr_access", None)
@@ -311,6 +322,7 @@ def _about(func: Any) -> _About:
 
 _ASKED = frozenset(
     {
+        aten._fused_sdp_choice.default,  # by switches that a program may turn at any layer
         aten.lift_fresh.default,
         aten.lift_fresh_copy.default,
         aten.lift.default,
