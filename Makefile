@@ -23,10 +23,10 @@ help:  ## this list
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing batchfit and its test dependencies into $(VENV) (about a minute, once)"
+	@echo "installing batchfit and its test dependencies into $(VENV) (a minute or two, once)"
 	@# torch first and on its own: an unconstrained resolve would pull gigabytes of CUDA packages
-	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | { grep -v '^WARNING: Location' || true; }
-	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | { grep -v '^WARNING: Location' || true; }
+	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
 	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
 	@touch $@
 
@@ -53,11 +53,11 @@ test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
 
 docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
-	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' 2>&1 | { grep -v '^WARNING: Location' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)  ## benchmarks that a CPU can run, beside stored figures (under 10 minutes)
-	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -v '^WARNING: Location' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
 	@# to be kept, results go to benchmarks/results: python benchmarks/search_simulated.py
 	$(BIN)/python benchmarks/search_simulated.py --output build/bench
 	$(BIN)/python benchmarks/summary.py check
