@@ -259,8 +259,9 @@ class TestIsolated:
 
         monkeypatch.setattr(_find, "find_batch_size", catch)
         assert command().code == Code.STOPPED
-        assert command(store=False, key="one").code == Code.STOPPED
+        assert command(store=False).code == Code.STOPPED
         assert [(one["store"], one["key"]) for one in seen] == [(False, None)] * 2
+        assert "--no-store" in str(command(store=False, key="one"))
         for wrong in ({"key": "one"}, {"fresh": True}):
             error = command(**wrong)
             assert error.code == Code.USAGE

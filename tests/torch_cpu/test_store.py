@@ -570,7 +570,7 @@ class TestCommandHere:
     def test_a_plain_step_is_stored_under_a_name_only(self) -> None:
         assert not self.find("train.py:plain").from_store
         assert not self.find("train.py:plain", fresh=True).from_store
-        assert not self.find("train.py:plain", store=False, key="mine").from_store
+        assert not self.find("train.py:plain", store=False).from_store
         assert not Store().path.exists()
         assert not self.find("train.py:plain", key="mine").from_store
         assert self.find("train.py:plain", key="mine").from_store
