@@ -58,7 +58,7 @@ def fails_alone(rank: int, kind: str, points: int, who: list[int]) -> Any:
         ("ddp", 7, 2, [1]),
         ("fsdp2", 7, 2, [0]),
         ("gathers", 4, 2, [1]),
-        pytest.param("fsdp2", 3, 4, [0, 2], id="four"),
+        pytest.param("fsdp2", 3, 4, [0, 2], id="four", marks=pytest.mark.slow),
         pytest.param("ddp_buffers", 40, 2, [0], marks=pytest.mark.slow),
         pytest.param("ddp", 60, 2, [0, 1], marks=pytest.mark.slow),
         pytest.param("fsdp2", 60, 2, [1], marks=pytest.mark.slow),
