@@ -32,6 +32,7 @@ from batchfit._schedule_base import PlannedConfig
 from batchfit._torch.dealing import Dealer, FixedOrder, SampledOrder, Settings, StreamDealer, checked_size
 from batchfit._torch.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
 from batchfit._torch.loadable import check_data, check_schedule, look_ahead, place_among_ranks
+from batchfit._torch.rng import undo_generator
 
 _log = logging.getLogger("batchfit")
 
@@ -264,8 +265,10 @@ class ResizableLoader:
             self._deals.dealer = dealer
             # What the beginning of an epoch draws (DataLoader's seed for workers, with none too) was drawn
             # before the checkpoint: drawn again, it would move every random number after it.
-            went_on = dealer.ledger.batches > 0
-            with _undrawn(self._keywords["generator"]) if went_on else contextlib.nullcontext():
+            drawn_from = self._keywords["generator"] or torch.default_generator
+            with contextlib.ExitStack() as stack:
+                if dealer.ledger.batches > 0 and (undo := undo_generator(drawn_from)) is not None:
+                    stack.callback(undo)
                 if not self._streams:
                     dealer.order = self._new_order(dealer)
                 iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
@@ -385,17 +388,6 @@ class ResizableLoader:
         if self._streams:
             return "iterable"
         return "sampled" if self.sampler is not None else "shuffled" if self._shuffle else "sequential"
-
-
-@contextlib.contextmanager
-def _undrawn(generator: torch.Generator | None) -> Iterator[None]:
-    """Random numbers that are drawn inside come again after it: those of `generator`, or torch's own."""
-    drawn_from = torch.default_generator if generator is None else generator
-    before = drawn_from.get_state()
-    try:
-        yield
-    finally:
-        drawn_from.set_state(before)
 
 
 class _Deals:

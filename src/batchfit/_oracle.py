@@ -19,6 +19,7 @@ from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card
 from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
 from batchfit._torch.device import tensors_in
+from batchfit._torch.trace import uncollected
 from batchfit._torch.tracing import Traced, glance, rules_for, trace_workload
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -60,13 +61,16 @@ class Oracle:
     def largest(self, capacity_bytes: int, most: int | None) -> Simulation | None:
         """The largest size that is sustained under a capacity."""
         if self.traced.footprint is not None:
-            return largest(
-                self.traced.footprint,
-                capacity_bytes=capacity_bytes,
-                rules=self.rules,
-                extra=self.residual,
-                most=most,
-            )
+            # Replays make blocks by the ten thousand, a few MB, and a collection that these set off looks
+            # through the whole program: with transformers loaded it takes longer than all the replays.
+            with uncollected():
+                return largest(
+                    self.traced.footprint,
+                    capacity_bytes=capacity_bytes,
+                    rules=self.rules,
+                    extra=self.residual,
+                    most=most,
+                )
         return self._by_single_traces(capacity_bytes, most)
 
     def _by_single_traces(self, capacity_bytes: int, most: int | None) -> Simulation | None:

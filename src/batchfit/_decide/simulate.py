@@ -11,9 +11,7 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -158,11 +156,7 @@ def largest(
             )
         return tried[size]
 
-    with _uncollected():
-        return _search(run, upper_bound(footprint, capacity_bytes, extra, most) + 1)
-
-
-def _search(run: Callable[[int], Simulation], top: int) -> Simulation | None:
+    top = upper_bound(footprint, capacity_bytes, extra, most) + 1
     while top > 1:
         best = _last_sustained(run, top)
         if best is None:
@@ -173,22 +167,6 @@ def _search(run: Callable[[int], Simulation], top: int) -> Simulation | None:
             return run(best)
         top = holes[0]
     return None
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile.
-
-    Replays make blocks by the ten thousand, a few MB, and a collection that these set off looks through the
-    whole program: with transformers loaded it takes longer than all the replays.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 # How far below an answer the sizes must run as well: people round down.

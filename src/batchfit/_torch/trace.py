@@ -16,6 +16,7 @@ import gc
 import sysconfig
 import traceback
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,9 @@ def trace(
     has not ended after `limit_s` is given up (`UntraceableError`).
     """
     undo = global_states()
-    collects = gc.isenabled()
-    gc.disable()  # a collection would free things at moments of its own
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(uncollected())  # a collection would free things at moments of its own
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
             stack.enter_context(eagerly())
@@ -82,10 +82,20 @@ def trace(
                     recorder.end_step()
             return recorder.trace(size)
     finally:
-        if collects:
-            gc.enable()
         for _, put_back in undo:
             put_back()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python collects no garbage by itself."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _run(workload: Workload, size: int, recorder: Recorder) -> None:
