@@ -36,6 +36,7 @@ PAGES = {  # how a page's name begins: the script that makes it
     "schedules": "schedules_gpu",
     "search_replayed": "search_replayed",
     "search_simulated": "search_simulated",
+    "soak_length": "soak_length",
     "soak": "soak",
     "sweep": "sweep_gpu",
     "trace_cost": "trace_cost",

@@ -68,7 +68,7 @@ def find_batch_size(
     start: int | None = None,
     attempts: int = 5,
     steps: int = 3,
-    soak_steps: int = 25,
+    soak_steps: int | None = None,
     max_trials: int | None = None,
     time_limit_s: float | None = None,
     predict: bool = True,
@@ -100,7 +100,8 @@ def find_batch_size(
         start: the first size to try, an estimate; needed by "halve" and "grow" unless `max_size` is given.
         attempts: how many sizes "grow" may try.
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
-        soak_steps: steps in the soak that the answer has to survive; 0 for none.
+        soak_steps: steps in the soak that the answer has to survive; 0 for none. Default: 25, or ten and more
+            of them until the allocator of a GPU repeats itself, after which nothing new can happen.
         max_trials, time_limit_s: end the search early with what it has.
         predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
             `isolate`.
@@ -284,12 +285,12 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
 
 
 def check_steps(
-    steps: int, soak_steps: int, time_limit_s: float | None, on_trial: OnTrial | None = None
+    steps: int, soak_steps: int | None, time_limit_s: float | None, on_trial: OnTrial | None = None
 ) -> None:
     """Refuse wrong settings that the search itself does not know."""
     if type(steps) is not int or steps < 2:
         raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
-    if type(soak_steps) is not int or 0 != soak_steps < steps:
+    if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < steps):
         raise ValueError(f"soak_steps must be 0 or at least steps ({steps}), not {soak_steps!r}")
     if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
         raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")

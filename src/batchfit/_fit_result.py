@@ -40,7 +40,8 @@ class Trial(Result):
     took from the device, `split_bytes` that of cached remainders it could not have given back,
     `largest_bytes` the largest block that it took at once, and `held_bytes` what was live between steps,
     gradients apart; None where there is no reading.
-    `settled_retries` counts allocation retries in the second half of a soak. `step_s` is the median of
+    `settled_retries` counts allocation retries in the second half of a soak; `settled`: the soak ended
+    early, since the allocator had begun to repeat itself, without any. `step_s` is the median of
     the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
     "backward", "optimizer"), where the workload names its phases.
     """
@@ -58,6 +59,7 @@ class Trial(Result):
     step_s: float | None = None
     elapsed_s: float = 0.0
     soak: bool = False
+    settled: bool = False
     ambiguous: bool = False
     phase: str | None = None
     message: str = ""
@@ -117,6 +119,14 @@ class FitResult(Result):
         return any(trial.sustained for trial in self.trials if trial.size == self.batch_size)
 
     @property
+    def lasted(self) -> str:
+        """How long the size ran: `survived 25 steps`, `ran 3 steps`."""
+        how = "survived" if self.sustained else "ran"
+        settled = any(trial.settled for trial in self.trials if trial.size == self.batch_size)
+        after = ", and from there on its memory repeats itself" if settled else ""
+        return f"{how} {self.survived_steps} step{'' if self.survived_steps == 1 else 's'}{after}"
+
+    @property
     def reason(self) -> str:
         """Why the search stopped, as a sentence."""
         return REASONS.get(self.stopped_because, self.stopped_because)
@@ -127,7 +137,7 @@ class FitResult(Result):
         peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
         return (
             f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
-            f"survived {self.survived_steps} steps; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
+            f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
             f"{self.resumed}; "
             f"stopped because {self.reason}"
         )

@@ -104,7 +104,7 @@ def recall(
     *,
     fresh: bool,
     steps: int,
-    soak_steps: int,
+    soak_steps: int | None,
     predict: bool = True,
 ) -> Recall:
     """What the store says about this search, on all ranks. `make_digest`: this rank's part of the key."""

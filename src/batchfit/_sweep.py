@@ -60,7 +60,7 @@ def sweep(
     attempts: int = 5,
     tolerance: float = 0.02,
     steps: int = 3,
-    soak_steps: int = 25,
+    soak_steps: int | None = None,
     budget: int | str | None = None,
     device: str | int | None = None,
     start_from: object = None,

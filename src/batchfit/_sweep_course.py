@@ -39,7 +39,7 @@ class Settings:
     budget: int | str | None = None
     tolerance: float = 0.02
     steps: int = 3
-    soak_steps: int = 25
+    soak_steps: int | None = None
     device: str | int | None = None
     estimate: EstimateFunction | None = None
     measure: Measure | str | None = None

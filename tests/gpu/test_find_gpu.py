@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from typing import Any
 
@@ -57,6 +58,32 @@ def test_the_answer_lasts_and_little_more_does_not() -> None:
     assert len({trial.size for trial in fit.trials}) <= 6
     assert survives(workload, fit.batch_size, 100, fit.budget_bytes)
     assert not survives(workload, int(fit.batch_size * 1.12), 25, fit.budget_bytes)
+
+
+def test_a_soak_ends_once_the_allocator_repeats_itself_and_the_size_lasts() -> None:
+    workload = small_gpt()
+    fit = batchfit.find_batch_size(workload, budget="5GiB")
+    last = fit.trials[-1]
+    assert last.settled
+    assert 10 <= last.steps_run < 25
+    assert survives(workload, fit.batch_size, 200, fit.budget_bytes)
+    asked = batchfit.find_batch_size(workload, budget="5GiB", soak_steps=25, max_size=fit.batch_size)
+    assert (asked.trials[-1].steps_run, asked.trials[-1].settled) == (25, False)
+
+
+def test_a_soak_of_changing_lengths_runs_to_its_end() -> None:
+    generator = random.Random(0)
+    kept = torch.zeros(2**20, device="cuda")
+
+    def step(n: int) -> None:
+        length = generator.randrange(64, 512)  # all of it is gone when the step ends
+        (torch.ones(n, length, 1024, device="cuda") * 2).sum().item()
+        kept.add_(1)
+
+    workload = batchfit.Workload(step, state=[kept])
+    fit = batchfit.find_batch_size(workload, budget="4GiB", max_size=64, predict=False)
+    assert not any(trial.settled for trial in fit.trials)
+    assert fit.survived_steps == 25
 
 
 def test_exact_with_tolerance_zero() -> None:

@@ -27,6 +27,7 @@ class FakeCuda:
         self.reserved = dict.fromkeys(range(count), 0)
         self.peak = {index: [0, 0] for index in range(count)}
         self.retries = dict.fromkeys(range(count), 0)
+        self.requested = {index: [0, 0] for index in range(count)}  # how often, and how many bytes
         self.dead = False
         self.segments: list[dict[str, Any]] = []  # for `memory_snapshot`, as a test sets them
 
@@ -39,6 +40,8 @@ class FakeCuda:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}")
             self.reserved[index] = segments
         self.live[index] += size
+        requested = self.requested[index]
+        requested[:] = [requested[0] + 1, requested[1] + size]
         self._note(index)
 
     def free(self, size: int, index: int = 0) -> None:
@@ -77,6 +80,8 @@ class FakeCuda:
             "reserved_bytes.all.peak": self.peak[index][1],
             "inactive_split_bytes.all.peak": 77,
             "num_alloc_retries": self.retries[index],
+            "allocation.all.allocated": self.requested[index][0],
+            "allocated_bytes.all.allocated": self.requested[index][1],
         }
 
     def memory_snapshot(self) -> list[dict[str, Any]]:

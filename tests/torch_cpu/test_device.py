@@ -29,7 +29,7 @@ from batchfit._torch.device import (
     known_devices,
     resolve_device,
 )
-from batchfit._torch.device_memory import largest_bytes
+from batchfit._torch.device_memory import allocator_mark, largest_bytes
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import virtual_memory
 from batchfit.errors import BatchfitError
@@ -93,6 +93,57 @@ def test_the_largest_block_is_the_largest_segment_of_the_device() -> None:
     cuda.segments.append({"device": 1, "total_size": 8 * MiB, "is_expandable": True})
     assert largest_bytes(device) is None, "a segment that grows is no block"
     assert largest_bytes(CudaDevice(0, backend=cuda)) == 900 * MiB
+
+
+def segment(address: int, *blocks: tuple[int, str], kind: str = "large", index: int = 0) -> dict[str, Any]:
+    return {
+        "device": index,
+        "address": address,
+        "segment_type": kind,
+        "total_size": sum(size for size, _ in blocks),
+        "blocks": [{"size": size, "state": state, "address": 0} for size, state in blocks],
+    }
+
+
+def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(0, backend=cuda)
+    large = segment(4096, (20 * MiB, "active_allocated"), (10 * MiB, "inactive"))
+    small = segment(512, (MiB, "inactive"), (MiB, "active_allocated"), kind="small")
+    cuda.segments = [small, large]
+    mark = allocator_mark(device)
+    assert mark is not None
+    cuda.segments = [large, segment(512, (MiB, "active_allocated"), (MiB, "inactive"), kind="small")]
+    assert allocator_mark(device) == mark, "small blocks may lie where they like"
+    cuda.segments += [segment(8192, (MiB, "inactive"), index=1)]
+    assert allocator_mark(device) == mark, "another device's"
+    cuda.others = 990 * MiB
+    tight = allocator_mark(device)
+    cuda.segments[1] = small
+    assert tight != allocator_mark(device), "where there is no room for more segments, they count"
+    cuda.others = 0
+    others = {
+        "a larger piece": segment(4096, (21 * MiB, "active_allocated"), (9 * MiB, "inactive")),
+        "freed": segment(4096, (20 * MiB, "inactive"), (10 * MiB, "inactive")),
+        "elsewhere": segment(8192, (20 * MiB, "active_allocated"), (10 * MiB, "inactive")),
+    }
+    for why, other in others.items():
+        cuda.segments = [small, other]
+        assert getattr(allocator_mark(device), "layout", None) != mark.layout, why
+    cuda.segments = [small, segment(600, (2 * MiB, "inactive"), kind="small"), large]
+    assert getattr(allocator_mark(device), "layout", None) != mark.layout, "one more segment for small blocks"
+    cuda.allocate(5)
+    cuda.allocate(7)
+    cuda.retries[0] += 1
+    counted = allocator_mark(device)
+    assert counted is not None
+    assert (counted.retries, counted.requests, counted.requested_bytes) == (1, 2, 12)
+
+
+@pytest.mark.parametrize("device", [CudaDevice(0, backend=AsyncCuda()), FakeDevice("1MiB"), CpuDevice()])
+def test_who_has_no_such_allocator_has_no_mark(device: Any) -> None:
+    assert allocator_mark(device) is None
+    assert allocator_mark(XpuDevice(0, backend=OldXpu())) is None, "it does not count what is asked for"
 
 
 def test_who_cannot_tell_the_largest_block_says_none() -> None:

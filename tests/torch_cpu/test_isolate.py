@@ -442,7 +442,7 @@ class TestAnswer:
     def test_the_next_child_starts_while_a_trial_runs_and_loads_nothing(self, diary: Path) -> None:
         with Children(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
-                trial = run_one(2, steps=2, soak=False, smallest=False)
+                trial = run_one(2, steps=2, soak=False, may_settle=False, smallest=False)
             assert trial.fits
             # Each child has a shell beside it, which waits for this process' end.
             commands = {

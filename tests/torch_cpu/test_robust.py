@@ -70,6 +70,20 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+@pytest.mark.parametrize(("asked", "steps"), [(None, 10), (25, 25), (12, 12)])
+def test_a_soak_is_as_long_as_was_asked_and_ends_early_only_where_nobody_asked(
+    asked: int | None, steps: int
+) -> None:
+    program = Program(FakeCuda())
+    fit = program.find(soak_steps=asked)
+    assert fit.batch_size in range(470, 496)
+    assert (fit.survived_steps, fit.sustained) == (steps, True)
+    assert fit.trials[-1].settled is (asked is None)
+    said = "survived 10 steps, and from there on its memory repeats itself"
+    assert (said in fit.summary) is (asked is None)
+    assert fit.summary.count(f"survived {steps} steps") == 1
+
+
 # Other programs on the card
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -109,6 +110,65 @@ def test_the_largest_block_reaches_the_search_before_the_cache_is_gone() -> None
     assert told(trial).largest_bytes == 40 * MiB
     other = trial.model_copy(update={"largest_bytes": 60 * MiB})
     assert worst([trial, other, trial]).largest_bytes == 60 * MiB
+
+
+class Circling:
+    """Steps on a card whose blocks lie elsewhere in each of the first `wanders` steps."""
+
+    def __init__(
+        self, *, wanders: int, lengths: Sequence[int] = (40,), retries_at: int | None = None
+    ) -> None:
+        self.cuda = FakeCuda()
+        self.wanders, self.lengths, self.retries_at, self.steps = wanders, lengths, retries_at, 0
+
+    def step(self, n: int) -> None:
+        size = self.lengths[self.steps % len(self.lengths)] * MiB
+        self.cuda.allocate(size)
+        self.cuda.free(size)
+        self.steps += 1
+        self.cuda.retries[0] += self.steps == self.retries_at
+        blocks = [{"size": 40 * MiB, "state": "inactive"}]
+        self.cuda.segments = [
+            {
+                "device": 0,
+                "address": min(self.steps, self.wanders),
+                "segment_type": "large",
+                "total_size": 40 * MiB,
+                "blocks": blocks,
+            }
+        ]
+
+    def soaked(self, *, may_settle: bool = True) -> Trial:
+        return run_trial(
+            self.step,
+            4,
+            device=CudaDevice(0, backend=self.cuda),
+            snapshot=Snapshot.take([]),
+            steps=25,
+            soak=True,
+            may_settle=may_settle,
+        )
+
+
+@pytest.mark.parametrize(("wanders", "steps"), [(1, 10), (4, 10), (8, 13), (20, 25)])
+def test_a_soak_ends_where_the_allocator_goes_in_circles(wanders: int, steps: int) -> None:
+    program = Circling(wanders=wanders)
+    trial = program.soaked()
+    assert (trial.steps_run, program.steps) == (steps, steps)
+    assert (trial.settled, trial.sustained, trial.verdict) == (True, True, "sustained")
+
+
+def test_a_soak_runs_to_its_end_where_it_does_not() -> None:
+    ragged = Circling(wanders=1, lengths=[40, 30, 20, 35, 25, 15, 38])  # the same is left after each step
+    told_to = Circling(wanders=1).soaked(may_settle=False)
+    for trial in (Circling(wanders=25).soaked(), ragged.soaked(), told_to):
+        assert (trial.steps_run, trial.settled, trial.sustained) == (25, False, True)
+
+
+def test_a_retry_puts_the_end_of_a_soak_off() -> None:
+    trial = Circling(wanders=1, retries_at=8).soaked()
+    assert (trial.steps_run, trial.alloc_retries, trial.settled_retries) == (14, 1, 0)
+    assert trial.sustained
 
 
 @pytest.mark.skipif(

@@ -31,8 +31,7 @@ def headline(fit: FitResult) -> str:
     """The answer in one line."""
     if fit.stopped_because == "interrupted":
         return f"interrupted: {fit.batch_size} is the largest batch size that ran so far"
-    how = "survived" if fit.sustained else "ran"
-    return f"batch size {fit.batch_size} {how} {count_of(fit.survived_steps, 'step')}"
+    return f"batch size {fit.batch_size} {fit.lasted}"
 
 
 def facts(

@@ -141,13 +141,14 @@ def find(
     ] = 5,
     steps: Annotated[int, typer.Option(metavar="N", rich_help_panel=TRIAL, help="Steps of one trial.")] = 3,
     soak_steps: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
             rich_help_panel=TRIAL,
+            show_default="25, fewer once memory repeats itself",
             help="Steps that the answer must survive at the end; 0: no soak.",
         ),
-    ] = 25,
+    ] = None,
     max_trials: Annotated[
         int | None,
         typer.Option(

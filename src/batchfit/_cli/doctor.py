@@ -48,7 +48,7 @@ def examine(*, as_json: bool) -> Code:
     """Look, test, tell."""
     findings = Findings()
     with stdout_for_results(alone=as_json) as stdout:
-        with progress_here(steps=3, soak_steps=25) as progress:
+        with progress_here(steps=3, soak_steps=None) as progress:
             progress.doing("loading torch")
             look_at_packages(findings)
             look_at_torch(findings)

@@ -51,7 +51,7 @@ class FindSettings(TypedDict):
     start: int | None
     attempts: int
     steps: int
-    soak_steps: int
+    soak_steps: int | None
     max_trials: int | None
     time_limit_s: float | None
     predict: bool

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 import batchfit
+from batchfit._decide.rounds import SOAK_STEPS
 from batchfit._decide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Progress(Protocol):
     def trial(self, trial: Trial, budget_bytes: int) -> None: ...  # a trial ended
 
 
-def progress_here(*, soak_steps: int, steps: int) -> Progress:
+def progress_here(*, soak_steps: int | None, steps: int) -> Progress:
     """The progress that suits this process's stderr."""
     if not speaks():
         return Silent()
@@ -162,12 +163,13 @@ class Live:
 
     draws_rows = True
 
-    def __init__(self, *, steps: int, soak_steps: int, console: Console | None = None) -> None:
+    def __init__(self, *, steps: int, soak_steps: int | None, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live as RichLive
 
         self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
-        self._steps, self._soak_steps = steps, soak_steps
+        self._steps = steps
+        self._soak_steps = SOAK_STEPS if soak_steps is None else soak_steps
         self._ascii = self._console.options.ascii_only
         self._columns, self._bar_width = _layout(self._console.width)
         self._what, self._since = "starting", time.monotonic()

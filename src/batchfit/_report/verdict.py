@@ -99,7 +99,7 @@ def _facts_of_fit(one: FitResult) -> list[Fact]:
     lost = sum(not trial.fits for trial in one.trials)
     ran_out = "none failed" if not lost else f"{lost} failed"
     found = [
-        Fact("batch size found", f"{one.batch_size:,}", f"survived {one.survived_steps} steps"),
+        Fact("batch size found", f"{one.batch_size:,}", one.lasted),
         Fact("trials", str(len(one.trials)), f"{ran_out}, {one.elapsed_s:.1f} s in all"),
     ]
     if one.peak_bytes is not None:
@@ -116,7 +116,7 @@ def _recommended(one: ThroughputProfile) -> str:
 
 
 def _found(fit: FitResult, prediction: Prediction | None) -> str:
-    held = f"it survived {fit.survived_steps} steps"
+    held = f"it {fit.lasted}"
     if fit.peak_bytes is not None:
         held = (
             f"it peaks at {format_bytes(fit.peak_bytes)} of {format_bytes(fit.budget_bytes)} and {held[3:]}"

@@ -164,6 +164,7 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
                 parameters=list(parameters.values()),
                 steps=request["steps"],
                 soak=soak,
+                may_settle=request["may_settle"],
                 raise_ambiguous=request["smallest"],
             )
     except Exception as error:

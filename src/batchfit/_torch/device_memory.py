@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 
+from batchfit._decide.rounds import ROOM_FOR_SMALL, Mark
 from batchfit._decide.units import format_bytes
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import VirtualMemory, active, virtual_memory
@@ -107,6 +108,11 @@ def largest_bytes(device: Device) -> int | None:
     return device.largest_bytes() if isinstance(device, _CachingDevice) else None
 
 
+def allocator_mark(device: Device) -> Mark | None:
+    """The caching allocator as it is now; None where there is none to be read."""
+    return device.mark() if isinstance(device, _CachingDevice) else None
+
+
 # The fraction that a limit of ours has set, for a torch that cannot tell it: (back-end, index) -> fraction.
 _set_by_us: dict[tuple[Any, int], float] = {}
 
@@ -122,6 +128,9 @@ def fraction_of(budget_bytes: int, total_bytes: int) -> float:
 def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
     """Whether the GPU driver of this system gives out RAM when the card is full (Windows, WSL)."""
     return system == "nt" or "microsoft" in (platform.release() if release is None else release).lower()
+
+
+_COUNTS = ("num_alloc_retries", "allocation.all.allocated", "allocated_bytes.all.allocated")  # of a `Mark`
 
 
 @dataclass(frozen=True)
@@ -167,13 +176,36 @@ class _CachingDevice:
 
     def largest_bytes(self) -> int | None:
         """The largest segment now; None where they grow (expandable ones) and say nothing about blocks."""
+        segments = self._segments()
+        if segments is None or any(one.get("is_expandable") for one in segments):
+            return None
+        return max((int(one.get("total_size", 0)) for one in segments), default=None)
+
+    def mark(self) -> Mark | None:
+        """Where the large blocks are, and the counts; None where the allocator is not torch's own.
+
+        Small blocks have segments of their own, of 2 MiB, and where each of them lies changes for much
+        longer. All that they can do to large ones is to need another segment: while there is room for a few,
+        it does not matter where they lie.
+        """
+        segments, stats = self._segments(), self.backend.memory_stats(self.index)
+        if segments is None or any(name not in stats for name in _COUNTS):
+            return None
+        room_bytes = self.budget_bytes() - int(self.backend.memory_reserved(self.index))
+        small_bytes = sum(one["total_size"] for one in segments if one["segment_type"] == "small")
+        blocks = sorted(
+            (one["address"], *((block["size"], block["state"]) for block in one["blocks"]))
+            for one in segments
+            if one["segment_type"] != "small" or room_bytes < ROOM_FOR_SMALL
+        )
+        return Mark(hash((small_bytes, *blocks)), *(int(stats[name]) for name in _COUNTS))
+
+    def _segments(self) -> list[dict[str, Any]] | None:
+        """What the allocator has taken, block by block; None where nobody can tell."""
         snapshot = getattr(self.backend, "memory_snapshot", None)
         if snapshot is None or not self.is_torchs_own:
             return None
-        segments = [one for one in snapshot() if one.get("device") == self.index]
-        if any(one.get("is_expandable") for one in segments):
-            return None
-        return max((int(one.get("total_size", 0)) for one in segments), default=None)
+        return [one for one in snapshot() if one.get("device") == self.index]
 
     def alloc_retries(self) -> int:
         return int(self.backend.memory_stats(self.index).get("num_alloc_retries", 0))

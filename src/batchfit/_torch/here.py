@@ -79,7 +79,7 @@ class Here:
         snapshot = Snapshot.take(work.state)
         parameters = self._parameters()
 
-        def run_one(size: int, *, steps: int, soak: bool, smallest: bool) -> Trial:
+        def run_one(size: int, *, steps: int, soak: bool, may_settle: bool, smallest: bool) -> Trial:
             nonlocal first
             step = work.step if self._owed is None else Counted(work.step, steps=steps)
             try:
@@ -91,6 +91,7 @@ class Here:
                     parameters=parameters,
                     steps=steps,
                     soak=soak,
+                    may_settle=may_settle,
                     raise_ambiguous=smallest,
                 )
             except Exception as error:

@@ -183,7 +183,9 @@ def _place(loaded: Message) -> Place:
 class RunOne(Protocol):
     """Runs one trial, in this process or in a child; None where it was cut off for another rank's."""
 
-    def __call__(self, size: int, *, steps: int, soak: bool, smallest: bool) -> Trial | None: ...
+    def __call__(
+        self, size: int, *, steps: int, soak: bool, may_settle: bool, smallest: bool
+    ) -> Trial | None: ...
 
 
 @final
@@ -192,7 +194,7 @@ class Children:
 
         with Children(Factory.of(make), device=None, timeout_s=60) as children:
             with children.trying(2**30) as run_one:
-                trial = run_one(8, steps=3, soak=False, smallest=False)
+                trial = run_one(8, steps=3, soak=False, may_settle=False, smallest=False)
 
     While a trial runs, the next child already imports torch; it loads nothing of the user's before its turn.
     """
@@ -257,7 +259,9 @@ class Children:
         """Inside, a function that runs one trial under the budget."""
         yield partial(self._run, budget_bytes=budget_bytes)
 
-    def _run(self, size: int, *, budget_bytes: int, steps: int, soak: bool, smallest: bool) -> Trial | None:
+    def _run(
+        self, size: int, *, budget_bytes: int, steps: int, soak: bool, may_settle: bool, smallest: bool
+    ) -> Trial | None:
         """One trial in a fresh process, start to end; None where it was cut off, as another rank's failed."""
         begun = time.perf_counter()
         child, self._loaded = self._loaded or self._load(), None
@@ -267,6 +271,7 @@ class Children:
                 budget_bytes=budget_bytes,
                 steps=steps,
                 soak=soak,
+                may_settle=may_settle,
                 smallest=smallest,
             )
             if not soak:  # after a soak there is most likely nothing more to try

@@ -9,6 +9,7 @@ Rules:
 - Only steps that really ran are counted, and a step that ran nothing is an error.
 - Under `cudnn.benchmark` the first step of a size tries every algorithm, with workspaces that no later step
   takes. A trial is read from its second step on; a soak runs as a program does, with what the first one left.
+- A soak that may settle ends once the allocator goes in circles: more steps would show nothing new.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from types import FrameType
 
 import torch
 
+from batchfit._decide.rounds import Mark, goes_round
 from batchfit._torch import oom, phase
 from batchfit._torch.device import Device
-from batchfit._torch.device_memory import largest_bytes
+from batchfit._torch.device_memory import allocator_mark, largest_bytes
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
@@ -46,6 +48,11 @@ class _Readings:
     step_s: list[float] = field(default_factory=list)
     retries_at: list[int] = field(default_factory=list)
     held_bytes: int | None = None
+    marks: list[Mark] = field(default_factory=list)
+
+    @property
+    def settled(self) -> bool:
+        return goes_round(self.marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +71,12 @@ def run_trial(
     parameters: Sequence[torch.Tensor] = (),
     steps: int = 3,
     soak: bool = False,
+    may_settle: bool = False,
     raise_ambiguous: bool = False,
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
+
+    `may_settle`: fewer will do, if the allocator repeats itself.
 
     `parameters` are those whose gradients a step may free before it makes new ones: they do not count
     as held, since the floor under every peak is what is live at every moment.
@@ -81,7 +91,9 @@ def run_trial(
     device.reset()
     before = device.alloc_retries()
     try:
-        failure = _run_steps(step, size, steps, device, parameters, readings, soak, raise_ambiguous)
+        failure = _run_steps(
+            step, size, steps, device, parameters, readings, soak, may_settle, raise_ambiguous
+        )
         cut_off = failure is not None
         peaks, largest = device.peaks(), largest_bytes(device)
         retries = device.alloc_retries() - before
@@ -95,7 +107,9 @@ def run_trial(
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
                 put_back(snapshot, device, raised, cut_off=cut_off)
         raised = None  # or this frame and its exception would keep each other alive
-    settled_from = readings.retries_at[steps // 2 - 1] if len(readings.retries_at) >= steps // 2 else None
+    settled_from = None
+    if not readings.settled and len(readings.retries_at) >= steps // 2:
+        settled_from = readings.retries_at[steps // 2 - 1]
     return Trial(
         size=size,
         outcome=_outcome(failure),
@@ -110,6 +124,7 @@ def run_trial(
         step_s=statistics.median(readings.step_s[1:] or readings.step_s) if readings.step_s else None,
         elapsed_s=time.perf_counter() - started,
         soak=soak,
+        settled=failure is None and readings.settled,
         ambiguous=failure is not None and failure.verdict == "ambiguous",
         phase=failure.phase if failure else None,
         message=failure.message if failure else "",
@@ -124,6 +139,7 @@ def _run_steps(
     parameters: Sequence[torch.Tensor],
     readings: _Readings,
     soak: bool,
+    may_settle: bool,
     raise_ambiguous: bool,
 ) -> _Failure | None:
     ambient = sys.exception()
@@ -143,6 +159,11 @@ def _run_steps(
             readings.step_s.append(time.perf_counter() - begun)
             readings.retries_at.append(device.alloc_retries())
             readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
+            mark = allocator_mark(device) if may_settle else None
+            if mark is not None:
+                readings.marks.append(mark)
+                if readings.settled:
+                    break
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Self, final
 
 from batchfit._decide.room import Room, under
+from batchfit._decide.rounds import SOAK_STEPS
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes
 from batchfit._torch.conclude import told, worst
@@ -52,7 +53,7 @@ class Trials:
         ranks: Ranks,
         *,
         steps: int,
-        soak_steps: int,
+        soak_steps: int | None,
         time_limit_s: float | None,
         on_trial: OnTrial | None,
         keep: Keep | None,
@@ -63,7 +64,10 @@ class Trials:
         self.room = Room(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
         self._told, self._start, self._attempts = search.told, search.start, search.attempts
-        self._steps, self._soak_steps, self._time_limit_s = steps, soak_steps, time_limit_s
+        self._steps, self._time_limit_s = steps, time_limit_s
+        self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
+        # Ranks take the same number of steps, and each of them has an allocator of its own.
+        self._may_settle = soak_steps is None and ranks.world_size == 1
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
         self._keep_as_it_is(0.0)  # a file that cannot be written is an error before any trial
@@ -135,8 +139,9 @@ class Trials:
         """One trial on all ranks, and the least that any of them can reach after it."""
         mine = self._run_one(
             ask.size,
-            steps=self._soak_steps if ask.soak else self._steps,
+            steps=self._steps_of_a_soak if ask.soak else self._steps,
             soak=ask.soak,
+            may_settle=ask.soak and self._may_settle,
             smallest=ask.size == self.search.sizes.first,
         )
         answers = self.ranks.gather(

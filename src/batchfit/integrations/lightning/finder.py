@@ -65,7 +65,7 @@ class BatchSizeFinder(Callback):
             smallest loader with drop_last, of which nothing would be left.
         min_val, multiple_of, power_of_two: which sizes may be tried.
         budget: bytes that the program may use ("24GiB"); default: all that is free.
-        soak_steps: steps that the answer has to survive; 0 for none.
+        soak_steps: steps that the answer has to survive; 0 for none. Default: as in `find_batch_size`.
         tolerance, time_limit_s, on_trial: as in `batchfit.find_batch_size`.
         key: a name under which the answer is stored, and confirmed by one trial the next time.
         fresh: search even where the answer is stored, or in a checkpoint that the run goes on from.
@@ -86,7 +86,7 @@ class BatchSizeFinder(Callback):
         multiple_of: int = 1,
         power_of_two: bool = False,
         budget: int | str | None = None,
-        soak_steps: int = 25,
+        soak_steps: int | None = None,
         tolerance: float = 0.02,
         time_limit_s: float | None = None,
         on_trial: Callable[[batchfit.Trial, int], object] | None = None,
@@ -308,10 +308,12 @@ def _check_sizes(
         raise ValueError(f"max_val must leave an allowed size (the smallest is {first}), not {max_val!r}")
 
 
-def _check_steps(steps_per_trial: int, soak_steps: int, tolerance: float, time_limit_s: float | None) -> None:
+def _check_steps(
+    steps_per_trial: int, soak_steps: int | None, tolerance: float, time_limit_s: float | None
+) -> None:
     if type(steps_per_trial) is not int or steps_per_trial < 2:
         raise ValueError(f"steps_per_trial must be an integer of at least 2, not {steps_per_trial!r}")
-    if type(soak_steps) is not int or 0 != soak_steps < steps_per_trial:
+    if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < steps_per_trial):
         raise ValueError(
             f"soak_steps must be 0 or at least steps_per_trial ({steps_per_trial}), not {soak_steps!r}"
         )

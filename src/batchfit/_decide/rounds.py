@@ -1,0 +1,70 @@
+"""Whether an allocator goes in circles: then a soak has shown all that more steps could.
+
+A caching allocator does what its free blocks and the requests say, nothing else. Where a step ends with every
+block where it was some steps before, and the steps since have asked for the same as those before them, what
+follows is the same again, for as long as the program asks for the same.
+
+Rules:
+- Five steps in a row are each what the step a round before was, and none of all these has retried: a program
+  may do something every few steps, and two small steps alike say nothing about the large one after them.
+- At least ten steps. Eight models, replayed at 255 sizes near the end of their memory, go round after ten
+  at 248 of them, and after twelve at the latest.
+- What a step leaves is not enough to go by: samples of other lengths ask for other memory, and all of it may
+  be gone when the step ends. What was asked for counts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+SOAK_STEPS = 25  # of a soak, where nobody says otherwise
+LEAST = 10  # steps, before it may end
+ROOM_FOR_SMALL = 20 * 2**20  # bytes: ten segments of small blocks
+_LONGEST = 5  # steps in a round, and how many have to be alike
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The allocator at the end of a step: where its blocks are, and its counts since it began."""
+
+    layout: int
+    retries: int
+    requests: int
+    requested_bytes: int
+
+
+def goes_round(marks: Sequence[Mark]) -> bool:
+    """Whether the last steps go in a circle.
+
+    >>> def after(step: int, layout: int) -> Mark:
+    ...     return Mark(layout, retries=0, requests=7 * step, requested_bytes=900 * step)
+    >>> goes_round([after(step, layout=min(step, 4)) for step in range(10)])
+    True
+    >>> goes_round([after(step, layout=step) for step in range(10)])
+    False
+    """
+    if len(marks) < LEAST:
+        return False
+    return any(_repeats(marks, steps) for steps in range(1, _LONGEST + 1))
+
+
+def _repeats(marks: Sequence[Mark], steps: int) -> bool:
+    """Whether each of the last steps was the one `steps` before it again."""
+    before = len(marks) - 1 - _LONGEST - steps  # the mark at which the first of all these began
+    return (
+        before >= 0
+        and marks[-1].retries == marks[before].retries
+        and all(
+            marks[at].layout == marks[at - steps].layout and _asked(marks, at) == _asked(marks, at - steps)
+            for at in range(len(marks) - _LONGEST, len(marks))
+        )
+    )
+
+
+def _asked(marks: Sequence[Mark], at: int) -> tuple[int, int]:
+    """What the step that ended at a mark asked for."""
+    after, before = marks[at], marks[at - 1]
+    return after.requests - before.requests, after.requested_bytes - before.requested_bytes
