@@ -2,9 +2,9 @@
 
     python benchmarks/soak_length.py               # JSON and a dated page in benchmarks/results, two minutes
 
-Each model is traced as for an H200 (bf16 autocast, AdamW) and replayed through the simulated caching allocator
-at the largest size that is sustained under each cap and up to 8 % below it, 25 steps each. A soak ends when
-`_decide.rounds.goes_round` says so; then the replay goes on to 200 steps, to see that nothing else happens.
+Each model is traced as for an H200 (bf16 autocast, AdamW) and replayed through the simulated caching
+allocator at the largest size that is sustained under each cap and up to 8 % below it, 25 steps each. A soak
+ends when `_decide.rounds.goes_round` says so; then the replay goes on to 200 steps, to see that nothing else happens.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def page(results: dict[str, Any]) -> str:
         f"{about['python']}.",
         "",
         "Caps of 16, 24, 40 and 80 GiB; the largest size that is sustained and those up to 8 % below it.",
-        "A soak has 25 steps unless the allocator repeats itself before. `until step 200`: how the same replay",
-        "goes on.",
+        "A soak has 25 steps unless the allocator repeats itself before. `until step 200`: how the same",
+        "replay goes on.",
         "",
         "| model | sizes | steps of the soak: sizes | until step 200 |",
         "|---|---|---|---|",
