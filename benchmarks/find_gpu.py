@@ -7,7 +7,8 @@
 Rules:
 - A finder is timed alone: others may import and build meanwhile, but run nothing. A child builds its model,
   says "ready" and waits for "go"; the clock runs from there to the answer, all trials, traces and soaks
-  included. A cap (`set_per_process_memory_fraction`) bounds each process.
+  included. A cap (`set_per_process_memory_fraction`) bounds each process. Before any is timed, each model
+  runs a few steps in a process of its own: whoever comes first would pay for reading the kernels from disk.
 - What is not timed comes after, side by side: whether an answer survives 200 steps in a fresh process, and
   the sustained maximum by a bracket of 25-step soaks upwards from our answer. What tells most comes first,
   since a deadline may end it; a size that has been run is not run again, whoever answered it.
@@ -55,11 +56,16 @@ FINDERS = (
 )
 DESIGN_ROWS = (f"gpt2/{CAP}", f"resnet50/{CAP}")
 SOAK, LASTING, LASTING_TINY = 25, 200, 30
+WARM_SIZES = (1, 8, 16)  # that fit the cap with every model
+WARMED = (
+    "Before any was timed, each model had run a few steps in another process: the first to run a model on a",
+    "fresh machine waits a second or more for kernels to be read from disk.",
+)
 S_PER_GIB = 3  # what a long run beside another one needs, about: none starts later before the deadline
 Results = dict[str, Any]
 KEPT = (  # of our trials: enough to replay the search
-    "size", "outcome", "soak", "steps_run", "elapsed_s", "peak_bytes", "reserved_bytes", "split_bytes",
-    "largest_bytes", "held_bytes", "alloc_retries",
+    "size", "outcome", "soak", "settled", "steps_run", "elapsed_s", "ended_s", "peak_bytes", "reserved_bytes",
+    "split_bytes", "largest_bytes", "held_bytes", "alloc_retries",
 )  # fmt: skip
 Job = dict[str, Any]
 
@@ -131,6 +137,15 @@ def find(job: Job, go: Callable[[], None]) -> Results:
             {name: trial[name] for name in KEPT if trial.get(name) is not None} for trial in program.trials
         ],
     }
+
+
+def warm(job: Job, go: Callable[[], None]) -> Results:
+    """A step of a few sizes, for the system to read the kernels from disk once."""
+    workload = built(job["model"])
+    go()
+    for size in WARM_SIZES:
+        workload.step(size)
+    return {}
 
 
 def survive(job: Job, go: Callable[[], None]) -> Results:
@@ -212,7 +227,8 @@ def child(job: Job) -> None:
             sys.exit("nobody waits for the answer")
 
     with capped(job):
-        answer = {"find": find, "survive": survive, "bracket": bracket}[job["kind"]](job, go)
+        kinds = {"find": find, "warm": warm, "survive": survive, "bracket": bracket}
+        answer = kinds[job["kind"]](job, go)
     answer["about"] = {
         "device": torch.cuda.get_device_name(0) if job["model"] != TINY else f"CPU, {platform.machine()}",
         "batchfit": batchfit.__version__,
@@ -413,6 +429,10 @@ def run(given: argparse.Namespace) -> None:
         print(f"{time.monotonic() - begun:6.1f}", key(job), what, json.dumps(shown)[-300:], flush=True)
 
     jobs = [] if given.only == "untimed" else timed_jobs(results, pairs, given.finders)
+    models = dict.fromkeys(job["model"] for job in jobs if job["model"] != TINY)
+    first = [{"kind": "warm", "model": model, "cap_gib": CAP} for model in models]
+    side_by_side(first, ends, lambda job, answer: None, workers=len(first) or 1, room_gib=given.room_gib)
+    results["about"]["warmed"] = bool(first) or results["about"].get("warmed", False)
     one_at_a_time(jobs, ends, note, 1 if given.smoke else 3)
     if given.only != "timed":
         for number in range(3):
@@ -559,6 +579,7 @@ def page(results: Results) -> str:
         "retry in their second half; the bracket goes up from our answer by 2 % (at least one sample) until",
         "a size fails, all in one process, and a long run without late retries below that size counts too.",
         "Cases are model/GiB.",
+        *(WARMED if about.get("warmed") else ()),
         "",
     ]
     for name, case in cases.items():

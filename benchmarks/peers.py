@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -84,10 +85,18 @@ def ours(program: Program, *, predict: bool) -> Search:
     find = batchfit.find_batch_size
 
     def search() -> int:
-        fit = find(program.workload, predict=predict)
+        begun, ends = time.perf_counter(), list[float]()
+        fit = find(
+            program.workload,
+            predict=predict,
+            on_trial=lambda trial, budget_bytes: ends.append(time.perf_counter() - begun),
+        )
         program.sizes = [trial.size for trial in fit.trials]
         program.ooms = sum(not trial.fits for trial in fit.trials)
-        program.trials = [trial.model_dump(mode="json") for trial in fit.trials]
+        program.trials = [
+            {**trial.model_dump(mode="json"), "ended_s": ended_s}
+            for trial, ended_s in zip(fit.trials, ends, strict=True)
+        ]
         return fit.batch_size
 
     return search
@@ -235,10 +244,11 @@ def lightning(program: Program, *, mode: str) -> Search:
 
 FINDERS = {
     "batchfit_predict": Finder(
-        partial(ours, predict=True), "`find_batch_size(workload)`: its defaults, soak of 25 steps"
+        partial(ours, predict=True), "`find_batch_size(workload)`: its defaults, with its soak"
     ),
     "batchfit": Finder(
-        partial(ours, predict=False), "`find_batch_size(workload, predict=False)`: measured only, same soak"
+        partial(ours, predict=False),
+        "`find_batch_size(workload, predict=False)`: measured only, with its soak",
     ),
     "bisection": Finder(
         bisection, "from 1, x2 until it fails, then bisect to 1; collects and empties the cache"
