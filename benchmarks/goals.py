@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
-SOAKED = "our seconds hold a soak of 25 steps, which no peer makes"
+SOAKED = "our seconds hold a soak, which no peer makes"
 VOTED = "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
 CAUSES = {  # (row, check): why it was missed
     ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,

@@ -54,32 +54,46 @@ def search(found: Results) -> Any:
 
 
 def lasting(found: Results) -> Results:
-    """The cases whose largest size that lasts is known."""
+    """The cases with peers whose largest size that lasts is known."""
     import find_gpu
 
-    return {name: one for name, one in found["cases"].items() if find_gpu.sustained(one)}
+    return {
+        name: one
+        for name, one in found["cases"].items()
+        if find_gpu.sustained(one) and set(one["find"]) - set(find_gpu.OURS)
+    }
 
 
 def find(found: Results) -> Any:
-    """Seconds to an answer against how near it is, where the largest size that lasts is known."""
+    """How near each finder's answer is to the largest size that lasts, and what it took to get it."""
     import find_gpu
 
     cases = lasting(found)
+    columns = min(3, len(cases))
+    rows = -(-len(cases) // columns)
     figure, panels = canvas().subplots(
-        1, len(cases), figsize=(4 * len(cases), 3.6), layout="constrained", squeeze=False
+        rows, columns, figsize=(4 * columns, 2.9 * rows), layout="constrained", squeeze=False, sharey=True
     )
-    for panel, (name, case) in zip(panels[0], cases.items(), strict=True):
+    names = [one for one in reversed(find_gpu.FINDERS) if any(one in case["find"] for case in cases.values())]
+    for panel in panels.flat[len(cases) :]:
+        panel.set_axis_off()
+    for panel, (name, case) in zip(panels.flat, cases.items(), strict=False):
         best = find_gpu.sustained(case)
-        for finder, one in case["find"].items():
+        for at, finder in enumerate(names):
+            one = case["find"].get(finder, {})
             if not one.get("answer"):
                 continue
-            at = (one["seconds"], 100 * one["answer"] / best)
+            share = 100 * one["answer"] / best
             dies = find_gpu.lasts(case, one["answer"])[0] is False
             colour = OURS if finder in find_gpu.OURS else OTHERS
-            panel.scatter(*at, color=colour, marker="x" if dies else "o")
-            panel.annotate(f"{finder}, {one['ooms']} OOMs", at, fontsize=7)
-        panel.axhline(100, color="black", linewidth=0.5)
-        panel.set(title=f"{name} GiB", xlabel="seconds", ylabel="answer, % of what lasts (x: dies later)")
+            panel.barh(at, share, color=colour, alpha=0.35 if dies else 1)
+            ooms = f", {one['ooms']} OOM{'s' * (one['ooms'] > 1)}" if one["ooms"] else ""
+            text = f"{one['answer']}{', dies' if dies else ''}: {one['seconds']:.1f} s{ooms}"
+            panel.annotate(text, (max(share, 100) + 3, at), fontsize=7, va="center")
+        panel.axvline(100, color="black", linewidth=0.5)
+        panel.set(title=f"{name} GiB", xlim=(0, 185), xticks=(0, 50, 100), yticks=range(len(names)))
+        panel.set_yticklabels([one.replace("batchfit_predict", "batchfit, as it comes") for one in names])
+        panel.set_xlabel("answer, % of the largest that lasts")
     return figure
 
 
@@ -179,7 +193,9 @@ class Plot:
 
 PLOTS = (
     Plot("search", "search_simulated.json", search, "Trials, failures and answers of simulated searches"),
-    Plot("find", "find_h200_*.json", find, "Finders: seconds against the share of what lasts", lasting),
+    Plot(
+        "find", "find_h200_*.json", find, "Finders: each answer beside the largest size that lasts", lasting
+    ),
     Plot("prediction", "prediction_h200_*.json", prediction, "The error of each predicted size"),
     Plot("profile", "profile_h200_*.json", profile, "Throughput against the batch size", swept),
     Plot("ragged", "ragged_h200_*.json", ragged, "Tokens a second on ragged lengths, by each way"),

@@ -43,9 +43,10 @@ def found(answer: int | None, seconds: float, ooms: int, sizes: list[int]) -> di
 def planted(folder: Path) -> Path:
     """Results of all five subjects, with an older month of one that must not count."""
     run = {"survived": 200, "of": 200, "settled_retries": 0}
+    trials = [{"steps_run": steps, "soak": steps > 3} for steps in (3, 3, 12)]
     case = {
         "find": {
-            "batchfit_predict": found(31, 4.2, 0, [9, 31, 31]),
+            "batchfit_predict": {**found(31, 4.2, 0, [9, 31, 31]), "trials": trials},
             "accelerate": found(28, 4.98, 13, [128, 28]),
             "bisection": found(33, 5.6, 2, [33]),
             "toma": found(None, 1.0, 9, [512]),
@@ -118,7 +119,7 @@ def test_each_row_says_what_was_measured(summary: ModuleType, tmp_path: Path) ->
     rows = list(summary.rows(planted(tmp_path)))
     assert [(row.ours, row.others) for row in rows] == [
         (
-            "**31** of 31 that last, 0 OOMs, 2 sizes tried, 4.2 s with its soak of 25 steps",
+            "**31** of 31 that last, 0 OOMs, 2 sizes tried, 4.2 s with its soak of 12 steps",
             "bisection 33, and dies later (2 OOMs, 5.6 s); Accelerate 28 (13 OOMs, 5.0 s); toma finds none",
         ),
         (
