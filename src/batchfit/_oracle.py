@@ -18,7 +18,7 @@ import torch
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card
 from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
-from batchfit._torch.device import tensors_in
+from batchfit._torch.device import own_bytes, tensors_in
 from batchfit._torch.trace import uncollected
 from batchfit._torch.tracing import Traced, glance, rules_for, trace_workload
 from batchfit.errors import UntraceableError
@@ -202,21 +202,12 @@ def held_beside(work: Workload, card: Card) -> int:
 
     What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off.
     """
-    own: dict[int, int] = {}
-    device = None
     parts = (*work.state, work.model)
-    moments = [list(part.state.values()) for part in parts if isinstance(part, torch.optim.Optimizer)]
-    for tensor in tensors_in((*parts, moments)):
-        if tensor.device.type == "cuda":
-            device = tensor.device
-            for one in (tensor, tensor.grad if tensor.is_leaf else None):
-                if one is not None:
-                    storage = one.untyped_storage()
-                    own[storage.data_ptr()] = storage.nbytes()
+    device = next((one.device for one in tensors_in(parts) if one.device.type == "cuda"), None)
     if device is None:
         return 0
     # Blocks are rounded up: what the state takes is a little more than its bytes.
-    beside = torch.cuda.memory_allocated(device) - round(sum(own.values()) * 1.01)
+    beside = torch.cuda.memory_allocated(device) - round(own_bytes(parts) * 1.01)
     return max(0, beside - 2 * card.blas_bytes - card.blas_lt_bytes)
 
 

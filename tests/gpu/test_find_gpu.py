@@ -86,6 +86,20 @@ def test_a_soak_of_changing_lengths_runs_to_its_end() -> None:
     assert fit.survived_steps == 25
 
 
+@pytest.mark.parametrize("predict", [True, False])
+def test_beside_weights_that_fill_most_of_the_memory(predict: bool) -> None:
+    """LoRA, or inference: little memory is left, and it is used."""
+    frozen = [torch.zeros(2**26, device="cuda") for _ in range(18)]  # 4.5 of 6 GiB
+    workload = small_gpt()
+    fit = batchfit.find_batch_size(workload, budget="6GiB", predict=predict)
+    assert fit.sustained
+    assert len({trial.size for trial in fit.trials}) <= 5
+    assert sum(not trial.fits for trial in fit.trials) <= 1
+    assert survives(workload, fit.batch_size, 60, fit.budget_bytes)
+    assert not survives(workload, int(fit.batch_size * 1.12) + 1, 25, fit.budget_bytes)
+    assert all(not one.any() for one in frozen)
+
+
 def test_exact_with_tolerance_zero() -> None:
     fit = batchfit.find_batch_size(small_gpt(), budget="4GiB", tolerance=0)
     assert fit.stopped_because == "bracketed"

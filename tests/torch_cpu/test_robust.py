@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from hypothesis import strategies as st
 
 import batchfit
 from batchfit._torch import device_memory
+from batchfit._torch import here as here_module
+from batchfit._torch import trial as trial_module
 from batchfit._torch import trials as trials_module
 from batchfit._torch.device import CudaDevice
+from batchfit._torch.here import QuickCollections
 from batchfit._torch.lock import used_alone
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.testing import FakeDevice
@@ -232,6 +236,58 @@ def test_memory_of_the_programs_own_counts_and_stays() -> None:
     )
     assert (fit.batch_size, fit.budget_bytes) == (300, 900 * MiB), "held memory is part of the budget"
     assert cuda.live[0] == 300 * MiB
+
+
+class InACycle:
+    """Device memory that only a garbage collection frees."""
+
+    def __init__(self, cuda: FakeCuda, size_bytes: int) -> None:
+        self.cuda, self.size_bytes, self.me = cuda, size_bytes, self
+        cuda.allocate(size_bytes)
+
+    def __del__(self) -> None:
+        self.cuda.free(self.size_bytes)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_memory_that_is_garbage_does_not_count(replaces: bool) -> None:
+    cuda = FakeCuda()
+    program = Program(cuda)
+    kept = [InACycle(cuda, 200 * MiB)]
+
+    def step(size: int) -> None:
+        if replaces and kept[0].size_bytes > MiB:
+            kept[0] = InACycle(cuda, MiB)  # what it replaces was alive when the search began
+        program.step(size)
+
+    if not replaces:
+        kept.clear()
+    work = batchfit.Workload(step, state=[])
+    fit = batchfit.find_batch_size(work, device=program.device, predict=False, tolerance=0.0)
+    assert fit.batch_size == (494 if replaces else 495)
+    if replaces:
+        assert all(trial.fits for trial in fit.trials if trial.size <= 494), "freed after the first trial"
+
+
+def test_collections_that_could_free_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(QuickCollections, "thorough", lambda _: done.append("after a trial"))
+    monkeypatch.setattr(here_module.gc, "collect", lambda: done.append("before"))
+    cuda = FakeCuda()
+    program = Program(cuda)
+
+    def find() -> None:
+        work = batchfit.Workload(program.step, state=[])
+        batchfit.find_batch_size(work, device=program.device, predict=False, max_size=64)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_module, "gc", types.SimpleNamespace(collect=lambda: 0))
+        find()
+        assert done == ["before"], "something is held that is not declared, and it stays"
+        done.clear()
+        cuda.free(10 * MiB)
+        find()
+    assert done == []
 
 
 @pytest.mark.parametrize("ballast_mib", [0, 16, 48])

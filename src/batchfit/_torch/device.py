@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -224,3 +224,15 @@ def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Te
             yield from tensors_in(thing.values(), depth=depth - 1)
         elif depth and isinstance(thing, list | tuple | set | frozenset):
             yield from tensors_in(thing, depth=depth - 1)
+
+
+def own_bytes(things: Sequence[object]) -> int:
+    """What tensors among `things`, gradients and optimizer states hold on GPUs, each storage once."""
+    moments = [list(one.state.values()) for one in things if isinstance(one, torch.optim.Optimizer)]
+    held: dict[int, int] = {}
+    for tensor in tensors_in((*things, moments)):
+        for one in (tensor, tensor.grad if tensor.is_leaf else None):
+            if one is not None and one.device.type == "cuda":
+                storage = one.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
