@@ -124,6 +124,13 @@ class TestPage:
         assert said in "".join(elements.said)
         assert "Environment" in elements.said
 
+    def test_what_a_schedule_asks_for_in_vain_is_said(self) -> None:
+        data = json.loads(TEXTS["schedule"])
+        asked = {"more_than_fits": ["512 is more than fits"], "more_than_an_epoch": ["9,999 & more"]}
+        (plan,) = results_in(json.dumps({**data, **asked}))
+        said = Elements(page([Source(plan, "x")], title="x")).said
+        assert {"512 is more than fits", "9,999 & more"} <= set(said)
+
     def test_a_report_is_small(self) -> None:
         for name in FILES:
             assert len(made(name).encode()) < 64 * 1024, name

@@ -13,9 +13,10 @@ _MOST_MARKS = 40  # phases that get a mark each; more would be a caterpillar
 
 
 def schedule_sections(name: str, plan: SchedulePlan, number: int) -> Iterator[str]:
-    """Stairs, the phases as numbers, and where the plan asks for more than fits."""
+    """Stairs, the phases as numbers, and where the plan asks for more than fits, or than an epoch has."""
     yield f"<h2>{escaped(name)}Schedule</h2>"
-    yield from (f'<p class="warn">{escaped(text)}</p>' for text in plan.more_than_fits)
+    told = (*plan.more_than_fits, *plan.more_than_an_epoch)
+    yield from (f'<p class="warn">{escaped(text)}</p>' for text in told)
     yield figure(size_chart(plan), _table(plan), name=f"schedule-{number}", note=plan.schedule)
     if has_rates(plan):
         yield figure(rate_chart(plan), _table(plan), name=f"rate-{number}")

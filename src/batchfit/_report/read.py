@@ -48,6 +48,7 @@ class SchedulePlan(Result):
     updates_at_constant_size: int
     updates_saved: float
     more_than_fits: tuple[str, ...] = ()
+    more_than_an_epoch: tuple[str, ...] = ()
     fits: int | None = None
     budget_bytes: int | None = None
 
