@@ -26,7 +26,7 @@ from typing import Any
 
 from batchfit._decide.knee import Knee, Timed, grid
 from batchfit._decide.memory import Curve, Reading
-from batchfit._decide.steady import FINE, LOOK, Interval, Timing, is_warm
+from batchfit._decide.steady import LOOK, Interval, Timing, fine_after, is_fine, is_warm
 
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "h200_throughput.json"
 CASES = tuple(f"{model}/{cap}" for model in ("gpt2", "resnet50", "vit") for cap in ("uncapped", "24GiB"))
@@ -39,6 +39,9 @@ _CHUNK = 5  # as the clock has it
 START_S = {"gpt2": 2.2, "resnet50": 1.7, "vit": 2.0}
 EACH_S = {"gpt2": 0.36, "resnet50": 0.27, "vit": 0.30}
 FIRST_S, AGAIN_S = 0.27, 0.05
+# Since then FLOPs and the readings of a diagnosis have no putting back of their own: once less for a sweep,
+# twice less for a profile.
+SAVED_BY_SWEEP, SAVED_BY_PROFILE = 1, 2
 # Variation, as a share: of the host from timing to timing and from step to step, of the device likewise.
 HOST_RUN, HOST_STEP = 0.12, 0.08
 DEVICE_RUN, DEVICE_DRIFT = 0.003, 0.005
@@ -56,6 +59,7 @@ class Run:
     seconds: float  # with the diagnosis
     answer_s: float
     asked: tuple[tuple[int, bool, int], ...]  # size, fine, steps timed
+    told: tuple[Timed, ...]
 
 
 class Replay:
@@ -79,6 +83,8 @@ class Replay:
             size: (times[size] ** TOGETHER - self.floor_s**TOGETHER) ** (1 / TOGETHER) for size in busy
         } | {size: max(times[one] - slope * (one - size), 0.1 * self.floor_s) for size in times if size < one}
         self.diagnosis_s = statistics.mean(one["elapsed_s"] - one["answer_s"] for one in self.profiles)
+        self.diagnosis_s -= (SAVED_BY_PROFILE - SAVED_BY_SWEEP) * EACH_S[self.model]
+        self.sweep_s = self.sweep["elapsed_s"] - SAVED_BY_SWEEP * EACH_S[self.model]
         self.best_rate = max(int(size) / point[0] for size, point in self.sweep["points"].items())
 
     def device_s(self, size: int) -> float:
@@ -100,7 +106,7 @@ class Replay:
 class _Running:
     def __init__(self, replay: Replay, rng: random.Random) -> None:
         self.replay, self.rng = replay, rng
-        self.seconds = START_S[replay.model]
+        self.seconds = START_S[replay.model] - SAVED_BY_SWEEP * EACH_S[replay.model]
         self.drift = 0.0
         self.readings: dict[int, Reading] = {}
         self.asked: list[tuple[int, bool, int]] = []
@@ -112,13 +118,23 @@ class _Running:
                 self.seconds += 1.0
                 knee = knee.tell(Timed(ask.size, fits=False))
                 continue
-            interval = self.time(ask.size, FINE if ask.fine else LOOK, fine=ask.fine)
-            knee = knee.tell(Timed(ask.size, interval.median, interval.spread, fine=ask.fine))
+            timing = fine_after(self.seconds) if ask.fine else LOOK
+            times = self.time(ask.size, timing, fine=ask.fine)
+            interval = Interval.of(times)
+            knee = knee.tell(
+                Timed(ask.size, interval.median, interval.spread, fine=ask.fine or is_fine(times))
+            )
             knee = replace(knee, limit=self.limit())
         assert knee.recommended is not None
-        return Run(knee.recommended, self.seconds + self.replay.diagnosis_s, self.seconds, tuple(self.asked))
+        return Run(
+            knee.recommended,
+            self.seconds + self.replay.diagnosis_s,
+            self.seconds,
+            tuple(self.asked),
+            knee.told,
+        )
 
-    def time(self, size: int, timing: Timing, *, fine: bool) -> Interval:
+    def time(self, size: int, timing: Timing, *, fine: bool) -> list[float]:
         """What the clock would show, and the seconds that go by."""
         replay, rng = self.replay, self.rng
         self.drift = 0.9 * self.drift + rng.gauss(0, DEVICE_DRIFT)
@@ -146,7 +162,7 @@ class _Running:
         reading = replay.reading(size)
         assert reading is not None
         self.readings[size] = reading
-        return Interval.of(times)
+        return times
 
     def limit(self) -> int | None:
         readings = [self.readings[size] for size in sorted(self.readings)]
@@ -193,8 +209,8 @@ def table(recorded: dict[str, Any], cases: Sequence[str], seeds: int) -> str:
     for case in cases:
         replay = Replay(recorded, case)
         runs = [replay.run(seed) for seed in range(seeds)]
-        shares = sorted(run.seconds / replay.sweep["elapsed_s"] for run in runs)
-        answers = statistics.mean(run.answer_s for run in runs) / replay.sweep["elapsed_s"]
+        shares = sorted(run.seconds / replay.sweep_s for run in runs)
+        answers = statistics.mean(run.answer_s for run in runs) / replay.sweep_s
         rates = [replay.rate(run.recommended) / replay.best_rate for run in runs]
         found = Counter(run.recommended for run in runs).most_common()
         sizes = ", ".join(f"{size} {count / seeds:.0%}" for size, count in found[:5])

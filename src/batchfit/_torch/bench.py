@@ -5,6 +5,8 @@ Rules:
   decide the same.
 - A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
   trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
+- FLOPs are counted in a step more at the end of one timing, when times and peaks have been read: putting the
+  state back once for both is what makes it cheap.
 - A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
   out of memory is None.
 """
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self, TypeVar, final
 
 from torch import nn
@@ -51,6 +54,7 @@ class Bench:
             int, float
         ] = {}  # this rank's step time by size, before the slowest one's replaces it
         self.seen: dict[int, InputsSeen] = {}
+        self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
         self._memory: dict[int, Run] = {}
         self._readings: list[Reading] = []
@@ -70,8 +74,19 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
-    def time(self, size: int, timing: Timing, *, smallest: bool = False, step: Step | None = None) -> Run:
-        """Time steps at `size`; `step` stands for the workload's own."""
+    def time(
+        self,
+        size: int,
+        timing: Timing,
+        *,
+        smallest: bool = False,
+        step: Step | None = None,
+        count_flops: bool = False,
+    ) -> Run:
+        """Time steps at `size`; `step` stands for the workload's own.
+
+        `count_flops`: one step more, after the timed ones, for `flops_per_sample`.
+        """
         memory = self._memory_trial(size, smallest=smallest) if step is None else None
         if memory is not None and not memory.fits:
             return memory
@@ -85,6 +100,7 @@ class Bench:
                 deadline_s=self.deadline_s,
                 agree=self._agree(size),
                 raise_ambiguous=smallest,
+                after=partial(self._count_flops, size) if count_flops else None,
             )
         if not run.fits:
             self._collections.thorough()
@@ -111,11 +127,18 @@ class Bench:
         most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
         return None if most == float("inf") or most > 2**40 else int(most)
 
-    def flops_per_sample(self, size: int) -> float | None:
-        """The floating-point operations of a step at `size`, for each sample; None where none are counted."""
-        with eagerly():
-            counted = self.briefly(lambda: flops_of(self.work.step, size))
-        return counted / size if counted else None
+    def _count_flops(self, size: int) -> bool:
+        """Count the operations of one step more, which the timing puts back; False where it was cut off."""
+        ambient = sys.exception()
+        try:
+            with eagerly():
+                counted = flops_of(self.work.step, size)
+        except Exception as error:
+            if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+                raise
+            return False
+        self.flops_per_sample = counted / size if counted else None
+        return True
 
     def briefly(self, read: Callable[[], T]) -> T | None:
         """What `read` says, which may run steps; None where it ran out of memory. State is put back."""

@@ -92,9 +92,14 @@ def run_timed(
     agree: Agree = alone,
     raise_ambiguous: bool = False,
     around: AbstractContextManager[object] | None = None,
+    after: Callable[[], bool] | None = None,
 ) -> Run:
-    """Time steps of `size` samples; `deadline_s` is on `time.perf_counter`'s clock."""
+    """Time steps of `size` samples; `deadline_s` is on `time.perf_counter`'s clock.
+
+    `after` is called when all has been read, before the state is put back; False says that it was cut off.
+    """
     run = Run(size)
+    ended = True
     ambient = sys.exception()
     raised: BaseException | None = None
     counts = counts_memory(device)
@@ -106,6 +111,8 @@ def run_timed(
                 agree(False, True)
         if counts:
             run.peaks = device.peaks()
+        if after is not None and run.fits:
+            ended = after()
     except BaseException as error:
         raised = error
         raise
@@ -113,7 +120,7 @@ def run_timed(
         with uninterrupted():
             phase.clear()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                cut_off = raised is not None or not run.fits
+                cut_off = raised is not None or not run.fits or not ended
                 put_back(snapshot, device if counts else UNCOUNTED, raised, cut_off=cut_off)
         raised = None
     if run.times_s:
