@@ -169,6 +169,29 @@ def test_several_fine_timings_of_a_size_count_together(fake_time: list[float]) -
     assert any("not steady" in note for note in profile.notes)
 
 
+def test_long_steps_that_vary_do_not_take_over_the_time(fake_time: list[float]) -> None:
+    """A fine timing in a search is bounded by what the search has taken; sizes that are named are not."""
+
+    class Wobbling(Planted):
+        def seconds(self, size: int) -> float:
+            return (0.05 + 0.002 * size) * (1.03 if len(self.sizes) % 2 else 0.97)
+
+    planted = Wobbling(fake_time)
+    profile = planted.profile(largest=200, diagnose=False)
+    assert max(point.steps_timed for point in profile.points) <= LOOK.most + FINE.least
+    assert planted.profile(sizes=[128], diagnose=False).at(128).steps_timed > 2 * FINE.least
+
+
+def test_short_steps_are_timed_finely_at_once(fake_time: list[float]) -> None:
+    """No size of a quiet program whose steps are short is timed twice."""
+    planted = Planted(fake_time)
+    planted.seconds = lambda size: 0.001 + 0.0001 * size  # type: ignore[method-assign]
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=told.append)
+    assert len(told) == len(profile.points)
+    assert profile.at(profile.recommended).steps_timed >= FINE.least
+
+
 def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
     planted = Planted(fake_time)
     profile = planted.profile(time_limit_s=0.2)
@@ -238,7 +261,8 @@ def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[flo
     planted = Planted(fake_time)  # 1 GiB holds 1014 samples
     assert planted.profile(largest=16, target_batch_size=64).accumulation is None
     assert planted.profile(sizes=[1, 16], target_batch_size=64).accumulation is None
-    assert planted.profile(largest=16).limit == planted.profile(sizes=[1, 4, 16]).limit  # of memory, both
+    few = planted.profile(largest=16)
+    assert few.limit == planted.profile(sizes=[one.size for one in few.points]).limit  # of memory, both
     assert 16 < (planted.profile(largest=16).limit or 0) <= 1014
     made = planted.profile(sizes=[1, 16], target_batch_size=5000).accumulation
     assert made is not None
@@ -310,6 +334,84 @@ def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
     after = everything(model, optimizer)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert not model._forward_pre_hooks
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each putting back of a state, with whether a step had been cut off."""
+    calls: list[bool] = []
+    restore = Snapshot.restore
+
+    def counted(self: Snapshot, *, cut_off: bool = True) -> None:
+        calls.append(cut_off)
+        restore(self, cut_off=cut_off)
+
+    monkeypatch.setattr(Snapshot, "restore", counted)
+    return calls
+
+
+def test_flops_and_readings_share_a_putting_back(restored: list[bool]) -> None:
+    model, optimizer = net()
+    work = training(model, optimizer)
+    profile = batchfit.profile_throughput(work, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False)
+    assert restored == [False, False]
+    assert all(point.flops_per_s for point in profile.points)
+    batchfit.profile_throughput(work, sizes=[4, 8], device=FakeDevice("1GiB"))
+    assert restored == [False] * 5  # two sizes, and once for all readings
+
+
+@pytest.mark.parametrize("kind", ["oom", "error", "interrupt"])
+def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, restored: list[bool]) -> None:
+    """The first step after those of the first size is the one that counts."""
+    model, optimizer = net()
+    work = training(model, optimizer)
+    timed = batchfit.profile_throughput(work, sizes=[4], device=FakeDevice("1GiB"), diagnose=False).at(4)
+    before, calls = everything(model, optimizer), 0
+    restored.clear()
+    wrong: Any = {"oom": simulated_oom(), "error": RuntimeError("mine"), "interrupt": KeyboardInterrupt()}
+
+    def step(size: int) -> None:
+        nonlocal calls
+        calls += 1
+        work.step(size)
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise wrong[kind]
+
+    counting = work.with_step(step)
+    if kind == "oom":
+        profile = batchfit.profile_throughput(
+            counting, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False
+        )
+        assert [point.size for point in profile.points] == [4, 8]
+        assert profile.too_large == ()
+        assert profile.at(4).flops_per_s is None
+        assert restored == [True, False]
+    else:
+        with pytest.raises(type(wrong[kind])):
+            batchfit.profile_throughput(counting, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False)
+        assert restored == [True]
+        assert calls > timed.steps_warmed
+    after = everything(model, optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert not model._forward_pre_hooks
+
+
+def test_the_step_that_counts_flops_is_in_no_figure(fake_time: list[float]) -> None:
+    """It may take longer and hold more than the others: times and peaks are read before it."""
+    planted = Planted(fake_time)
+    step = planted.__call__
+
+    def counted(size: int) -> None:
+        step(size)
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            fake_time[0] += 100.0
+            planted.device.step(900)
+
+    work = batchfit.Workload(counted, state=())
+    profile = batchfit.profile_throughput(work, device=planted.device, sizes=[8, 16], diagnose=False)
+    assert profile.at(8).step_s == pytest.approx(planted.seconds(8))
+    assert profile.at(8).peak_bytes == 18 * MIB
+    assert profile.at(16).peak_bytes == 26 * MIB
 
 
 def test_what_was_timed_until_an_interrupt_goes_along_with_it() -> None:

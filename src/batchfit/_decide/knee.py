@@ -7,9 +7,10 @@ Rules:
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
   the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
   which of two to believe; where they are not, the timings count (`_estimates`).
-- The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
-  finely, and, where times are noisy, what it is compared with. Sizes are powers of two and their midpoints,
-  as people use them.
+- Every new size costs more than its steps (kernels, plans, putting state back), and the largest cost the
+  most: sizes are far apart until the line can be read, the largest is looked at once and briefly, and the
+  size that the line names is timed finely at once. One is timed again only where it may change the answer.
+- Sizes are powers of two and their midpoints, as people use them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _BEYOND = 4  # how far above the knee it is worth looking for more
 _SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
 _ROOMY = 0.9  # a brief look stays that far below the limit
 _QUIET = 0.01  # no timing is trusted to be better than this
+_NOISY = 0.4  # of `within`: a spread above that is worth another timing where the answer is close
 _TIMES = 3  # how often one size is timed at most
 LARGEST = 2**30  # where nothing else ends the sizes; who gets there has a step that does not use its size
 _LONGEST = 64  # asks; a bound that no run has come near
@@ -151,14 +153,12 @@ class Knee:
         """From the smallest size up in large steps, until a step's time grows with the size."""
         if len(points) >= 2 and _is_loaded(points):
             return None
-        flat = points[-1].step_s <= _FLAT * min(one.step_s for one in points)
-        wanted = points[-1].size * (_CLIMB if flat else _CLIMB_ON)
-        return self._new(self._roomy(wanted), points) if self._roomy(wanted) > points[-1].size else None
+        flat = points[-1].step_s * (1 - points[-1].spread) <= _FLAT * min(one.step_s for one in points)
+        return self._above(points[-1].size * (_CLIMB if flat else _CLIMB_ON), points)
 
     def _look_far(self, points: Sequence[_Point]) -> Ask | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
-        wanted = self._roomy(fitted(points).crossing(1 - self.within) * _BEYOND)
-        return self._new(wanted, points) if wanted > points[-1].size else None
+        return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
     def _close_in(self, points: Sequence[_Point]) -> Ask | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
@@ -177,35 +177,35 @@ class Knee:
         return None if promised is None else Ask(promised, True)
 
     def _settle(self, points: Sequence[_Point]) -> Ask | None:
-        """The answer timed finely; first what may still take its place, if briefly timed."""
+        """The answer timed finely; before that, or again, what a better timing may put in its place."""
         chosen = self._smallest_within(points)
-        point = next(one for one in points if one.size == chosen)
         rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
-        best = max(rates, key=lambda size: rates[size])
-        top = next(one for one in points if one.size == best)
+        top = max(points, key=lambda one: rates[one.size])
 
-        def may_turn(one: _Point) -> bool:
-            """Whether a better timing of it could change the answer."""
+        def is_close(one: _Point) -> bool:
             doubt = math.hypot(max(one.spread, _QUIET), top.spread)
             return abs(math.log(rates[one.size] / enough)) <= doubt
 
+        point = next(one for one in points if one.size == chosen)
         below = [one for one in points if one.size < chosen][-1:]
-        brief = [one for one in below if not one.fine and may_turn(one)]
-        if brief or not point.fine:
-            return Ask((brief or [point])[0].size, True)
-        doubtful = [one for one in (point, *below) if may_turn(one)]
-        noisy = [
-            one
-            for one in (*doubtful, *([top] if doubtful else []))
-            if one.spread > self.within / 2 and one.times < _TIMES
-        ]
+        close = [one for one in (*below, point) if is_close(one)]
+        brief = [one for one in (*close, point) if not one.fine]
+        if brief:
+            return Ask(brief[0].size, True)
+        noisy = [one for one in close if one.spread > _NOISY * self.within]
+        if close and top.spread > 2 * _NOISY * self.within:  # it costs the most, so it has to be worse
+            noisy.insert(0, top)
+        noisy = [one for one in noisy if one.times < _TIMES]
         return Ask(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
 
-    def _roomy(self, wanted: float) -> int:
-        """The grid size for a look: below the limit, for memory at its very end says nothing about speed."""
-        if self.ceiling is None:
-            return _on_grid(wanted, None, self.smallest)
-        return _on_grid(min(wanted, max(self.ceiling * _ROOMY, 1)), self.ceiling, self.smallest)
+    def _above(self, wanted: float, points: Sequence[_Point]) -> Ask | None:
+        """A look at that size, or at the largest that leaves room below the limit, if it is a larger one."""
+        ceiling = self.ceiling
+        if ceiling is not None:
+            # Memory at the very end says nothing about speed.
+            wanted = min(wanted, max(ceiling * _ROOMY, 1))
+        size = _on_grid(wanted, ceiling, self.smallest)
+        return self._new(size, points) if size > points[-1].size else None
 
     def _smallest_within(self, points: Sequence[_Point]) -> int:
         rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
@@ -224,10 +224,13 @@ class Knee:
         )
 
     def _reference(self, points: Sequence[_Point]) -> float:
-        """The best throughput: of what was timed, or what the line promises for the largest size."""
+        """The best throughput: of what was timed, or what the line promises for the largest size.
+
+        Sizes that were named are compared with each other only.
+        """
         best = max(_estimates(points).values())
         ceiling = self.ceiling
-        if len(points) < 2 or (ceiling is not None and ceiling <= points[-1].size):
+        if self.sizes or len(points) < 2 or (ceiling is not None and ceiling <= points[-1].size):
             return best
         fit = fitted(points)
         promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
