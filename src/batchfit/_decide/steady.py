@@ -49,9 +49,9 @@ class Timing:
         )
 
 
-# Of short steps a look takes more: that costs less than to come back for them.
-LOOK = Timing(target=0.01, least=2, most=6, least_s=0.2)
 FINE = Timing(target=0.015, least=5, most=60)
+# Of short steps, and of steps that vary, a look takes more: that costs less than to come back for them.
+LOOK = Timing(target=0.01, least=2, most=6, least_s=0.2)
 # A fine timing within a search goes on for so long, or for this share of what the search has taken.
 _FINE_S, _FINE_SHARE = 1.5, 0.15
 
