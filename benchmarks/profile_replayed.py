@@ -39,6 +39,7 @@ _CHUNK = 5  # as the clock has it
 START_S = {"gpt2": 2.2, "resnet50": 1.7, "vit": 2.0}
 EACH_S = {"gpt2": 0.36, "resnet50": 0.27, "vit": 0.30}
 FIRST_S, AGAIN_S = 0.27, 0.05
+HELD_BYTES = {"gpt2": 1.49e9, "resnet50": 0.31e9, "vit": 1.04e9}  # weights and optimizer state, as fp32
 # Since then FLOPs and the readings of a diagnosis have no putting back of their own: once less for a sweep,
 # twice less for a profile.
 SAVED_BY_SWEEP, SAVED_BY_PROFILE = 1, 2
@@ -170,7 +171,8 @@ class _Running:
     def limit(self) -> int | None:
         readings = [self.readings[size] for size in sorted(self.readings)]
         budget = int(BUDGETS[self.replay.cap])
-        outlook = Curve.through(readings, budget_bytes=budget).outlook()
+        held = HELD_BYTES[self.replay.model]
+        outlook = Curve.through(readings, budget_bytes=budget, floor_bytes=held).outlook()
         most = max(outlook.safe, outlook.low, float(readings[-1].size))
         return None if most > 2**40 else max(int(most), readings[-1].size)
 

@@ -128,6 +128,18 @@ def test_memory_readings_keep_it_from_running_out(fake_time: list[float]) -> Non
     assert "memory ended" in profile.diagnosis[0].evidence
 
 
+def test_what_is_held_between_steps_is_not_taken_to_grow(fake_time: list[float]) -> None:
+    """A model that fills half of the memory: the second size need not be 2."""
+    planted = Planted(fake_time)
+    planted.device = FakeDevice("1GiB", peak=lambda size: (500 + 4 * size) * MIB)
+    planted.device.hold(490 * MIB)
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=told.append)
+    assert told[1].size >= 8
+    assert profile.too_large == ()
+    assert 100 <= (profile.limit or 0) <= 131
+
+
 def test_a_size_that_runs_out_is_out(fake_time: list[float]) -> None:
     planted = Planted(fake_time, capacity="100MiB")
     profile = planted.profile(sizes=[64, 128, 32])

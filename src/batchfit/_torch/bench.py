@@ -58,6 +58,7 @@ class Bench:
         self.model = work.model
         self._memory: dict[int, Run] = {}
         self._readings: list[Reading] = []
+        self._held_bytes: int | None = None  # the least that any size has held between steps
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -101,6 +102,7 @@ class Bench:
                 agree=self._agree(size),
                 raise_ambiguous=smallest,
                 after=partial(self._count_flops, size) if count_flops else None,
+                parameters=self._parameters,
             )
         if not run.fits:
             self._collections.thorough()
@@ -113,7 +115,7 @@ class Bench:
         if run.times_s and step is None:
             self.own_s[size] = run.interval.median
         if memory is not None:
-            run.peaks = memory.peaks
+            run.peaks, run.held_bytes = memory.peaks, memory.held_bytes
         run = self._of_all(run)
         if step is None:
             self._learn(run)
@@ -123,7 +125,9 @@ class Bench:
         """The largest size that memory allows, as the readings have it; None where they say nothing."""
         if not self._readings:
             return None
-        outlook = Curve.through(self._readings, budget_bytes=self.budget_bytes).outlook()
+        outlook = Curve.through(
+            self._readings, budget_bytes=self.budget_bytes, floor_bytes=self._held_bytes
+        ).outlook()
         most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
         return None if most == float("inf") or most > 2**40 else int(most)
 
@@ -181,6 +185,9 @@ class Bench:
         peaks = [one["peaks"] for one in told if one["peaks"] is not None]
         merged = Run(**{**slowest, "peaks": None})
         merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        merged.held_bytes = min(
+            (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
+        )
         if peaks:
             merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
         return merged
@@ -204,7 +211,7 @@ class Bench:
         outcome: Any = "too_large" if trial.outcome == "too_large" else "oom"
         if self.ranks.any(not trial.fits, doing=f"the memory of batch size {size}"):
             return Run(size, outcome="oom" if trial.fits else outcome, message=trial.message)
-        run = Run(size, peaks=Peaks(trial.peak_bytes or 0))
+        run = Run(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
         self._memory[size] = run
         return run
 
@@ -218,6 +225,9 @@ class Bench:
             split_bytes=run.peaks.split_bytes,
             releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
         )
+        if run.held_bytes is not None:
+            known = (run.held_bytes, self._held_bytes)
+            self._held_bytes = min(one for one in known if one is not None)
         if reading is not None:
             self._readings = [one for one in self._readings if one.size != run.size]
             self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
