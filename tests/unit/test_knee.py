@@ -90,9 +90,9 @@ def test_a_size_that_is_known_well_enough_is_not_timed_again() -> None:
 @pytest.mark.parametrize("again_s", [0.0998, 0.1020])
 def test_a_brief_look_on_the_edge_is_timed_again_before_a_larger_size_is_taken(again_s: float) -> None:
     """256 has 94.6 % of the best at first sight: 384 would be taken for half a percent of noise."""
-    times = {1: 0.03, 16: 0.03, 384: 0.1450, 494: 0.1840}
+    times = {1: 0.03, 16: 0.03, 64: 0.0325, 384: 0.1450, 494: 0.1840}
     knee = Knee(limit=494)
-    for size in (1, 16):
+    for size in (1, 16, 64):
         knee = knee.tell(Timed(size, times[size], 0.1))
     for size, step_s in ((256, 0.1008), (384, times[384]), (494, times[494])):
         knee = knee.tell(Timed(size, step_s, 0.004))
@@ -102,6 +102,27 @@ def test_a_brief_look_on_the_edge_is_timed_again_before_a_larger_size_is_taken(a
     while (ask := knee.ask()) is not None:
         knee = knee.tell(Timed(ask.size, times[ask.size], 0.004, fine=True))
     assert knee.recommended == (256 if again_s == 0.0998 else 384)
+
+
+def test_floors_and_lines_of_any_kind_give_neither_too_little_nor_twice_too_much() -> None:
+    """Sizes of the first pass are far apart: what lies between two of them must not be passed over."""
+    rng = random.Random(0)
+    found = []
+    for _ in range(300):
+        floor, fixed = 10 ** rng.uniform(-3, 0), 10 ** rng.uniform(-3.5, -0.5)
+        limit = int(10 ** rng.uniform(0.5, 4))
+
+        def curve(size: int, floor: float = floor, fixed: float = fixed) -> float:
+            return max(floor, fixed + 0.001 * size)
+
+        best, sizes = best_rate(curve, limit), {*grid(1, limit), limit}
+        right = min(size for size in sizes if size / curve(size) >= 0.95 * best)
+        knee = searched(curve, limit, noise=0.005, seed=rng.randrange(1000))
+        assert knee.recommended is not None
+        assert knee.recommended / curve(knee.recommended) >= 0.94 * best
+        found.append((knee.recommended / right, len(knee.told)))
+    assert sum(times > 2 for times, _ in found) <= 3
+    assert sum(asked for _, asked in found) / len(found) <= 5.5
 
 
 def test_named_sizes_are_compared_with_each_other_only() -> None:

@@ -30,6 +30,7 @@ _CLIMB = 16  # sizes of the first pass are this far apart, while a step takes no
 _CLIMB_ON = 8  # and so far once it does
 _FLAT = 1.25  # a step that takes up to so many times the fastest is one that takes no longer
 _BEYOND = 4  # how far above the knee it is worth looking for more
+_GAP = 6  # sizes that are so many times apart have one between them timed
 _SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
 _ROOMY = 0.9  # a brief look stays that far below the limit
 _QUIET = 0.01  # no timing is trusted to be better than this
@@ -174,7 +175,11 @@ class Knee:
         # for nothing. Timed finely at once: where the line is right, this is the answer.
         fit, enough = fitted(points), (1 - (1 - _SPARE) * self.within) * self._reference(points)
         promised = next((size for size in between if fit.rate(size) >= enough), None)
-        return None if promised is None else Ask(promised, True)
+        if promised is not None:
+            return Ask(promised, True)
+        if between and chosen > _GAP * below:  # so wide that the line may be wrong about it
+            return Ask(min(between, key=lambda size: abs(math.log(size**2 / (below * chosen)))), False)
+        return None
 
     def _settle(self, points: Sequence[_Point]) -> Ask | None:
         """The answer timed finely; before that, or again, what a better timing may put in its place."""
