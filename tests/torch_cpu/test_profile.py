@@ -298,6 +298,19 @@ def test_a_step_that_ignores_its_size_is_told(fake_time: list[float]) -> None:
     assert not any("does the step use" in note for note in flat.profile().notes)
 
 
+def test_the_reason_says_nothing_that_the_table_denies(fake_time: list[float]) -> None:
+    """64 is within 5 % of what was timed, and 96 was taken for what larger sizes promise."""
+    planted = Planted(fake_time)
+    points = planted.profile(sizes=[64, 96, 128], diagnose=False).points
+    rates = {64: 314.0, 96: 324.0, 128: 327.0}
+    points = tuple(one.model_copy(update={"samples_per_s": rates[one.size]}) for one in points)
+    told = _profile.reason(points, 96, within=0.05)
+    assert "smallest" not in told
+    assert "64 gives 96.0% of what 128 gives" in told
+    assert "64 is the smallest size within 5%" in _profile.reason(points, 64, within=0.05)
+    assert "96 is the smallest size within 5%" in _profile.reason(points[1:], 96, within=0.05)
+
+
 # ---- state, faults, refusals
 
 
