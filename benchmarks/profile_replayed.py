@@ -11,6 +11,9 @@ costs besides: `START_S` once, `EACH_S` for every timing, more for the first ste
 with the rules that were recorded: until the answer the replay took 12.4 and 8.6 s for GPT-2 (medians; 12.0
 and 9.0 s were recorded), 13.7 and 9.4 s for ResNet-50 (11.2 and 9.5), 21.9 and 11.2 s for ViT (26.6 and 9.6).
 So it is right within a fifth. `--recorded` shows both for the rules as they are now.
+
+The rules were chosen among some twenty variants with runs 0 to 499 of these very curves, and looked at once
+more with 10000 to 10499: figures to quote come from other runs (`FIRST`), and say nothing of other models.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from batchfit._decide.steady import LOOK, Interval, Timing, fine_after, is_fine,
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "h200_throughput.json"
 CASES = tuple(f"{model}/{cap}" for model in ("gpt2", "resnet50", "vit") for cap in ("uncapped", "24GiB"))
 BUDGETS = {"uncapped": 139.8 * 2**30, "24GiB": 24 * 2**30}
+FIRST = 20_000
 _CHUNK = 5  # as the clock has it
 
 # Fitted to what was recorded. Seconds: once (a copy of the state, collections, the first step of all, FLOPs),
@@ -207,26 +211,35 @@ def far_apart(sizes: Sequence[int]) -> float:
     return sum(n * m for one, n in count.items() for two, m in count.items() if abs(one - two) > 1) / pairs
 
 
+def all_near(sizes: Sequence[int]) -> float:
+    """The share of threes, one after another, of which no two are more than one place apart."""
+    where = list(places(sizes))
+    threes = [where[begin : begin + 3] for begin in range(0, len(where) - 2, 3)]
+    return sum(max(three) - min(three) <= 1 for three in threes) / len(threes)
+
+
 def table(recorded: dict[str, Any], cases: Sequence[str], seeds: int, noise: float) -> str:
     lines = [
-        "| case | sizes | asked | of the sweep's time: answer, all, p95 | of the best: mean, lowest "
-        "| far apart |",
-        "|---|---|---|---|---|---|",
+        "| case | sizes | asked | of the sweep's time: answer, all, p95 | above a third "
+        "| of the best: mean, lowest | below 94.9% | pairs far apart | threes all near |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
         replay = Replay(recorded, case, noise)
-        runs = [replay.run(seed) for seed in range(seeds)]
+        runs = [replay.run(FIRST + seed) for seed in range(seeds)]
         shares = sorted(run.seconds / replay.sweep_s for run in runs)
         answers = statistics.mean(run.answer_s for run in runs) / replay.sweep_s
         rates = [replay.rate(run.recommended) / replay.best_rate for run in runs]
         found = Counter(run.recommended for run in runs).most_common()
         sizes = ", ".join(f"{size} {count / seeds:.0%}" for size, count in found[:5])
         asked = statistics.mean(len(run.asked) for run in runs)
-        far = far_apart([run.recommended for run in runs])
+        answered = [run.recommended for run in runs]
+        above = sum(share > 1 / 3 for share in shares) / seeds
+        below = sum(rate < 0.949 for rate in rates) / seeds
         lines.append(
             f"| {case} | {sizes} | {asked:.1f} | {answers:.1%}, {statistics.mean(shares):.1%}, "
-            f"{shares[int(0.95 * len(shares))]:.1%} | {statistics.mean(rates):.1%}, {min(rates):.1%} "
-            f"| {far:.1%} |"
+            f"{shares[int(0.95 * len(shares))]:.1%} | {above:.1%} | {statistics.mean(rates):.1%}, "
+            f"{min(rates):.1%} | {below:.1%} | {far_apart(answered):.1%} | {all_near(answered):.0%} |"
         )
     return "\n".join(lines)
 
@@ -236,7 +249,7 @@ def against(recorded: dict[str, Any], cases: Sequence[str], seeds: int, noise: f
     lines = ["| case | recorded: size, s | replayed: s (from 5 to 95 %) |", "|---|---|---|"]
     for case in cases:
         replay = Replay(recorded, case, noise)
-        told = sorted(run.answer_s for run in map(replay.run, range(seeds)))
+        told = sorted(run.answer_s for run in map(replay.run, range(FIRST, FIRST + seeds)))
         seen = ", ".join(f"{one['recommended']} {one['answer_s']:.1f}" for one in replay.profiles)
         low, high = told[int(0.05 * seeds)], told[int(0.95 * seeds)]
         lines.append(f"| {case} | {seen} | {statistics.median(told):.1f} ({low:.1f} to {high:.1f}) |")
@@ -258,7 +271,7 @@ def main() -> None:
     print(shown(recorded, given.cases, given.seeds, given.noise))
     for case in given.cases if given.show else ():
         for seed in range(8):
-            run = Replay(recorded, case, given.noise).run(seed)
+            run = Replay(recorded, case, given.noise).run(FIRST + seed)
             asked = " ".join(f"{size}{'*' if fine else ''}/{steps}" for size, fine, steps in run.asked)
             print(f"{case} {seed}: {run.recommended} after {run.answer_s:.1f} s: {asked}")
 
