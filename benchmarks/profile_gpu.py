@@ -5,9 +5,9 @@
     python benchmarks/profile_gpu.py run --smoke --out smoke.json          # a tiny model, no GPU
 
 Rows, each in a fresh process: a model (GPT-2 small, ResNet-50, ViT-B/16; bf16 autocast, AdamW) without a cap
-or under one of 24 GiB. `sweep` times every power of two and midpoint that fits, from 1 up, each as finely as
-the answer of a profile (the same clock and settings, no diagnosis). `ours/1` to `ours/3` are
-`profile_throughput` with its diagnosis, which finds out itself what fits.
+or under one of 24 GiB. `sweep` times every power of two and midpoint that fits, from 1 up, finely (`sizes=`:
+the same clock, no diagnosis; where times vary it takes up to ten seconds a size, and a profile less for its
+answer). `ours/1` to `ours/3` are `profile_throughput` with its diagnosis, which finds out itself what fits.
 """
 
 from __future__ import annotations

@@ -106,13 +106,19 @@ def _measured(found: Diagnosis, point: ThroughputPoint) -> Facts:
 def _read(found: Diagnosis, facts: Facts) -> Facts:
     """What a few more steps say."""
     bench, size = found.bench, facts.size
-    busy = bench.briefly(lambda: busy_time(bench.work.step, size, device=bench.place))
     source = bench.work._parts.get("source")
+    # Two readings, for which the state is put back once.
+    batch_s, busy = bench.briefly(
+        lambda: (
+            batch_time(source, size, device=bench.place),
+            busy_time(bench.work.step, size, device=bench.place),
+        )
+    ) or (None, None)
     return replace(
         facts,
         busy_s=None if busy is None else busy.busy_s,
         kernels=None if busy is None else busy.kernels,
-        batch_s=bench.briefly(lambda: batch_time(source, size, device=bench.place)),
+        batch_s=batch_s,
         batch_from=_SOURCES.get(type(source), "make_batch"),
         loaded=_loaded(found),
         shapes=_shapes(found, size),

@@ -23,8 +23,8 @@ import torch
 
 import batchfit
 from batchfit._decide.flops import peak_flops
-from batchfit._decide.knee import Knee, Timed, marginal_gains
-from batchfit._decide.steady import FINE, LOOK, verdict
+from batchfit._decide.knee import Ask, Knee, Timed, marginal_gains
+from batchfit._decide.steady import FINE, LOOK, Timing, fine_after, is_fine, verdict
 from batchfit._decide.units import parse_bytes
 from batchfit._diagnosis import Diagnosis, diagnosed
 from batchfit._find import usable_bytes
@@ -185,8 +185,8 @@ class _Measuring:
         self.pace: Any = None  # a loader's, where there is one
         self._too_large: list[Run] = []
         self._tokens_per_sample, self._on_point = tokens, on_point
-        self._flops_per_sample: float | None = None
         self._first_s: dict[int, float] = {}
+        self._begun = time.perf_counter()
         self._stopped = "measured"
         self._aside: Sequence[str] = ()  # what the diagnosis could not look at
 
@@ -197,14 +197,17 @@ class _Measuring:
             if self._is_late():
                 self._stopped = "time_limit"
                 break
-            run = bench.time(ask.size, FINE if ask.fine else LOOK, smallest=self._is_smallest(ask.size))
+            run = bench.time(
+                ask.size,
+                self._timing(ask),
+                smallest=self._is_smallest(ask.size),
+                count_flops=not self.runs,
+            )
             if not run.fits:
                 self._too_large.append(run)
                 self.knee = self.knee.tell(Timed(ask.size, fits=False))
                 continue
             self._keep(run, fine=ask.fine)
-            if len(self.knee.told) == 1 + len(self._too_large):
-                self._flops_per_sample = bench.flops_per_sample(ask.size)
             if not self.knee.sizes:
                 self.knee = replace(self.knee, limit=self._limit())
         if not self.runs:
@@ -221,6 +224,7 @@ class _Measuring:
 
     def _keep(self, run: Run, *, fine: bool) -> None:
         interval = run.interval
+        fine = fine or is_fine(run.times_s)
         self.knee = self.knee.tell(Timed(run.size, interval.median, interval.spread, fine=fine))
         before = self.runs.get(run.size)
         self._first_s.setdefault(run.size, run.first_step_s)
@@ -235,6 +239,11 @@ class _Measuring:
         log.info("batch size %d: %.4g samples/s", point.size, point.samples_per_s)
         if self._on_point is not None and self.bench.ranks.is_main:
             self._on_point(point)
+
+    def _timing(self, ask: Ask) -> Timing:
+        if self.knee.sizes:
+            return FINE
+        return fine_after(time.perf_counter() - self._begun) if ask.fine else LOOK
 
     def _is_smallest(self, size: int) -> bool:
         return size == (min(self.knee.sizes) if self.knee.sizes else self.knee.smallest)
@@ -294,7 +303,8 @@ class _Measuring:
         seen = self.bench.seen[run.size]
         tokens = self._tokens_per_sample
         per_s = run.size * world_size / interval.median
-        flops = self._flops_per_sample * run.size / interval.median if self._flops_per_sample else None
+        per_sample = self.bench.flops_per_sample
+        flops = per_sample * run.size / interval.median if per_sample else None
         peak = peak_flops(device_model(self.bench.place), seen.precision)
         if tokens is None and seen.tokens:
             tokens_per_s: float | None = seen.tokens * world_size / interval.median

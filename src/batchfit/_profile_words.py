@@ -44,6 +44,17 @@ def reason(points: Sequence[ThroughputPoint], chosen: int, *, within: float) -> 
     rate = f"{format_rate(here.samples_per_s)} samples/s"
     if len(points) == 1:
         return f"{chosen} is the only size that was measured ({rate})"
+    smaller = [
+        one for one in points if one.size < chosen and one.samples_per_s >= (1 - within) * best.samples_per_s
+    ]
+    if smaller:
+        # A larger size than was timed, or times that vary: the search goes by a curve through all of them.
+        near = max(smaller, key=lambda one: one.size)
+        return (
+            f"{chosen} is within {within:.0%} of the best throughput ({rate}); {near.size} gives "
+            f"{near.samples_per_s / best.samples_per_s:.1%} of what {best.size} gives, but less than "
+            f"{1 - within:.0%} of what a curve through all sizes promises"
+        )
     if best.size == chosen:
         why = f"{chosen} has the best throughput of {len(points)} sizes ({rate})"
         return f"{why}, and it is the smallest within {within:.0%} of it"

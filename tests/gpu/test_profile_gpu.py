@@ -50,8 +50,22 @@ def test_the_curve_has_a_knee_and_state_is_put_back() -> None:
     assert chosen.host_s is not None
     assert chosen.flops_share is None or 0.05 < chosen.flops_share < 1
     assert chosen.steady
+    assert chosen.steps_timed >= 5
+    assert len(profile.points) <= 8
     assert profile.bottlenecks == (), profile
     assert profile.too_large == ()
+
+
+def test_the_step_that_counts_flops_is_in_no_peak() -> None:
+    """It is run at the first size only: a size that is the first has the peaks that it has as the second."""
+    work = wide()
+    alone = batchfit.profile_throughput(work, sizes=[8], budget="24GiB", diagnose=False).at(8)
+    after = batchfit.profile_throughput(work, sizes=[4, 8], budget="24GiB", diagnose=False).at(8)
+    assert alone.peak_bytes == pytest.approx(after.peak_bytes, rel=0.01)
+    assert alone.reserved_bytes == pytest.approx(after.reserved_bytes, rel=0.05)
+    assert alone.flops_per_s is not None
+    assert after.flops_per_s is not None
+    assert alone.flops_per_s * alone.step_s == pytest.approx(after.flops_per_s * after.step_s, rel=0.001)
 
 
 def test_the_device_is_busy_no_longer_than_the_step_takes() -> None:

@@ -128,6 +128,18 @@ def test_memory_readings_keep_it_from_running_out(fake_time: list[float]) -> Non
     assert "memory ended" in profile.diagnosis[0].evidence
 
 
+def test_what_is_held_between_steps_is_not_taken_to_grow(fake_time: list[float]) -> None:
+    """A model that fills half of the memory: the second size need not be 2."""
+    planted = Planted(fake_time)
+    planted.device = FakeDevice("1GiB", peak=lambda size: (500 + 4 * size) * MIB)
+    planted.device.hold(490 * MIB)
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=told.append)
+    assert told[1].size >= 8
+    assert profile.too_large == ()
+    assert 100 <= (profile.limit or 0) <= 131
+
+
 def test_a_size_that_runs_out_is_out(fake_time: list[float]) -> None:
     planted = Planted(fake_time, capacity="100MiB")
     profile = planted.profile(sizes=[64, 128, 32])
@@ -167,6 +179,29 @@ def test_several_fine_timings_of_a_size_count_together(fake_time: list[float]) -
     assert max(point.steps_timed for point in profile.points) > FINE.most
     assert not profile.at(profile.recommended).steady
     assert any("not steady" in note for note in profile.notes)
+
+
+def test_long_steps_that_vary_do_not_take_over_the_time(fake_time: list[float]) -> None:
+    """A fine timing in a search is bounded by what the search has taken; sizes that are named are not."""
+
+    class Wobbling(Planted):
+        def seconds(self, size: int) -> float:
+            return (0.05 + 0.002 * size) * (1.03 if len(self.sizes) % 2 else 0.97)
+
+    planted = Wobbling(fake_time)
+    profile = planted.profile(largest=200, diagnose=False)
+    assert max(point.steps_timed for point in profile.points) <= LOOK.most + FINE.least
+    assert planted.profile(sizes=[128], diagnose=False).at(128).steps_timed > 2 * FINE.least
+
+
+def test_short_steps_are_timed_finely_at_once(fake_time: list[float]) -> None:
+    """No size of a quiet program whose steps are short is timed twice."""
+    planted = Planted(fake_time)
+    planted.seconds = lambda size: 0.001 + 0.0001 * size  # type: ignore[method-assign]
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=told.append)
+    assert len(told) == len(profile.points)
+    assert profile.at(profile.recommended).steps_timed >= FINE.least
 
 
 def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
@@ -238,7 +273,8 @@ def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[flo
     planted = Planted(fake_time)  # 1 GiB holds 1014 samples
     assert planted.profile(largest=16, target_batch_size=64).accumulation is None
     assert planted.profile(sizes=[1, 16], target_batch_size=64).accumulation is None
-    assert planted.profile(largest=16).limit == planted.profile(sizes=[1, 4, 16]).limit  # of memory, both
+    few = planted.profile(largest=16)
+    assert few.limit == planted.profile(sizes=[one.size for one in few.points]).limit  # of memory, both
     assert 16 < (planted.profile(largest=16).limit or 0) <= 1014
     made = planted.profile(sizes=[1, 16], target_batch_size=5000).accumulation
     assert made is not None
@@ -260,6 +296,19 @@ def test_a_step_that_ignores_its_size_is_told(fake_time: list[float]) -> None:
     assert profile.largest <= 2**30
     flat = Constant(fake_time)  # as a small model on a large device, whose memory grows
     assert not any("does the step use" in note for note in flat.profile().notes)
+
+
+def test_the_reason_says_nothing_that_the_table_denies(fake_time: list[float]) -> None:
+    """64 is within 5 % of what was timed, and 96 was taken for what larger sizes promise."""
+    planted = Planted(fake_time)
+    points = planted.profile(sizes=[64, 96, 128], diagnose=False).points
+    rates = {64: 314.0, 96: 324.0, 128: 327.0}
+    points = tuple(one.model_copy(update={"samples_per_s": rates[one.size]}) for one in points)
+    told = _profile.reason(points, 96, within=0.05)
+    assert "smallest" not in told
+    assert "64 gives 96.0% of what 128 gives" in told
+    assert "64 is the smallest size within 5%" in _profile.reason(points, 64, within=0.05)
+    assert "96 is the smallest size within 5%" in _profile.reason(points[1:], 96, within=0.05)
 
 
 # ---- state, faults, refusals
@@ -310,6 +359,84 @@ def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
     after = everything(model, optimizer)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert not model._forward_pre_hooks
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each putting back of a state, with whether a step had been cut off."""
+    calls: list[bool] = []
+    restore = Snapshot.restore
+
+    def counted(self: Snapshot, *, cut_off: bool = True) -> None:
+        calls.append(cut_off)
+        restore(self, cut_off=cut_off)
+
+    monkeypatch.setattr(Snapshot, "restore", counted)
+    return calls
+
+
+def test_flops_and_readings_share_a_putting_back(restored: list[bool]) -> None:
+    model, optimizer = net()
+    work = training(model, optimizer)
+    profile = batchfit.profile_throughput(work, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False)
+    assert restored == [False, False]
+    assert all(point.flops_per_s for point in profile.points)
+    batchfit.profile_throughput(work, sizes=[4, 8], device=FakeDevice("1GiB"))
+    assert restored == [False] * 5  # two sizes, and once for all readings
+
+
+@pytest.mark.parametrize("kind", ["oom", "error", "interrupt"])
+def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, restored: list[bool]) -> None:
+    """The first step after those of the first size is the one that counts."""
+    model, optimizer = net()
+    work = training(model, optimizer)
+    timed = batchfit.profile_throughput(work, sizes=[4], device=FakeDevice("1GiB"), diagnose=False).at(4)
+    before, calls = everything(model, optimizer), 0
+    restored.clear()
+    wrong: Any = {"oom": simulated_oom(), "error": RuntimeError("mine"), "interrupt": KeyboardInterrupt()}
+
+    def step(size: int) -> None:
+        nonlocal calls
+        calls += 1
+        work.step(size)
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise wrong[kind]
+
+    counting = work.with_step(step)
+    if kind == "oom":
+        profile = batchfit.profile_throughput(
+            counting, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False
+        )
+        assert [point.size for point in profile.points] == [4, 8]
+        assert profile.too_large == ()
+        assert profile.at(4).flops_per_s is None
+        assert restored == [True, False]
+    else:
+        with pytest.raises(type(wrong[kind])):
+            batchfit.profile_throughput(counting, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False)
+        assert restored == [True]
+        assert calls > timed.steps_warmed
+    after = everything(model, optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    assert not model._forward_pre_hooks
+
+
+def test_the_step_that_counts_flops_is_in_no_figure(fake_time: list[float]) -> None:
+    """It may take longer and hold more than the others: times and peaks are read before it."""
+    planted = Planted(fake_time)
+    step = planted.__call__
+
+    def counted(size: int) -> None:
+        step(size)
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            fake_time[0] += 100.0
+            planted.device.step(900)
+
+    work = batchfit.Workload(counted, state=())
+    profile = batchfit.profile_throughput(work, device=planted.device, sizes=[8, 16], diagnose=False)
+    assert profile.at(8).step_s == pytest.approx(planted.seconds(8))
+    assert profile.at(8).peak_bytes == 18 * MIB
+    assert profile.at(16).peak_bytes == 26 * MIB
 
 
 def test_what_was_timed_until_an_interrupt_goes_along_with_it() -> None:

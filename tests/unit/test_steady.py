@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._decide.flops import peak_flops
-from batchfit._decide.steady import FINE, LOOK, Interval, Timing, is_warm, verdict
+from batchfit._decide.steady import FINE, LOOK, Interval, Timing, fine_after, is_fine, is_warm, verdict
 
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=80)
 
@@ -78,6 +78,27 @@ def test_steps_are_repeated_until_the_interval_is_narrow() -> None:
         assert (verdict(series, target=FINE.target) == "steady") is few
     assert not LOOK.is_enough([1.0])
     assert LOOK.is_enough([1.0, 1.001])
+
+
+def test_a_look_at_short_steps_is_as_good_as_a_fine_timing() -> None:
+    """Coming back for them would cost more than they do."""
+    assert not LOOK.is_enough([0.05, 0.05])
+    assert LOOK.is_enough([0.05] * 6)
+    assert LOOK.most >= FINE.least
+    assert is_fine([0.05] * 6)
+    assert not is_fine([0.05] * 4)
+    assert not is_fine([0.05, 0.06] * 3)
+
+
+def test_a_fine_timing_does_not_take_over_the_time_of_a_search() -> None:
+    """30 steps of half a second at the largest size, for an answer that was known after 12 s."""
+    rng = random.Random(0)
+    series: list[float] = []
+    while not fine_after(12.0).is_enough(series):
+        series.append(0.52 * rng.gauss(1, 0.03))
+    assert len(series) == FINE.least
+    assert fine_after(1.0).most_s < fine_after(30.0).most_s <= FINE.most_s
+    assert fine_after(1e6).most_s == FINE.most_s
 
 
 @pytest.mark.parametrize("timing", [LOOK, FINE])

@@ -7,9 +7,10 @@ Rules:
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
   the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
   which of two to believe; where they are not, the timings count (`_estimates`).
-- The largest sizes cost the most to time, so they are looked at once and briefly; only the answer is timed
-  finely, and, where times are noisy, what it is compared with. Sizes are powers of two and their midpoints,
-  as people use them.
+- Every new size costs more than its steps (kernels, plans, putting state back), and the largest cost the
+  most: sizes are far apart until the line can be read, the largest is looked at once and briefly, and the
+  size that the line names is timed finely at once. One is timed again only where it may change the answer.
+- Sizes are powers of two and their midpoints, as people use them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from batchfit.errors import ResultFileError
 
 SCHEMA_VERSION = 1
 
-_CLIMB = 4  # sizes of the first pass are this far apart
+_CLIMB = 16  # sizes of the first pass are this far apart, while a step takes no longer for them
+_CLIMB_ON = 8  # and so far once it does
+_FLAT = 1.25  # a step that takes up to so many times the fastest is one that takes no longer
 _BEYOND = 4  # how far above the knee it is worth looking for more
-_ROOMY = 0.9  # a brief look stays below the limit: memory at the very end says nothing about speed
+_GAP = 6  # sizes that are so many times apart have one between them timed
+_SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
+_ROOMY = 0.9  # a brief look stays that far below the limit
 _QUIET = 0.01  # no timing is trusted to be better than this
+_NOISY = 0.4  # of `within`: a spread above that is worth another timing where the answer is close
 _TIMES = 3  # how often one size is timed at most
 LARGEST = 2**30  # where nothing else ends the sizes; who gets there has a step that does not use its size
 _LONGEST = 64  # asks; a bound that no run has come near
@@ -146,52 +152,65 @@ class Knee:
 
     def _climb(self, points: Sequence[_Point]) -> Ask | None:
         """From the smallest size up in large steps, until a step's time grows with the size."""
-        if len(points) >= 3 and _is_loaded(points):
+        if len(points) >= 2 and _is_loaded(points):
             return None
-        return self._new(_on_grid(points[-1].size * _CLIMB, self.ceiling, self.smallest), points)
+        flat = points[-1].step_s * (1 - points[-1].spread) <= _FLAT * min(one.step_s for one in points)
+        return self._above(points[-1].size * (_CLIMB if flat else _CLIMB_ON), points)
 
     def _look_far(self, points: Sequence[_Point]) -> Ask | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
-        fit = fitted(points)
-        wanted = _on_grid(fit.crossing(1 - self.within) * _BEYOND, None, self.smallest)
-        ceiling = self.ceiling
-        if ceiling is not None:
-            wanted = min(wanted, _on_grid(max(ceiling * _ROOMY, 1), ceiling, self.smallest))
-        return self._new(wanted, points) if wanted > points[-1].size else None
+        return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
     def _close_in(self, points: Sequence[_Point]) -> Ask | None:
-        """The grid sizes on both sides of where throughput comes within reach of the best."""
+        """The grid size at which throughput comes within reach of the best, as the line has it."""
         chosen = self._smallest_within(points)
         if not self._is_within(points, chosen):  # throughput still rises where the looks end
             return self._new(_on_grid(points[-1].size * 2, self.ceiling, self.smallest), points)
         below = max((point.size for point in points if point.size < chosen), default=None)
         if below is None:
             return None
-        between = [size for size in grid(below, chosen) if below < size < chosen]
         failed = {one.size for one in self.told if not one.fits}
-        between = [size for size in between if size not in failed]
-        if not between:
-            return None
-        fit, enough = fitted(points), (1 - self.within) * self._reference(points)
-        # Timed finely at once: where the line is right, this is the answer.
+        between = [size for size in grid(below + 1, chosen - 1) if size not in failed]
+        # With something to spare: a size on the very edge would be in today and out tomorrow, and its timing
+        # for nothing. Timed finely at once: where the line is right, this is the answer.
+        fit, enough = fitted(points), (1 - (1 - _SPARE) * self.within) * self._reference(points)
         promised = next((size for size in between if fit.rate(size) >= enough), None)
         if promised is not None:
             return Ask(promised, True)
-        doubt = max(2 * _misfit(points, fit), _QUIET)
-        return Ask(between[-1], False) if fit.rate(between[-1]) >= enough * (1 - doubt) else None
+        if between and chosen > _GAP * below:  # so wide that the line may be wrong about it
+            return Ask(min(between, key=lambda size: abs(math.log(size**2 / (below * chosen)))), False)
+        return None
 
     def _settle(self, points: Sequence[_Point]) -> Ask | None:
-        """The answer timed finely, and again where timings are too noisy to tell it from its neighbours."""
+        """The answer timed finely; before that, or again, what a better timing may put in its place."""
         chosen = self._smallest_within(points)
+        rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
+        top = max(points, key=lambda one: rates[one.size])
+
+        def is_close(one: _Point) -> bool:
+            doubt = math.hypot(max(one.spread, _QUIET), top.spread)
+            return abs(math.log(rates[one.size] / enough)) <= doubt
+
         point = next(one for one in points if one.size == chosen)
-        if not point.fine:
-            return Ask(chosen, True)
-        rates = _estimates(points)
-        best = max(rates, key=lambda size: rates[size])
         below = [one for one in points if one.size < chosen][-1:]
-        doubtful = [point, *below, *(one for one in points if one.size == best)]
-        noisy = [one for one in doubtful if one.spread > self.within / 4 and one.times < _TIMES]
+        close = [one for one in (*below, point) if is_close(one)]
+        brief = [one for one in (*close, point) if not one.fine]
+        if brief:
+            return Ask(brief[0].size, True)
+        noisy = [one for one in close if one.spread > _NOISY * self.within]
+        if close and top.spread > 2 * _NOISY * self.within:  # it costs the most, so it has to be worse
+            noisy.insert(0, top)
+        noisy = [one for one in noisy if one.times < _TIMES]
         return Ask(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
+
+    def _above(self, wanted: float, points: Sequence[_Point]) -> Ask | None:
+        """A look at that size, or at the largest that leaves room below the limit, if it is a larger one."""
+        ceiling = self.ceiling
+        if ceiling is not None:
+            # Memory at the very end says nothing about speed.
+            wanted = min(wanted, max(ceiling * _ROOMY, 1))
+        size = _on_grid(wanted, ceiling, self.smallest)
+        return self._new(size, points) if size > points[-1].size else None
 
     def _smallest_within(self, points: Sequence[_Point]) -> int:
         rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
@@ -210,10 +229,13 @@ class Knee:
         )
 
     def _reference(self, points: Sequence[_Point]) -> float:
-        """The best throughput: of what was timed, or what the line promises for the largest size."""
+        """The best throughput: of what was timed, or what the line promises for the largest size.
+
+        Sizes that were named are compared with each other only.
+        """
         best = max(_estimates(points).values())
         ceiling = self.ceiling
-        if len(points) < 3 or (ceiling is not None and ceiling <= points[-1].size):
+        if self.sizes or len(points) < 2 or (ceiling is not None and ceiling <= points[-1].size):
             return best
         fit = fitted(points)
         promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
@@ -310,14 +332,13 @@ def fitted(points: Sequence[_Point]) -> Line:
     if len(points) == 1:
         return Line(0.0, 0.0, points[0].step_s / points[0].size)
     best: tuple[float, Line] | None = None
-    for flat in range(len(points) - 2):
-        if flat == 1:
-            continue  # one point is no floor
+    for flat in range(len(points) - 1):
         fixed_s, sample_s = _straight(points[flat:])
         floor_s = sum(one.step_s for one in points[:flat]) / flat if flat else 0.0
         line = Line(floor_s, fixed_s, sample_s)
-        noise = sum(max(one.spread, _QUIET) ** 2 for one in points) / len(points)
-        cost = sum(math.log(line.step_s(one.size) / one.step_s) ** 2 for one in points) / noise
+        cost = sum(
+            (math.log(line.step_s(one.size) / one.step_s) / max(one.spread, _QUIET)) ** 2 for one in points
+        )
         cost += 2.0 if flat else 0.0  # one more number has to earn its place (Akaike)
         if best is None or cost < best[0]:
             best = (cost, line)

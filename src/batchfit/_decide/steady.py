@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 Verdict = Literal["steady", "drifting", "stalling", "noisy"]
@@ -36,6 +36,7 @@ class Timing:
     most: int  # and at most
     most_s: float = 10.0  # and for so long: steps that take seconds and vary would take a quarter of an hour
     most_warmup: int = 12
+    least_s: float = 0.0  # and at least for so long, where `most` allows it
 
     def is_enough(self, times: Sequence[float]) -> bool:
         """Whether these times say what was asked for, or no more of them may be taken."""
@@ -44,12 +45,15 @@ class Timing:
         return (
             len(times) >= self.most
             or math.fsum(times) >= self.most_s
-            or Interval.of(times).spread <= self.target
+            or (math.fsum(times) >= self.least_s and Interval.of(times).spread <= self.target)
         )
 
 
-LOOK = Timing(target=0.03, least=2, most=6)
 FINE = Timing(target=0.015, least=5, most=60)
+# Of short steps, and of steps that vary, a look takes more: that costs less than to come back for them.
+LOOK = Timing(target=0.01, least=2, most=6, least_s=0.2)
+# A fine timing within a search goes on for so long, or for this share of what the search has taken.
+_FINE_S, _FINE_SHARE = 1.5, 0.15
 
 
 @final
@@ -78,6 +82,20 @@ class Interval:
     def spread(self) -> float:
         """Half the width, as a share of the median."""
         return (self.high - self.low) / 2 / self.median if self.median > 0 else math.inf
+
+
+def fine_after(spent_s: float) -> Timing:
+    """A fine timing in a search that has taken `spent_s`: long steps that vary must not take over its time.
+
+    >>> fine_after(4.0).most_s, fine_after(20.0).most_s
+    (1.5, 3.0)
+    """
+    return replace(FINE, most_s=min(FINE.most_s, max(_FINE_S, _FINE_SHARE * spent_s)))
+
+
+def is_fine(times: Sequence[float]) -> bool:
+    """Whether these times say what a fine timing asks for, however they were taken."""
+    return len(times) >= FINE.least and Interval.of(times).spread <= FINE.target
 
 
 def _cut(count: int) -> int:

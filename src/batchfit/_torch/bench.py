@@ -5,6 +5,8 @@ Rules:
   decide the same.
 - A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
   trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
+- FLOPs are counted in a step more at the end of one timing, when times and peaks have been read: putting the
+  state back once for both is what makes it cheap.
 - A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
   out of memory is None.
 """
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self, TypeVar, final
 
 from torch import nn
@@ -51,9 +54,11 @@ class Bench:
             int, float
         ] = {}  # this rank's step time by size, before the slowest one's replaces it
         self.seen: dict[int, InputsSeen] = {}
+        self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
         self._memory: dict[int, Run] = {}
         self._readings: list[Reading] = []
+        self._held_bytes: int | None = None  # the least that any size has held between steps
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -70,8 +75,19 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)  # type: ignore[arg-type]
 
-    def time(self, size: int, timing: Timing, *, smallest: bool = False, step: Step | None = None) -> Run:
-        """Time steps at `size`; `step` stands for the workload's own."""
+    def time(
+        self,
+        size: int,
+        timing: Timing,
+        *,
+        smallest: bool = False,
+        step: Step | None = None,
+        count_flops: bool = False,
+    ) -> Run:
+        """Time steps at `size`; `step` stands for the workload's own.
+
+        `count_flops`: one step more, after the timed ones, for `flops_per_sample`.
+        """
         memory = self._memory_trial(size, smallest=smallest) if step is None else None
         if memory is not None and not memory.fits:
             return memory
@@ -85,6 +101,8 @@ class Bench:
                 deadline_s=self.deadline_s,
                 agree=self._agree(size),
                 raise_ambiguous=smallest,
+                after=partial(self._count_flops, size) if count_flops else None,
+                parameters=self._parameters,
             )
         if not run.fits:
             self._collections.thorough()
@@ -97,7 +115,7 @@ class Bench:
         if run.times_s and step is None:
             self.own_s[size] = run.interval.median
         if memory is not None:
-            run.peaks = memory.peaks
+            run.peaks, run.held_bytes = memory.peaks, memory.held_bytes
         run = self._of_all(run)
         if step is None:
             self._learn(run)
@@ -107,15 +125,24 @@ class Bench:
         """The largest size that memory allows, as the readings have it; None where they say nothing."""
         if not self._readings:
             return None
-        outlook = Curve.through(self._readings, budget_bytes=self.budget_bytes).outlook()
+        outlook = Curve.through(
+            self._readings, budget_bytes=self.budget_bytes, floor_bytes=self._held_bytes
+        ).outlook()
         most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
         return None if most == float("inf") or most > 2**40 else int(most)
 
-    def flops_per_sample(self, size: int) -> float | None:
-        """The floating-point operations of a step at `size`, for each sample; None where none are counted."""
-        with eagerly():
-            counted = self.briefly(lambda: flops_of(self.work.step, size))
-        return counted / size if counted else None
+    def _count_flops(self, size: int) -> bool:
+        """Count the operations of one step more, which the timing puts back; False where it was cut off."""
+        ambient = sys.exception()
+        try:
+            with eagerly():
+                counted = flops_of(self.work.step, size)
+        except Exception as error:
+            if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+                raise
+            return False
+        self.flops_per_sample = counted / size if counted else None
+        return True
 
     def briefly(self, read: Callable[[], T]) -> T | None:
         """What `read` says, which may run steps; None where it ran out of memory. State is put back."""
@@ -158,6 +185,9 @@ class Bench:
         peaks = [one["peaks"] for one in told if one["peaks"] is not None]
         merged = Run(**{**slowest, "peaks": None})
         merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        merged.held_bytes = min(
+            (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
+        )
         if peaks:
             merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
         return merged
@@ -181,7 +211,7 @@ class Bench:
         outcome: Any = "too_large" if trial.outcome == "too_large" else "oom"
         if self.ranks.any(not trial.fits, doing=f"the memory of batch size {size}"):
             return Run(size, outcome="oom" if trial.fits else outcome, message=trial.message)
-        run = Run(size, peaks=Peaks(trial.peak_bytes or 0))
+        run = Run(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
         self._memory[size] = run
         return run
 
@@ -195,6 +225,9 @@ class Bench:
             split_bytes=run.peaks.split_bytes,
             releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
         )
+        if run.held_bytes is not None:
+            known = (run.held_bytes, self._held_bytes)
+            self._held_bytes = min(one for one in known if one is not None)
         if reading is not None:
             self._readings = [one for one in self._readings if one.size != run.size]
             self._readings = sorted([*self._readings, reading], key=lambda one: one.size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,7 +28,7 @@ from batchfit._torch.attempt import begin_peak
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, Peaks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.splittable import compilations
-from batchfit._torch.trial import _note, lazy_kind, put_back, uninterrupted
+from batchfit._torch.trial import _gradient_bytes, _note, lazy_kind, put_back, uninterrupted
 from batchfit._torch.virtual import active
 from batchfit.errors import NothingRanError
 
@@ -60,6 +60,7 @@ class Run:
     outcome: Literal["fits", "oom", "too_large"] = "fits"
     message: str = ""
     peaks: Peaks | None = None
+    held_bytes: int | None = None  # between steps, gradients not counted: a floor under all sizes' peaks
     alloc_retries: int = 0  # while timed: those of warm-up do not come again
     recompilations: int = 0
     late_recompilations: int = 0  # while timed
@@ -92,9 +93,16 @@ def run_timed(
     agree: Agree = alone,
     raise_ambiguous: bool = False,
     around: AbstractContextManager[object] | None = None,
+    after: Callable[[], bool] | None = None,
+    parameters: Sequence[torch.Tensor] = (),
 ) -> Run:
-    """Time steps of `size` samples; `deadline_s` is on `time.perf_counter`'s clock."""
+    """Time steps of `size` samples; `deadline_s` is on `time.perf_counter`'s clock.
+
+    `parameters` are those whose gradients a step may free: they do not count as held.
+    `after` is called when all has been read, before the state is put back; False says that it was cut off.
+    """
     run = Run(size)
+    ended = True
     ambient = sys.exception()
     raised: BaseException | None = None
     counts = counts_memory(device)
@@ -106,6 +114,9 @@ def run_timed(
                 agree(False, True)
         if counts:
             run.peaks = device.peaks()
+            run.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
+        if after is not None and run.fits:
+            ended = after()
     except BaseException as error:
         raised = error
         raise
@@ -113,7 +124,7 @@ def run_timed(
         with uninterrupted():
             phase.clear()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
-                cut_off = raised is not None or not run.fits
+                cut_off = raised is not None or not run.fits or not ended
                 put_back(snapshot, device if counts else UNCOUNTED, raised, cut_off=cut_off)
         raised = None
     if run.times_s:
