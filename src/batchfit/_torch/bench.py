@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from batchfit._torch.bottlenecks import flops_of
 from batchfit._torch.clock import UNCOUNTED, Run, Step, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.eagerly import eagerly
-from batchfit._torch.here import QuickCollections
+from batchfit._torch.here import QuickCollections, collect_garbage
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
@@ -64,7 +63,7 @@ class Bench:
     def __enter__(self) -> Self:
         self._snapshot = Snapshot.take(self.work.state)
         self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
-        gc.collect()
+        collect_garbage(self.work, self.place)
         with ExitStack() as stack:
             self._collections = stack.enter_context(QuickCollections())
             if counts_memory(self.place):

@@ -103,31 +103,16 @@ class Here:
                 raise
             if not trial.fits:
                 self._serve(step, size, snapshot)
-            left = held_bytes is None or self._held_bytes() != held_bytes
+            left = held_bytes is None or _held_bytes(self.place) != held_bytes
             if not trial.fits or (first and left):
                 collections.thorough()
             first = False
             return trial
 
-        if self._may_hold_garbage():
-            gc.collect()  # before memory is counted: what is garbage already must not count
+        collect_garbage(work, self.place)
         with self.place.limit(budget_bytes), QuickCollections() as collections:
-            held_bytes = self._held_bytes()
+            held_bytes = _held_bytes(self.place)
             yield run_one
-
-    def _held_bytes(self) -> int | None:
-        """What is live on a GPU now. On another device no reading tells that nothing was left behind."""
-        return self.place.held_bytes() if isinstance(self.place, CudaDevice) else None
-
-    def _may_hold_garbage(self) -> bool:
-        """Whether more is live than the workload's own state, with blocks rounded up.
-
-        A collection walks all objects, a fifth of a second in a program with torch and transformers loaded:
-        it is left out where there is nothing on the device that it could free.
-        """
-        held_bytes = self._held_bytes()
-        own = own_bytes((*self.work.state, self.work.model))
-        return held_bytes is None or held_bytes > 1.01 * own + _ROUNDING
 
     def regroup(self) -> None:
         """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
@@ -155,6 +140,22 @@ class Here:
             return
         step.serve(self._owed, size)
         snapshot.restore(cut_off=False)
+
+
+def collect_garbage(work: Workload, place: Device) -> None:
+    """Before memory is counted: what is garbage already must not count.
+
+    A collection walks all objects, a fifth of a second in a program with torch and transformers loaded. It is
+    left out where nothing is live on a GPU but the workload's own state, in blocks that are rounded up.
+    """
+    held_bytes = _held_bytes(place)
+    if held_bytes is None or held_bytes > 1.01 * own_bytes((*work.state, work.model)) + _ROUNDING:
+        gc.collect()
+
+
+def _held_bytes(place: Device) -> int | None:
+    """What is live on a GPU now; None on another device, where no reading tells that nothing was left."""
+    return place.held_bytes() if isinstance(place, CudaDevice) else None
 
 
 def _arranges(module: nn.Module) -> bool:
