@@ -57,11 +57,14 @@ class Replay:
         device = self.device
         every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]
         small = sum(one.size for one in every if one.pool is device._small)
+        held = sum(one.size for one in every if one.live)
         tight = self.capacity_bytes - device.reserved_bytes < ROOM_FOR_SMALL
         laid = sorted(
             (one.address, one.size, one.live) for one in every if tight or one.pool is device._large
         )
-        return Mark(hash((small, *laid)), device.retries, self.steps, self.steps)  # each step asks the same
+        return Mark(
+            hash((small, held, *laid)), device.retries, self.steps, self.steps
+        )  # each step asks the same
 
 
 def ended(replay: Replay) -> tuple[int | None, str]:

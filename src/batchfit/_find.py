@@ -101,7 +101,8 @@ def find_batch_size(
         attempts: how many sizes "grow" may try.
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
         soak_steps: steps in the soak that the answer has to survive; 0 for none. Default: 25, or ten and more
-            of them until the allocator of a GPU repeats itself, after which nothing new can happen.
+            of them until the allocator of a GPU repeats itself, after which nothing new can happen; all of
+            them where the state is not declared.
         max_trials, time_limit_s: end the search early with what it has.
         predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
             `isolate`.

@@ -81,7 +81,7 @@ class FakeCuda:
             "inactive_split_bytes.all.peak": 77,
             "num_alloc_retries": self.retries[index],
             "allocation.all.allocated": self.requested[index][0],
-            "allocated_bytes.all.allocated": self.requested[index][1],
+            "requested_bytes.all.allocated": self.requested[index][1],
         }
 
     def memory_snapshot(self) -> list[dict[str, Any]]:

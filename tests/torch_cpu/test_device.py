@@ -115,8 +115,9 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     assert mark is not None
     cuda.segments = [large, segment(512, (MiB, "active_allocated"), (MiB, "inactive"), kind="small")]
     assert allocator_mark(device) == mark, "small blocks may lie where they like"
-    cuda.segments += [segment(8192, (MiB, "inactive"), index=1)]
-    assert allocator_mark(device) == mark, "another device's"
+    cuda.live[0] += 512
+    assert allocator_mark(device) != mark, "but not become more and more"
+    cuda.live[0] -= 512
     cuda.others = 990 * MiB
     tight = allocator_mark(device)
     cuda.segments[1] = small
@@ -138,6 +139,35 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     counted = allocator_mark(device)
     assert counted is not None
     assert (counted.retries, counted.requests, counted.requested_bytes) == (1, 2, 12)
+
+
+def test_a_mark_is_of_all_devices_that_the_process_uses() -> None:
+    """Layers on several of them: any may still wander, retry, or be asked for more each time."""
+    cuda = FakeCuda()
+    device = CudaDevice(0, backend=cuda)
+    own = segment(4096, (20 * MiB, "inactive"))
+    seen = set()
+    for other in ((9 * MiB, "active_allocated"), (9 * MiB, "inactive")):
+        cuda.segments = [own, segment(8192, other, index=1)]
+        seen.add(allocator_mark(device))
+    cuda.allocate(5 * MiB, 1)
+    cuda.free(5 * MiB, 1)
+    seen.add(allocator_mark(device))
+    cuda.retries[1] += 1
+    seen.add(allocator_mark(device))
+    assert len(seen) == 4
+    assert cuda.opened <= {0, 1}
+    cuda.segments = [own]
+    assert allocator_mark(device) == allocator_mark(device)
+
+
+def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot then carries a stack for each block: seconds, after every step."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for recorded in (True, False):
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda now=recorded: now, raising=False)
+        assert (allocator_mark(CudaDevice(0, backend=cuda)) is None) is recorded
 
 
 @pytest.mark.parametrize("device", [CudaDevice(0, backend=AsyncCuda()), FakeDevice("1MiB"), CpuDevice()])

@@ -88,6 +88,43 @@ def test_a_soak_is_as_long_as_was_asked_and_ends_early_only_where_nobody_asked(
     assert fit.summary.count(f"survived {steps} steps") == 1
 
 
+class Accumulating:
+    """Adam in a loop that adds sixteen batches up: 300 MiB of its state come in its first step."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.steps = cuda, 0
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.Adam([self.weight])
+
+    def step(self, size: int) -> None:
+        self.cuda.allocate(2 * size * MiB)
+        self.cuda.free(2 * size * MiB)
+        self.weight.sum().backward()
+        self.steps += 1
+        if self.steps % 16 == 0:
+            self.cuda.allocate(300 * MiB)
+            self.cuda.free(300 * MiB)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:the step's state is not declared")
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_soak_waits_for_optimizers_and_for_those_that_nobody_declared(declared: bool) -> None:
+    program = Accumulating(FakeCuda())
+    state = [program.weight, program.optimizer] if declared else None
+    device = CudaDevice(0, backend=program.cuda)
+    fit = batchfit.find_batch_size(
+        batchfit.Workload(program.step, state=state), device=device, predict=False, max_size=64
+    )
+    assert (fit.survived_steps, fit.trials[-1].settled) == (25, False)
+    assert program.steps >= 16
+
+
+def test_a_soak_has_at_least_the_steps_of_a_trial() -> None:
+    assert Program(FakeCuda()).find(steps=12, soak_steps=None, max_size=64).survived_steps == 25
+
+
 # Other programs on the card
 
 

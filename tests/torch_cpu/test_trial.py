@@ -15,7 +15,7 @@ from torch import nn
 
 from batchfit._torch import phase
 from batchfit._torch.conclude import told, worst
-from batchfit._torch.device import CudaDevice
+from batchfit._torch.device import CudaDevice, optimized_in
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
@@ -163,6 +163,33 @@ def test_a_soak_runs_to_its_end_where_it_does_not() -> None:
     told_to = Circling(wanders=1).soaked(may_settle=False)
     for trial in (Circling(wanders=25).soaked(), ragged.soaked(), told_to):
         assert (trial.steps_run, trial.settled, trial.sustained) == (25, False, True)
+
+
+@pytest.mark.parametrize(("accumulated", "steps"), [(1, 10), (2, 10), (16, 25)])
+def test_a_soak_does_not_end_before_the_optimizer_has_stepped(accumulated: int, steps: int) -> None:
+    """It makes its state in its first step: ten steps of forward and backward say nothing about that."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    program = Circling(wanders=1)
+
+    def step(n: int) -> None:
+        program.step(n)
+        weight.sum().backward()
+        if program.steps % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    trial = run_trial(
+        step,
+        4,
+        device=CudaDevice(0, backend=program.cuda),
+        snapshot=Snapshot.take([weight, optimizer]),
+        steps=25,
+        soak=True,
+        may_settle=True,
+        optimized=optimized_in([weight, optimizer]),
+    )
+    assert (trial.steps_run, trial.settled) == (steps, steps < 25)
 
 
 def test_a_retry_puts_the_end_of_a_soak_off() -> None:

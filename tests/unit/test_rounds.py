@@ -15,13 +15,19 @@ KIB = 2**10
 
 
 def marks(
-    layouts: Iterable[int], *, requests: Sequence[int] = (7,), retries_at: frozenset[int] = frozenset()
+    layouts: Iterable[int],
+    *,
+    requests: Sequence[int] = (7,),
+    retries_at: frozenset[int] = frozenset(),
+    updates: Sequence[int] = (),
 ) -> list[Mark]:
+    """`updates`: how many steps each optimizer waits from one move to the next."""
     found, asked, retries = [], 0, 0
     for step, layout in enumerate(layouts):
         asked += requests[step % len(requests)]
         retries += step in retries_at
-        found.append(Mark(layout, retries, asked, 100 * asked))
+        moved = tuple((step + 1) // every for every in updates)
+        found.append(Mark(layout, retries, asked, 100 * asked, moved))
     return found
 
 
@@ -56,6 +62,21 @@ def test_steps_that_leave_the_same_but_ask_for_something_else() -> None:
     """Samples of other lengths: all is gone when the step ends, and the next one may need more."""
     assert not goes_round(marks([0] * 25, requests=[7, 9, 8, 7, 6, 5, 9, 3, 11, 2, 4]))
     assert goes_round(marks([0] * 25, requests=[7, 9])), "by turns: a round of two"
+
+
+def test_a_branch_that_is_taken_now_and_then_comes_again() -> None:
+    often = [90, 7, 7, 90, 7, 90, 90, 7, 90, 7, 7, 7, 7, 7, 7, 90, 90, 7]
+    assert not any(goes_round(marks([0] * count, requests=often)) for count in range(len(often)))
+    begins = [50, 50, 7, 60, *[7] * 11]  # the second of two kernels was compiled in the fourth step
+    assert [goes_round(marks([0] * count, requests=begins)) for count in (10, 13, 14)] == [False, False, True]
+    assert goes_round(marks([0] * 10, requests=[90, 80, *[7] * 8])), "the first two are the warm-up"
+
+
+@pytest.mark.parametrize("every", [1, 4, 5, 6, 7, 16])
+def test_an_optimizer_that_waits_has_not_shown_what_it_needs(every: int) -> None:
+    """While gradients are added up, all steps ask for the same; Adam makes its state in the last of them."""
+    assert goes_round(marks([0] * 14, updates=[1, every])) is (every <= 5)
+    assert goes_round(marks([0] * 14, updates=[])), "none, as in inference"
 
 
 @pytest.mark.parametrize(("at", "goes"), [(3, True), (5, True), (6, False), (11, False)])
@@ -96,11 +117,12 @@ class Program:
         every = [block for _, block in self.live]
         every += [*device._small.blocks.values(), *device._large.blocks.values()]
         small = sum(block.size for block in every if block.pool is device._small)
+        held = sum(block.size for block in every if block.live)
         tight = self.capacity_bytes - device.reserved_bytes < ROOM_FOR_SMALL
         large = sorted(
             (one.address, one.size, one.live) for one in every if tight or one.pool is device._large
         )
-        return Mark(hash((small, *large)), device.retries, self.requests, self.requested_bytes)
+        return Mark(hash((small, held, *large)), device.retries, self.requests, self.requested_bytes)
 
 
 sizes = st.one_of(

@@ -10,7 +10,11 @@ Rules:
 - At least ten steps. Eight models, replayed at 255 sizes near the end of their memory, go round after ten
   at 248 of them, and after twelve at the latest.
 - What a step leaves is not enough to go by: samples of other lengths ask for other memory, and all of it may
-  be gone when the step ends. What was asked for counts too.
+  be gone when the step ends. What was asked for counts too, to the byte: a block may be larger than that.
+- Every kind of step in the last ten belongs to the round, the first two of a program apart: a branch that is
+  taken at random comes again, and six steps without it in a row are no rare thing.
+- Every optimizer has moved its parameters in the round. One that waits, for gradients that are added up over
+  sixteen steps or for a scaler that skips the first ones, has not even made its state yet.
 """
 
 from __future__ import annotations
@@ -28,12 +32,16 @@ _LONGEST = 5  # steps in a round, and how many have to be alike
 @final
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The allocator at the end of a step: where its blocks are, and its counts since it began."""
+    """The allocator at the end of a step: where its blocks are, and its counts since it began.
+
+    `updates` counts, for each optimizer, what it has done to its parameters.
+    """
 
     layout: int
     retries: int
     requests: int
     requested_bytes: int
+    updates: tuple[int, ...] = ()
 
 
 def goes_round(marks: Sequence[Mark]) -> bool:
@@ -46,9 +54,15 @@ def goes_round(marks: Sequence[Mark]) -> bool:
     >>> goes_round([after(step, layout=step) for step in range(10)])
     False
     """
-    if len(marks) < LEAST:
+    if len(marks) < LEAST or not _shows_all(marks):
         return False
     return any(_repeats(marks, steps) for steps in range(1, _LONGEST + 1))
+
+
+def _shows_all(marks: Sequence[Mark]) -> bool:
+    """Whether the last five steps, a round or more, have all kinds of steps among the last ten."""
+    seen = {_kind(marks, at) for at in range(len(marks) - _LONGEST, len(marks))}
+    return all(_kind(marks, at) in seen for at in range(max(2, len(marks) - LEAST), len(marks)))
 
 
 def _repeats(marks: Sequence[Mark], steps: int) -> bool:
@@ -58,13 +72,15 @@ def _repeats(marks: Sequence[Mark], steps: int) -> bool:
         before >= 0
         and marks[-1].retries == marks[before].retries
         and all(
-            marks[at].layout == marks[at - steps].layout and _asked(marks, at) == _asked(marks, at - steps)
+            marks[at].layout == marks[at - steps].layout and _kind(marks, at) == _kind(marks, at - steps)
             for at in range(len(marks) - _LONGEST, len(marks))
         )
+        and all(now != then for now, then in zip(marks[-1].updates, marks[-1 - steps].updates, strict=True))
     )
 
 
-def _asked(marks: Sequence[Mark], at: int) -> tuple[int, int]:
-    """What the step that ended at a mark asked for."""
+def _kind(marks: Sequence[Mark], at: int) -> tuple[int, int, tuple[bool, ...]]:
+    """What the step that ended at a mark asked for, and which optimizers moved in it."""
     after, before = marks[at], marks[at - 1]
-    return after.requests - before.requests, after.requested_bytes - before.requested_bytes
+    moved = tuple(now != then for now, then in zip(after.updates, before.updates, strict=True))
+    return after.requests - before.requests, after.requested_bytes - before.requested_bytes, moved

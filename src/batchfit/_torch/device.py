@@ -236,3 +236,10 @@ def own_bytes(things: Sequence[object]) -> int:
                 storage = one.untyped_storage()
                 held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
+
+
+def optimized_in(things: Iterable[object]) -> list[list[torch.Tensor]]:
+    """The parameters of each optimizer among `things`, those that it may move."""
+    optimizers = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
+    found = [[tensor for tensor in tensors_in([one]) if tensor.requires_grad] for one in optimizers]
+    return [tensors for tensors in found if tensors]

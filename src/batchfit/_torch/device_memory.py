@@ -27,7 +27,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
@@ -130,7 +130,9 @@ def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
     return system == "nt" or "microsoft" in (platform.release() if release is None else release).lower()
 
 
-_COUNTS = ("num_alloc_retries", "allocation.all.allocated", "allocated_bytes.all.allocated")  # of a `Mark`
+# Of a `Mark`. Not `allocated_bytes`: a block of 10 MiB that is asked for 9 of them counts as 10 there, and
+# samples that grow longer step by step would look alike until they need another one.
+_COUNTS = ("num_alloc_retries", "allocation.all.allocated", "requested_bytes.all.allocated")
 
 
 @dataclass(frozen=True)
@@ -177,35 +179,65 @@ class _CachingDevice:
     def largest_bytes(self) -> int | None:
         """The largest segment now; None where they grow (expandable ones) and say nothing about blocks."""
         segments = self._segments()
-        if segments is None or any(one.get("is_expandable") for one in segments):
+        if segments is None:
+            return None
+        segments = [one for one in segments if one.get("device") == self.index]
+        if any(one.get("is_expandable") for one in segments):
             return None
         return max((int(one.get("total_size", 0)) for one in segments), default=None)
 
     def mark(self) -> Mark | None:
         """Where the large blocks are, and the counts; None where the allocator is not torch's own.
 
+        Of all devices that the process uses: layers may lie on several, and any of them may run out.
+        While the program records the history of its memory, a snapshot takes seconds: None as well.
+        """
+        segments = None if self._records_history() else self._segments()
+        if segments is None:
+            return None
+        used = sorted({self.index, *(one["device"] for one in segments)})
+        marks = [replace(self, index=index)._mark_among(segments) for index in used]
+        known = [one for one in marks if one is not None]
+        if len(known) < len(marks):
+            return None
+        return Mark(
+            hash(tuple(one.layout for one in known)),
+            retries=sum(one.retries for one in known),
+            requests=sum(one.requests for one in known),
+            requested_bytes=sum(one.requested_bytes for one in known),
+        )
+
+    def _mark_among(self, segments: list[dict[str, Any]]) -> Mark | None:
+        """This device's mark.
+
         Small blocks have segments of their own, of 2 MiB, and where each of them lies changes for much
         longer. All that they can do to large ones is to need another segment: while there is room for a few,
-        it does not matter where they lie.
+        it does not matter where they lie, only that they do not become more.
         """
-        segments, stats = self._segments(), self.backend.memory_stats(self.index)
-        if segments is None or any(name not in stats for name in _COUNTS):
+        own = [one for one in segments if one["device"] == self.index]
+        stats = self.backend.memory_stats(self.index)
+        if any(name not in stats for name in _COUNTS):
             return None
         room_bytes = self.budget_bytes() - int(self.backend.memory_reserved(self.index))
-        small_bytes = sum(one["total_size"] for one in segments if one["segment_type"] == "small")
+        small_bytes = sum(one["total_size"] for one in own if one["segment_type"] == "small")
         blocks = sorted(
             (one["address"], *((block["size"], block["state"]) for block in one["blocks"]))
-            for one in segments
+            for one in own
             if one["segment_type"] != "small" or room_bytes < ROOM_FOR_SMALL
         )
-        return Mark(hash((small_bytes, *blocks)), *(int(stats[name]) for name in _COUNTS))
+        layout = hash((small_bytes, self.held_bytes(), *blocks))
+        retries, requests, requested_bytes = (int(stats[name]) for name in _COUNTS)
+        return Mark(layout, retries, requests, requested_bytes)
 
     def _segments(self) -> list[dict[str, Any]] | None:
-        """What the allocator has taken, block by block; None where nobody can tell."""
+        """What the allocators of all devices have taken, block by block; None where nobody can tell."""
         snapshot = getattr(self.backend, "memory_snapshot", None)
         if snapshot is None or not self.is_torchs_own:
             return None
-        return [one for one in snapshot() if one.get("device") == self.index]
+        return list(snapshot())
+
+    def _records_history(self) -> bool:
+        return False
 
     def alloc_retries(self) -> int:
         return int(self.backend.memory_stats(self.index).get("num_alloc_retries", 0))
@@ -306,6 +338,11 @@ class CudaDevice(_CachingDevice):
 
     def _spills(self) -> bool:
         return spills_to_ram()
+
+    def _records_history(self) -> bool:
+        """Whether `torch.cuda.memory._record_memory_history` is on: a snapshot has stacks then."""
+        enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+        return enabled is not None and self.backend is torch.cuda and bool(enabled())
 
     def _forget_workspaces(self) -> None:
         """Give back what cuBLAS keeps: each trial takes it anew, as a new process does.

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import torch
@@ -72,11 +72,13 @@ def run_trial(
     steps: int = 3,
     soak: bool = False,
     may_settle: bool = False,
+    optimized: Sequence[Sequence[torch.Tensor]] = (),
     raise_ambiguous: bool = False,
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
 
-    `may_settle`: fewer will do, if the allocator repeats itself.
+    `may_settle`: fewer will do, if the allocator repeats itself and every optimizer does something meanwhile;
+    `optimized` are the parameters of each.
 
     `parameters` are those whose gradients a step may free before it makes new ones: they do not count
     as held, since the floor under every peak is what is live at every moment.
@@ -92,7 +94,7 @@ def run_trial(
     before = device.alloc_retries()
     try:
         failure = _run_steps(
-            step, size, steps, device, parameters, readings, soak, may_settle, raise_ambiguous
+            step, size, steps, device, parameters, readings, soak, may_settle, optimized, raise_ambiguous
         )
         cut_off = failure is not None
         peaks, largest = device.peaks(), largest_bytes(device)
@@ -140,6 +142,7 @@ def _run_steps(
     readings: _Readings,
     soak: bool,
     may_settle: bool,
+    optimized: Sequence[Sequence[torch.Tensor]],
     raise_ambiguous: bool,
 ) -> _Failure | None:
     ambient = sys.exception()
@@ -161,7 +164,10 @@ def _run_steps(
             readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
             mark = allocator_mark(device) if may_settle else None
             if mark is not None:
-                readings.marks.append(mark)
+                # In place, whatever the optimizer: a kernel of its own that torch does not see (bitsandbytes,
+                # apex) counts as none, and such a soak runs to its end.
+                updates = tuple(sum(one._version for one in tensors) for tensors in optimized)
+                readings.marks.append(replace(mark, updates=updates))
                 if readings.settled:
                     break
     except Exception as error:
