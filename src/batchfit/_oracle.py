@@ -207,7 +207,7 @@ def held_beside(work: Workload, card: Card) -> int:
     if device is None:
         return 0
     # Blocks are rounded up: what the state takes is a little more than its bytes.
-    beside = torch.cuda.memory_allocated(device) - round(own_bytes(parts) * 1.01)
+    beside = torch.cuda.memory_allocated(device) - round(own_bytes(parts, on=device) * 1.01)
     return max(0, beside - 2 * card.blas_bytes - card.blas_lt_bytes)
 
 

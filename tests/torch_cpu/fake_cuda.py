@@ -81,6 +81,7 @@ class FakeCuda:
             "inactive_split_bytes.all.peak": 77,
             "num_alloc_retries": self.retries[index],
             "allocation.all.allocated": self.requested[index][0],
+            "requested_bytes.all.current": self.live[index],
             "requested_bytes.all.allocated": self.requested[index][1],
         }
 

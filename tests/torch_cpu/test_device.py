@@ -12,6 +12,7 @@ import torch
 from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from batchfit._torch import device as device_module
 from batchfit._torch import device_memory as memory_module
@@ -27,6 +28,7 @@ from batchfit._torch.device import (
     check_budget,
     fraction_of,
     known_devices,
+    own_bytes,
     resolve_device,
 )
 from batchfit._torch.device_memory import allocator_mark, largest_bytes
@@ -734,6 +736,22 @@ def test_the_device_is_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) ->
     elsewhere.param_groups[0]["params"] = [Elsewhere()]
     assert resolve_device(None, near=[model, elsewhere]).name == "cuda:1"
     assert resolve_device("cpu", near=[elsewhere]).name == "cpu", "what is named comes first"
+
+
+def test_what_a_workload_holds_is_counted_on_its_own_device_whatever_its_tensors_are() -> None:
+    """Half of the state on another device must not make room for garbage on this one."""
+    cpu = torch.device("cpu")
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    assert own_bytes([layer, optimizer, layer.weight.view(-1)], on=cpu) == 3 * 256
+    assert own_bytes([layer, torch.ones(1000, device="meta")], on=cpu) == 2 * 256
+    wrapped = torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))  # as DTensor and torchao have it
+    assert own_bytes([wrapped], on=cpu) == 2 * 16
+    table = torch.nn.Embedding(16, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    assert own_bytes([table, torch.nn.LazyLinear(3)], on=cpu) == 256
 
 
 def test_tensors_on_a_device_that_is_not_supported_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,6 +306,17 @@ def test_memory_that_is_garbage_does_not_count(replaces: bool) -> None:
         assert all(trial.fits for trial in fit.trials if trial.size <= 494), "freed after the first trial"
 
 
+def test_garbage_does_not_hide_behind_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 of 900 MiB are no more than blocks are rounded up by, and a twelfth of what is left."""
+    cuda = FakeCuda()
+    device = CudaDevice(0, backend=cuda)
+    cuda.allocate(900 * MiB)
+    monkeypatch.setattr(here_module, "own_bytes", lambda *_, **__: 900 * MiB)
+    InACycle(cuda, 8 * MiB)
+    here_module.collect_garbage(batchfit.Workload(lambda n: None, state=[]), device)
+    assert cuda.live[0] == 900 * MiB
+
+
 def test_collections_that_could_free_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(QuickCollections, "thorough", lambda _: done.append("after a trial"))

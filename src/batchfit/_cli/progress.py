@@ -169,7 +169,7 @@ class Live:
 
         self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._steps = steps
-        self._soak_steps = SOAK_STEPS if soak_steps is None else soak_steps
+        self._soak_steps = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         self._ascii = self._console.options.ascii_only
         self._columns, self._bar_width = _layout(self._console.width)
         self._what, self._since = "starting", time.monotonic()

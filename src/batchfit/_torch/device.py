@@ -15,9 +15,11 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from batchfit._torch.device_memory import (
     CpuDevice,
@@ -226,16 +228,31 @@ def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Te
             yield from tensors_in(thing, depth=depth - 1)
 
 
-def own_bytes(things: Sequence[object]) -> int:
-    """What tensors among `things`, gradients and optimizer states hold on GPUs, each storage once."""
+def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
+    """What tensors among `things`, gradients and optimizer states hold on a device, each storage once.
+
+    Tensors that do not say (sparse gradients, lazy parameters) are left out.
+    """
     moments = [list(one.state.values()) for one in things if isinstance(one, torch.optim.Optimizer)]
     held: dict[int, int] = {}
     for tensor in tensors_in((*things, moments)):
-        for one in (tensor, tensor.grad if tensor.is_leaf else None):
-            if one is not None and one.device.type == "cuda":
-                storage = one.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
+        for whole in (tensor, tensor.grad if tensor.is_leaf else None):
+            for one in () if whole is None else _plain_parts(whole):
+                if one.device == on:
+                    storage = one.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
+
+
+def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
+    if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
+        inner = (getattr(tensor, name) for name in cast("Any", tensor).__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):
+                yield from _plain_parts(part)
+    elif tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor):
+        yield tensor
 
 
 def optimized_in(things: Iterable[object]) -> list[list[torch.Tensor]]:

@@ -336,6 +336,11 @@ class CudaDevice(_CachingDevice):
         backend = getattr(self.backend, "get_allocator_backend", None)
         return backend is None or backend() == "native"
 
+    def requested_bytes(self) -> int | None:
+        """What was asked for of all that is live now, before blocks are rounded up; None where untold."""
+        asked = self.backend.memory_stats(self.index).get("requested_bytes.all.current")
+        return int(asked) if self.is_torchs_own and asked is not None else None
+
     def _spills(self) -> bool:
         return spills_to_ram()
 

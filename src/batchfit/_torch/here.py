@@ -29,7 +29,7 @@ from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
-_ROUNDING = 2**20  # bytes: large blocks keep up to so much that was not asked for
+_LITTLE = 2**20  # bytes that no answer depends on
 
 
 @final
@@ -147,11 +147,15 @@ def collect_garbage(work: Workload, place: Device) -> None:
     """Before memory is counted: what is garbage already must not count.
 
     A collection walks all objects, a fifth of a second in a program with torch and transformers loaded. It is
-    left out where nothing is live on a GPU but the workload's own state, in blocks that are rounded up.
+    left out where nothing is live on a GPU but the workload's own state. That is read as it was asked for: of
+    weights of 70 GiB, what blocks are rounded up by could hide some hundred MiB of garbage.
     """
-    held_bytes = _held_bytes(place)
-    if held_bytes is None or held_bytes > 1.01 * own_bytes((*work.state, work.model)) + _ROUNDING:
-        gc.collect()
+    asked_bytes = place.requested_bytes() if isinstance(place, CudaDevice) else None
+    if asked_bytes is not None:
+        own = own_bytes((*work.state, work.model), on=torch.device(place.name))
+        if asked_bytes <= own + _LITTLE:
+            return
+    gc.collect()
 
 
 def _held_bytes(place: Device) -> int | None:
