@@ -18,7 +18,7 @@ from batchfit._decide.knee import Knee
 from batchfit._decide.steady import FINE
 from batchfit._torch.batches import Longest, Repeated
 from batchfit._torch.bench import Bench
-from batchfit._torch.bottlenecks import LoaderPace, batch_time, busy_time, fed_by, without_exchange
+from batchfit._torch.bottlenecks import Busy, LoaderPace, batch_time, busy_time, fed_by, without_exchange
 from batchfit._torch.clock import Run
 from batchfit._torch.device import CudaDevice
 from batchfit._torch.inputs_seen import watched_inputs
@@ -107,13 +107,15 @@ def _read(found: Diagnosis, facts: Facts) -> Facts:
     """What a few more steps say."""
     bench, size = found.bench, facts.size
     source = bench.work._parts.get("source")
+    batch_s: float | None = None
+
+    def read() -> tuple[Busy | None]:
+        nonlocal batch_s  # it counts, too, where the other reading runs out of memory
+        batch_s = batch_time(source, size, device=bench.place)
+        return (busy_time(bench.work.step, size, device=bench.place),)
+
     # Two readings, for which the state is put back once.
-    batch_s, busy = bench.briefly(
-        lambda: (
-            batch_time(source, size, device=bench.place),
-            busy_time(bench.work.step, size, device=bench.place),
-        )
-    ) or (None, None)
+    (busy,) = bench.briefly(read) or (None,)
     return replace(
         facts,
         busy_s=None if busy is None else busy.busy_s,

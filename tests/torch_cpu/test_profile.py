@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import flop_counter
 from torch.utils.data import DataLoader, Dataset
 
 import batchfit
@@ -419,6 +420,34 @@ def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, res
     after = everything(model, optimizer)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
     assert not model._forward_pre_hooks
+
+
+def test_a_step_that_torch_cannot_count_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formulas assert what they know of: older ones no grouped-query attention."""
+    rules = vars(flop_counter.FlopCounterMode(display=False))["flop_registry"]
+    here = compile("def refuse(*_, **__):\n    raise AssertionError('heads')", flop_counter.__file__, "exec")
+    made: dict[str, Any] = {}
+    exec(here, made)
+    monkeypatch.setattr(flop_counter, "flop_registry", {**rules, torch.ops.aten.addmm: made["refuse"]})
+    model, optimizer = net()
+    work = training(model, optimizer)
+    before = everything(model, optimizer)
+    profile = batchfit.profile_throughput(work, sizes=[4, 8], device=FakeDevice("1GiB"), diagnose=False)
+    assert [point.flops_per_s for point in profile.points] == [None, None]
+    assert all(torch.equal(one, two) for one, two in zip(before, everything(model, optimizer), strict=True))
+
+
+def test_making_batches_is_told_where_the_look_at_kernels_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two share a putting back, not their fate."""
+
+    def runs_out(*_: Any, **__: Any) -> None:
+        raise simulated_oom()
+
+    monkeypatch.setattr(_diagnosis, "busy_time", runs_out)
+    monkeypatch.setattr(_diagnosis, "batch_time", lambda *_, **__: 1000.0)
+    work = training(*net())
+    profile = batchfit.profile_throughput(work, sizes=[4], device=FakeDevice("1GiB"))
+    assert "data-bound" in [one.kind for one in profile.bottlenecks]
 
 
 def test_the_step_that_counts_flops_is_in_no_figure(fake_time: list[float]) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from batchfit._decide.memory import Curve, Reading, rests_return
 from batchfit._decide.steady import Timing
 from batchfit._torch import oom, phase
-from batchfit._torch.bottlenecks import flops_of
+from batchfit._torch.bottlenecks import flops_of, refuses_to_count
 from batchfit._torch.clock import UNCOUNTED, Run, Step, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.eagerly import eagerly
@@ -137,7 +137,9 @@ class Bench:
             with eagerly():
                 counted = flops_of(self.work.step, size)
         except Exception as error:
-            if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+            if oom.classify(error, ambient=ambient) not in ("oom", "too_large") and not refuses_to_count(
+                error
+            ):
                 raise
             return False
         self.flops_per_sample = counted / size if counted else None

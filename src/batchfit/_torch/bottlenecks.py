@@ -101,6 +101,19 @@ def flops_of(step: Callable[[int], object], size: int) -> int | None:
     return counter.get_total_flops() or None
 
 
+def refuses_to_count(error: BaseException) -> bool:
+    """Whether torch's counter itself raised.
+
+    Its formulas assert what they know of (older ones no grouped-query attention); the step runs all the same.
+    """
+    from torch.utils import flop_counter
+
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename == flop_counter.__file__
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class LoaderPace:
