@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from batchfit._torch import phase
 from batchfit._torch.conclude import told, worst
-from batchfit._torch.device import CudaDevice, optimized_in
+from batchfit._torch.device import CudaDevice, optimizers_in
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
 from batchfit.results import Trial
@@ -165,11 +166,36 @@ def test_a_soak_runs_to_its_end_where_it_does_not() -> None:
         assert (trial.steps_run, trial.settled, trial.sustained) == (25, False, True)
 
 
+class Unseen(torch.optim.Optimizer):
+    """As bitsandbytes and apex have it: kernels that torch does not see, and steps counted in a number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"step": 0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                parameter.data.sub_(0.1)
+
+
 @pytest.mark.parametrize(("accumulated", "steps"), [(1, 10), (2, 10), (16, 25)])
-def test_a_soak_does_not_end_before_the_optimizer_has_stepped(accumulated: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.AdamW, foreach=True),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
+        Unseen,
+    ],
+)
+def test_a_soak_does_not_end_before_the_optimizer_has_stepped(
+    make: Callable[[Any], Any], accumulated: int, steps: int
+) -> None:
     """It makes its state in its first step: ten steps of forward and backward say nothing about that."""
     weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer = make([weight])
     program = Circling(wanders=1)
 
     def step(n: int) -> None:
@@ -187,7 +213,7 @@ def test_a_soak_does_not_end_before_the_optimizer_has_stepped(accumulated: int, 
         steps=25,
         soak=True,
         may_settle=True,
-        optimized=optimized_in([weight, optimizer]),
+        optimizers=optimizers_in([weight, optimizer]),
     )
     assert (trial.steps_run, trial.settled) == (steps, steps < 25)
 

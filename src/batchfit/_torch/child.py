@@ -35,7 +35,7 @@ import torch.distributed
 from batchfit import _failure as failure
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
-from batchfit._torch.device import Device, optimized_in, resolve_device, tensors_in
+from batchfit._torch.device import Device, optimizers_in, resolve_device, tensors_in
 from batchfit._torch.process import Message
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -165,7 +165,7 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
                 steps=request["steps"],
                 soak=soak,
                 may_settle=request["may_settle"] and work.declared,  # or nobody knows of its optimizers
-                optimized=optimized_in(work.state),
+                optimizers=optimizers_in(work.state),
                 raise_ambiguous=request["smallest"],
             )
     except Exception as error:

@@ -255,8 +255,7 @@ def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def optimized_in(things: Iterable[object]) -> list[list[torch.Tensor]]:
-    """The parameters of each optimizer among `things`, those that it may move."""
-    optimizers = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
-    found = [[tensor for tensor in tensors_in([one]) if tensor.requires_grad] for one in optimizers]
-    return [tensors for tensors in found if tensors]
+def optimizers_in(things: Iterable[object]) -> list[Any]:
+    """The optimizers among `things`, those that have something to move."""
+    every = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
+    return [one for one in every if any(tensor.requires_grad for tensor in tensors_in([one]))]

@@ -20,7 +20,7 @@ from batchfit._decide.state import Sizes
 from batchfit._torch import oom, parallel
 from batchfit._torch.child import count_elements
 from batchfit._torch.collectives import Counted, Owed, is_lost_connection
-from batchfit._torch.device import CudaDevice, Device, optimized_in, own_bytes, tensors_in
+from batchfit._torch.device import CudaDevice, Device, optimizers_in, own_bytes, tensors_in
 from batchfit._torch.isolate import RunOne
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.rehearsal import rehearse
@@ -94,7 +94,7 @@ class Here:
                     steps=steps,
                     soak=soak,
                     may_settle=may_settle and work.declared,  # or nobody knows of its optimizers
-                    optimized=optimized_in(work.state),
+                    optimizers=optimizers_in(work.state),
                     raise_ambiguous=smallest,
                 )
             except Exception as error:

@@ -23,15 +23,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import Any
 
 import torch
 
 from batchfit._decide.rounds import Mark, goes_round
 from batchfit._torch import oom, phase
-from batchfit._torch.device import Device
+from batchfit._torch.device import Device, tensors_in
 from batchfit._torch.device_memory import allocator_mark, largest_bytes
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
@@ -72,13 +73,12 @@ def run_trial(
     steps: int = 3,
     soak: bool = False,
     may_settle: bool = False,
-    optimized: Sequence[Sequence[torch.Tensor]] = (),
+    optimizers: Sequence[Any] = (),
     raise_ambiguous: bool = False,
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
 
-    `may_settle`: fewer will do, if the allocator repeats itself and every optimizer does something meanwhile;
-    `optimized` are the parameters of each.
+    `may_settle`: fewer will do, if the allocator repeats itself and all of `optimizers` step meanwhile.
 
     `parameters` are those whose gradients a step may free before it makes new ones: they do not count
     as held, since the floor under every peak is what is live at every moment.
@@ -94,7 +94,7 @@ def run_trial(
     before = device.alloc_retries()
     try:
         failure = _run_steps(
-            step, size, steps, device, parameters, readings, soak, may_settle, optimized, raise_ambiguous
+            step, size, steps, device, parameters, readings, soak, may_settle, optimizers, raise_ambiguous
         )
         cut_off = failure is not None
         peaks, largest = device.peaks(), largest_bytes(device)
@@ -142,7 +142,7 @@ def _run_steps(
     readings: _Readings,
     soak: bool,
     may_settle: bool,
-    optimized: Sequence[Sequence[torch.Tensor]],
+    optimizers: Sequence[Any],
     raise_ambiguous: bool,
 ) -> _Failure | None:
     ambient = sys.exception()
@@ -164,9 +164,7 @@ def _run_steps(
             readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
             mark = allocator_mark(device) if may_settle else None
             if mark is not None:
-                # In place, whatever the optimizer: a kernel of its own that torch does not see (bitsandbytes,
-                # apex) counts as none, and such a soak runs to its end.
-                updates = tuple(sum(one._version for one in tensors) for tensors in optimized)
+                updates = tuple(_updates(one) for one in optimizers)
                 readings.marks.append(replace(mark, updates=updates))
                 if readings.settled:
                     break
@@ -178,6 +176,22 @@ def _run_steps(
         # The text, never the exception: its traceback holds the tensors of the failed step.
         return _Failure(verdict, oom.describe(error, ambient=ambient), phase.current())
     return None
+
+
+def _updates(optimizer: Any) -> int:
+    """A number that changes with every step of an optimizer.
+
+    Most write in place, which torch counts; fused ones do not let it see that of parameters, but count steps
+    in a tensor, and others in a number. Where nothing shows, a soak runs to its end.
+    """
+    states = list(getattr(optimizer, "state", {}).values())
+    counted = 0
+    for tensor in tensors_in((optimizer, states)):
+        counted += 1 if tensor.is_inference() else 1 + tensor._version
+    for one in (*optimizer.param_groups, *states):
+        steps = one.get("step") if isinstance(one, Mapping) else None
+        counted += steps if isinstance(steps, int) else 0
+    return counted
 
 
 def _autotunes(device: Device) -> bool:
