@@ -454,7 +454,7 @@ class TestAnswer:
             assert len(set(pids(diary, "step"))) == 1
             wait_until(lambda: is_gone(spare), within_s=10, what="the spare child lives")
             with children.trying(2**23) as run_one:  # one that is gone is no harm
-                assert run_one(3, steps=2, soak=True, smallest=False).sustained
+                assert run_one(3, steps=2, soak=True, may_settle=False, smallest=False).sustained
         assert children_of_this_process() == set()
 
     def test_endings_have_words(self) -> None:
