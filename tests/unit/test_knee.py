@@ -125,6 +125,20 @@ def test_floors_and_lines_of_any_kind_give_neither_too_little_nor_twice_too_much
     assert sum(asked for _, asked in found) / len(found) <= 5.5
 
 
+@pytest.mark.parametrize("limit", [None, 3000])
+def test_two_timings_are_no_line(limit: int | None) -> None:
+    """The second size has a slow kernel, and only a third one shows that there is more to be had."""
+
+    def step_s(size: int) -> float:
+        return (0.002 + 0.008 * size) * (1.25 if size == 16 else 1.0)
+
+    search = Knee(limit=limit)
+    while (ask := search.ask()) is not None:
+        search = search.tell(Timed(ask.size, step_s(ask.size), 0.002, fine=ask.fine))
+    assert len({one.size for one in search.told}) >= 3
+    assert (search.recommended or 0) > 1
+
+
 def test_named_sizes_are_compared_with_each_other_only() -> None:
     """Whatever a line through them promises for sizes that nobody asked about."""
     knee = Knee(sizes=(8, 16, 32))

@@ -159,7 +159,9 @@ class Knee:
 
     def _look_far(self, points: Sequence[_Point]) -> Ask | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
-        return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
+        wanted = fitted(points).crossing(1 - self.within) * _BEYOND
+        # Two timings always lie on a line, and nothing says whether the step does.
+        return self._above(wanted if len(points) > 2 else max(wanted, points[-1].size * 2), points)
 
     def _close_in(self, points: Sequence[_Point]) -> Ask | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
