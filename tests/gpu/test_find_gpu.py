@@ -16,13 +16,13 @@ import batchfit
 pytestmark = pytest.mark.gpu
 
 
-def small_gpt() -> batchfit.Workload:
+def small_gpt(*, fused: bool | None = None) -> batchfit.Workload:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.1, batch_first=True)
     model = nn.Sequential(
         nn.Embedding(8192, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 8192)
     ).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
 
     def loss_fn(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -69,6 +69,33 @@ def test_a_soak_ends_once_the_allocator_repeats_itself_and_the_size_lasts() -> N
     assert survives(workload, fit.batch_size, 200, fit.budget_bytes)
     asked = batchfit.find_batch_size(workload, budget="5GiB", soak_steps=25, max_size=fit.batch_size)
     assert (asked.trials[-1].steps_run, asked.trials[-1].settled) == (25, False)
+
+
+def test_a_soak_sees_the_steps_of_a_fused_optimizer() -> None:
+    """They leave the versions of parameters as they are."""
+    fit = batchfit.find_batch_size(small_gpt(fused=True), budget="3GiB")
+    assert fit.trials[-1].settled
+
+
+def test_a_soak_waits_for_an_optimizer_that_steps_now_and_then() -> None:
+    """AdamW makes 1 GiB of state when sixteen batches have been added up."""
+    weight = nn.Parameter(torch.zeros(2**27, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    count = 0
+
+    def step(n: int) -> None:
+        nonlocal count
+        count += 1
+        (torch.ones(n, 2**18, device="cuda") * weight[: 2**18]).sum().backward()
+        if count % 16 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    workload = batchfit.Workload(step, state=[weight, optimizer])
+    fit = batchfit.find_batch_size(workload, budget="6GiB", predict=False)
+    assert not any(trial.settled for trial in fit.trials)
+    assert fit.survived_steps == 25
+    assert survives(workload, fit.batch_size, 60, fit.budget_bytes)
 
 
 def test_a_soak_of_changing_lengths_runs_to_its_end() -> None:
