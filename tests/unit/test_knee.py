@@ -127,16 +127,22 @@ def test_floors_and_lines_of_any_kind_give_neither_too_little_nor_twice_too_much
 
 @pytest.mark.parametrize("limit", [None, 3000])
 def test_two_timings_are_no_line(limit: int | None) -> None:
-    """The second size has a slow kernel, and only a third one shows that there is more to be had."""
+    """The second size has a slow kernel: by these two, nothing is to be had above 1."""
 
     def step_s(size: int) -> float:
         return (0.002 + 0.008 * size) * (1.25 if size == 16 else 1.0)
 
-    search = Knee(limit=limit)
-    while (ask := search.ask()) is not None:
-        search = search.tell(Timed(ask.size, step_s(ask.size), 0.002, fine=ask.fine))
-    assert len({one.size for one in search.told}) >= 3
-    assert (search.recommended or 0) > 1
+    knee = searched(step_s, limit)
+    assert len({one.size for one in knee.told}) >= 3
+    assert (knee.recommended or 0) > 1
+    assert max(one.size for one in knee.told) == 16, "what is larger costs the most"
+
+
+def test_two_sizes_with_none_between_are_enough() -> None:
+    knee = Knee(smallest=9, limit=11)
+    for size in (9, 11):
+        knee = knee.tell(Timed(size, 0.01 * size, 0.001, fine=True))
+    assert knee.ask() is None
 
 
 def test_named_sizes_are_compared_with_each_other_only() -> None:

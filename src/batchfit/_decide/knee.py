@@ -159,9 +159,7 @@ class Knee:
 
     def _look_far(self, points: Sequence[_Point]) -> Ask | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
-        wanted = fitted(points).crossing(1 - self.within) * _BEYOND
-        # Two timings always lie on a line, and nothing says whether the step does.
-        return self._above(wanted if len(points) > 2 else max(wanted, points[-1].size * 2), points)
+        return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
     def _close_in(self, points: Sequence[_Point]) -> Ask | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
@@ -170,7 +168,8 @@ class Knee:
             return self._new(_on_grid(points[-1].size * 2, self.ceiling, self.smallest), points)
         below = max((point.size for point in points if point.size < chosen), default=None)
         if below is None:
-            return None
+            # Two timings always lie on a line, and nothing says whether the steps between them do.
+            return self._new(_middle(chosen, points[-1].size), points) if len(points) == 2 else None
         failed = {one.size for one in self.told if not one.fits}
         between = [size for size in grid(below + 1, chosen - 1) if size not in failed]
         # With something to spare: a size on the very edge would be in today and out tomorrow, and its timing
@@ -180,7 +179,7 @@ class Knee:
         if promised is not None:
             return Ask(promised, True)
         if between and chosen > _GAP * below:  # so wide that the line may be wrong about it
-            return Ask(min(between, key=lambda size: abs(math.log(size**2 / (below * chosen)))), False)
+            return Ask(_middle(below, chosen, among=between), False)
         return None
 
     def _settle(self, points: Sequence[_Point]) -> Ask | None:
@@ -399,6 +398,11 @@ def grid(low: int, high: int) -> list[int]:
         sizes += [power, power + power // 2] if power > 1 else [1]
         power *= 2
     return [size for size in sizes if low <= size <= high]
+
+
+def _middle(low: int, high: int, *, among: Sequence[int] = ()) -> int:
+    """The grid size that is as many times one as the other is times it."""
+    return min(among or [low, *grid(low, high)], key=lambda size: abs(math.log(size**2 / (low * high))))
 
 
 def _on_grid(wanted: float, ceiling: int | None, smallest: int) -> int:
