@@ -228,6 +228,18 @@ def test_a_time_limit_within_the_last_size_is_told(fake_time: list[float]) -> No
     assert Wobbling(fake_time).profile(sizes=[4]).stopped_because == "measured"
 
 
+def test_long_steps_are_not_made_sixteen_times_as_long_at_once(fake_time: list[float]) -> None:
+    """A limit is looked at between steps, so what one step takes is what it may be exceeded by."""
+    planted = Planted(fake_time)
+    planted.seconds = lambda size: 1.0 * size  # type: ignore[method-assign]
+    begun = fake_time[0]
+    told: list[ThroughputPoint] = []
+    profile = planted.profile(time_limit_s=10.0, diagnose=False, on_point=told.append)
+    assert [point.size for point in told][:2] == [1, 4]
+    assert profile.stopped_because == "time_limit"
+    assert fake_time[0] - begun <= 25.0
+
+
 def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[float]) -> None:
     class Ragged:
         def __iter__(self) -> Iterator[torch.Tensor]:

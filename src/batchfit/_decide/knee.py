@@ -28,6 +28,8 @@ SCHEMA_VERSION = 1
 
 _CLIMB = 16  # sizes of the first pass are this far apart, while a step takes no longer for them
 _CLIMB_ON = 8  # and so far once it does
+_CLIMB_SLOWLY = 4  # and so far from a first size whose steps are long
+_LONG_S = 0.5  # no launch or latency takes that: a step of 16 times the size may well take 16 times as long
 _FLAT = 1.25  # a step that takes up to so many times the fastest is one that takes no longer
 _BEYOND = 4  # how far above the knee it is worth looking for more
 _GAP = 6  # sizes that are so many times apart have one between them timed
@@ -154,8 +156,12 @@ class Knee:
         """From the smallest size up in large steps, until a step's time grows with the size."""
         if len(points) >= 2 and _is_loaded(points):
             return None
-        flat = points[-1].step_s * (1 - points[-1].spread) <= _FLAT * min(one.step_s for one in points)
-        return self._above(points[-1].size * (_CLIMB if flat else _CLIMB_ON), points)
+        last = points[-1]
+        flat = last.step_s * (1 - last.spread) <= _FLAT * min(one.step_s for one in points)
+        times = _CLIMB if flat else _CLIMB_ON
+        if len(points) == 1 and last.step_s >= _LONG_S:
+            times = _CLIMB_SLOWLY
+        return self._above(last.size * times, points)
 
     def _look_far(self, points: Sequence[_Point]) -> Ask | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
