@@ -80,15 +80,15 @@ def find(found: Results) -> Any:
     for panel, (name, case) in zip(panels.flat, cases.items(), strict=False):
         best = find_gpu.sustained(case)
         for at, finder in enumerate(names):
-            one = case["find"].get(finder, {})
-            if not one.get("answer"):
+            one = case["find"].get(finder, {"error": "not run"})
+            if "error" in one:
                 continue
-            share = 100 * one["answer"] / best
-            dies = find_gpu.lasts(case, one["answer"])[0] is False
+            share = 100 * (one["answer"] or 0) / best
+            dies = bool(one["answer"]) and find_gpu.lasts(case, one["answer"])[0] is False
             colour = OURS if finder in find_gpu.OURS else OTHERS
             panel.barh(at, share, color=colour, alpha=0.35 if dies else 1)
             ooms = f", {one['ooms']} OOM{'s' * (one['ooms'] > 1)}" if one["ooms"] else ""
-            text = f"{one['answer']}{', dies' if dies else ''}: {one['seconds']:.1f} s{ooms}"
+            text = f"{one['answer'] or 'none'}{', dies' if dies else ''}: {one['seconds']:.1f} s{ooms}"
             panel.annotate(text, (max(share, 100) + 3, at), fontsize=7, va="center")
         panel.axvline(100, color="black", linewidth=0.5)
         panel.set(title=f"{name} GiB", xlim=(0, 185), xticks=(0, 50, 100), yticks=range(len(names)))
