@@ -115,6 +115,7 @@ def test_the_command_under_torchrun_fails_alike_on_all_ranks() -> None:
 
 
 @gloo
+@pytest.mark.slow
 def test_the_example_finds_one_size_for_both_ranks() -> None:
     example = HERE.parents[1] / "examples" / "find_ddp.py"
     assert len(example.read_text(encoding="utf-8").splitlines()) <= 100

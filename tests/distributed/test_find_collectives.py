@@ -125,7 +125,7 @@ def test_an_error_on_one_rank_inside_a_step_with_collectives() -> None:
 
 
 @gloo
-@pytest.mark.parametrize("how", ["killed", "hangs"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
     outcomes = run_ranks(goes_wrong, world_size=4, args=(how,), timeout_s=50)
     assert outcomes[1].exitcode == -signal.SIGKILL

@@ -58,7 +58,7 @@ def faults(world_size: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_oom_on_any_rank_in_any_phase_changes_nothing(world_size: int) -> None:
     wanted = faults(world_size)
     answers = values(run_ranks(cases.run_cases, world_size=world_size, args=(wanted,), timeout_s=200))

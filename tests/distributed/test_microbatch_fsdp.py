@@ -78,7 +78,7 @@ def test_enough_cases_are_run() -> None:
 
 
 EVERY = [
-    ("nested", 17),
+    ("nested", 29),
     *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("nested", "kept", "root")),
 ]
 
@@ -220,6 +220,7 @@ def test_soak_is_the_run_without_faults(steps: int) -> None:
         assert told["same"]
 
 
+@pytest.mark.slow
 def test_sizes_of_another_number_of_shards_are_learned_anew() -> None:
     learned = values(run_ranks(cases.learned_elsewhere, world_size=2, args=(None,)))[0]["state"]
     for world_size in (2, 1):

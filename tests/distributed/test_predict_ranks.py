@@ -99,6 +99,7 @@ def test_all_ranks_have_the_answer_of_the_one_on_which_the_fewest_fit() -> None:
 
 
 @gloo
+@pytest.mark.slow
 def test_the_command_prints_the_answer_of_all_ranks_once(tmp_path: Path) -> None:
     (tmp_path / "unequal.py").write_text(UNEQUAL)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

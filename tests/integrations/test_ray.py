@@ -90,6 +90,7 @@ def test_200_configurations_with_a_worker_killed(cluster: None, tmp_path: Path) 
     assert SweepResult.from_json((tmp_path / "out.json").read_text()) == result
 
 
+@pytest.mark.slow
 def test_a_configuration_that_kills_every_worker_is_recorded(cluster: None) -> None:
     result = batchfit.sweep(targets.deadly, {"number": [1, 2, 3]}, engine="ray", max_retries=1, **QUICK)
     one, two, three = result.records
