@@ -78,6 +78,7 @@ def main() -> None:
             sizes = " + ".join(map(str, report.microbatch_sizes)) or "no samples"
             line = f"rank {rank}, step {step}: {sizes}, out of memory {report.retries} times"
             print(f"{line}, loss {float(report.loss):.3f}" if report.microbatch_sizes else line, flush=True)
+    dist.barrier()  # or a rank that is done takes its connection from under one that still prints
     dist.destroy_process_group()
 
 
