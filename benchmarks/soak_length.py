@@ -52,19 +52,19 @@ class Replay:
 
     def mark(self) -> Any:
         """As `CudaDevice.mark` reads a real one."""
-        from batchfit._decide.rounds import ROOM_FOR_SMALL, Mark
+        from batchfit._decide.rounds import Mark, layout_of
 
         device = self.device
         every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]
-        small = sum(one.size for one in every if one.pool is device._small)
-        held = sum(one.size for one in every if one.live)
-        tight = self.capacity_bytes - device.reserved_bytes < ROOM_FOR_SMALL
-        laid = sorted(
-            (one.address, one.size, one.live) for one in every if tight or one.pool is device._large
+        small = [one for one in every if one.pool is device._small]
+        layout = layout_of(
+            ((one.address, one.size, one.live) for one in every if one.pool is device._large),
+            ((one.address, one.size, one.live) for one in small),
+            small_bytes=sum(one.size for one in small),
+            held_bytes=device.allocated_bytes,
+            room_bytes=self.capacity_bytes - device.reserved_bytes,
         )
-        return Mark(
-            hash((small, held, *laid)), device.retries, self.steps, self.steps
-        )  # each step asks the same
+        return Mark(layout, device.retries, self.steps, self.steps)  # each step asks for the same
 
 
 def ended(replay: Replay) -> tuple[int | None, str]:

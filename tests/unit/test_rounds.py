@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchfit._decide.allocator import MIB, Block, CachingAllocator
-from batchfit._decide.rounds import LEAST, ROOM_FOR_SMALL, Mark, goes_round
+from batchfit._decide.rounds import LEAST, Mark, goes_round, layout_of
 
 KIB = 2**10
 
@@ -112,17 +112,19 @@ class Program:
         return True
 
     def mark(self) -> Mark:
-        """As `CudaDevice.mark` reads it: small blocks count only where there is no room for more of them."""
+        """As `CudaDevice.mark` reads a real allocator."""
         device = self.device
         every = [block for _, block in self.live]
         every += [*device._small.blocks.values(), *device._large.blocks.values()]
-        small = sum(block.size for block in every if block.pool is device._small)
-        held = sum(block.size for block in every if block.live)
-        tight = self.capacity_bytes - device.reserved_bytes < ROOM_FOR_SMALL
-        large = sorted(
-            (one.address, one.size, one.live) for one in every if tight or one.pool is device._large
+        small = [one for one in every if one.pool is device._small]
+        layout = layout_of(
+            ((one.address, one.size, one.live) for one in every if one.pool is device._large),
+            ((one.address, one.size, one.live) for one in small),
+            small_bytes=sum(one.size for one in small),
+            held_bytes=sum(one.size for one in every if one.live),
+            room_bytes=self.capacity_bytes - device.reserved_bytes,
         )
-        return Mark(hash((small, held, *large)), device.retries, self.requests, self.requested_bytes)
+        return Mark(layout, device.retries, self.requests, self.requested_bytes)
 
 
 sizes = st.one_of(

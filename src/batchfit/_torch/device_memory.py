@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Protocol, final, runtime_checkable
 
 import torch
 
-from batchfit._decide.rounds import ROOM_FOR_SMALL, Mark
+from batchfit._decide.rounds import Mark, layout_of
 from batchfit._decide.units import format_bytes
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import VirtualMemory, active, virtual_memory
@@ -135,6 +135,11 @@ def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
 _COUNTS = ("num_alloc_retries", "allocation.all.allocated", "requested_bytes.all.allocated")
 
 
+def _laid(segment: dict[str, Any]) -> tuple[object, ...]:
+    """A segment as its address and its blocks, in order."""
+    return segment["address"], *((block["size"], block["state"]) for block in segment["blocks"])
+
+
 @dataclass(frozen=True)
 class _CachingDevice:
     """A device with torch's caching allocator: cuda and xpu share its functions."""
@@ -208,24 +213,19 @@ class _CachingDevice:
         )
 
     def _mark_among(self, segments: list[dict[str, Any]]) -> Mark | None:
-        """This device's mark.
-
-        Small blocks have segments of their own, of 2 MiB, and where each of them lies changes for much
-        longer. All that they can do to large ones is to need another segment: while there is room for a few,
-        it does not matter where they lie, only that they do not become more.
-        """
+        """This device's mark."""
         own = [one for one in segments if one["device"] == self.index]
         stats = self.backend.memory_stats(self.index)
         if any(name not in stats for name in _COUNTS):
             return None
-        room_bytes = self.budget_bytes() - int(self.backend.memory_reserved(self.index))
-        small_bytes = sum(one["total_size"] for one in own if one["segment_type"] == "small")
-        blocks = sorted(
-            (one["address"], *((block["size"], block["state"]) for block in one["blocks"]))
-            for one in own
-            if one["segment_type"] != "small" or room_bytes < ROOM_FOR_SMALL
+        small = [one for one in own if one["segment_type"] == "small"]
+        layout = layout_of(
+            (_laid(one) for one in own if one["segment_type"] != "small"),
+            (_laid(one) for one in small),
+            small_bytes=sum(one["total_size"] for one in small),
+            held_bytes=self.held_bytes(),
+            room_bytes=self.budget_bytes() - int(self.backend.memory_reserved(self.index)),
         )
-        layout = hash((small_bytes, self.held_bytes(), *blocks))
         retries, requests, requested_bytes = (int(stats[name]) for name in _COUNTS)
         return Mark(layout, retries, requests, requested_bytes)
 
