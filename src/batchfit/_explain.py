@@ -144,7 +144,7 @@ class Study:
         self.size = size
         self.budget_bytes = budget_bytes
         self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
-        beside = held_beside(workload, rules.card) if basis == "GPU, not run" else 0
+        beside = held_beside(workload, rules.card)[0] if basis == "GPU, not run" else 0
         self.residual = (float(beside), 0.0)
         self.settings = allocator_rules()
         self.notes: list[str] = []

@@ -36,6 +36,7 @@ _GENERATION_MARGIN = 0.08
 _PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
 # How far a trace may be above and below a real run, as a share of its peak, and still be believed.
 _TOO_MUCH, _TOO_LITTLE = 0.05, 0.25
+_WORKSPACE_BYTES = 64 * 2**20
 Basis = Literal["no GPU", "GPU, not run", "calibrated"]
 
 
@@ -125,6 +126,7 @@ class Foresight:
     oracle: Oracle
     budget_bytes: int
     margin: float = MARGINS["calibrated"]
+    unsure_bytes: int = 0  # that may be held for good besides what the oracle knows of
 
     @classmethod
     def of(cls, work: Workload, *, budget_bytes: int) -> Foresight | None:
@@ -150,8 +152,8 @@ class Foresight:
         if traced.footprint is None:
             log.info("no prediction: memory is no straight line in the batch size")
             return None
-        beside = float(held_beside(work, rules.card))
-        return cls(Oracle(traced, settings, (beside, 0.0)), budget_bytes)
+        beside, unsure = held_beside(work, rules.card)
+        return cls(Oracle(traced, settings, (float(beside), 0.0)), budget_bytes, unsure_bytes=unsure)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -179,9 +181,10 @@ class Foresight:
             log.info("no prediction: the trace says %+.0f %% at %d", -100 * gap / peak_bytes, size)
             return None
         fixed, slope = self.oracle.residual
-        small = gap < 64 * 2**20  # a workspace that was not seen, as a rule, and not part of each sample
+        # A workspace that was not seen, as a rule, or held beside the step: no part of each sample.
+        small = gap < _WORKSPACE_BYTES + self.unsure_bytes
         residual = (fixed + gap, slope) if small else (fixed, slope + gap / size)
-        return Foresight(replace(self.oracle, residual=residual), self.budget_bytes, self.margin)
+        return replace(self, oracle=replace(self.oracle, residual=residual))
 
 
 def margin_of(traced: Traced, basis: Basis) -> float:
@@ -197,18 +200,21 @@ def is_recurrent(traced: Traced) -> bool:
     return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
 
 
-def held_beside(work: Workload, card: Card) -> int:
-    """Bytes that the program holds on the workload's GPU besides the workload's own state.
+def held_beside(work: Workload, card: Card) -> tuple[int, int]:
+    """Bytes that the program holds on the workload's GPU besides the workload's own state: known, and unsure.
 
-    What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off.
+    What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off, and so
+    is what rounding blocks up may have added to the state. Where more is held than that, it is unsure how much
+    of it these were.
     """
     parts = (*work.state, work.model)
     device = next((one.device for one in tensors_in(parts) if one.device.type == "cuda"), None)
     if device is None:
-        return 0
-    # Blocks are rounded up: what the state takes is a little more than its bytes.
-    beside = torch.cuda.memory_allocated(device) - round(own_bytes(parts, on=device) * 1.01)
-    return max(0, beside - 2 * card.blas_bytes - card.blas_lt_bytes)
+        return 0, 0
+    own = own_bytes(parts, on=device)
+    unsure = round(own * 0.01) + 2 * card.blas_bytes + card.blas_lt_bytes
+    known = torch.cuda.memory_allocated(device) - own - unsure
+    return (known, unsure) if known > 0 else (0, 0)
 
 
 def allocator_rules(expandable_segments: bool | None = None) -> Rules:

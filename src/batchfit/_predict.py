@@ -96,7 +96,7 @@ def _predicted(
     settings = allocator_rules(expandable_segments)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual = (float(held_beside(work, rules.card)) if here else 0.0, 0.0)
+    residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and calibrate is not False:
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))

@@ -122,8 +122,9 @@ def test_beside_weights_that_fill_most_of_the_memory(predict: bool) -> None:
     assert fit.sustained
     assert len({trial.size for trial in fit.trials}) <= 5
     assert sum(not trial.fits for trial in fit.trials) <= 1
-    assert survives(workload, fit.batch_size, 60, fit.budget_bytes)
-    assert not survives(workload, int(fit.batch_size * 1.12) + 1, 25, fit.budget_bytes)
+    # Each from the start: where the optimizer has its state already, it lies better, and more fits.
+    assert survives(small_gpt(), fit.batch_size, 60, fit.budget_bytes)
+    assert not survives(small_gpt(), int(fit.batch_size * 1.12) + 1, 25, fit.budget_bytes)
     assert all(not one.any() for one in frozen)
 
 

@@ -160,7 +160,17 @@ FIND = """
     import json, batchfit, gpu_targets, torch
     fit = batchfit.find_batch_size(gpu_targets.small_net(), budget="2GiB", predict=False)
     beyond = torch.empty(3 * 2**30, dtype=torch.uint8, device="cuda:0")  # the limit is gone
-    print(json.dumps([fit.batch_size, fit.sustained, torch.cuda.get_allocator_backend()]))
+    del beyond
+    torch.cuda.empty_cache()
+    said = None
+    if torch.cuda.get_allocator_backend() == "native":
+        said = batchfit.predict(gpu_targets.small_net(), budget="2GiB", calibrate=False, margin=0).batch_size
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    work = gpu_targets.small_net()
+    for _ in range(60):
+        work.step(fit.batch_size)
+    torch.cuda.synchronize()
+    print(json.dumps([fit.batch_size, fit.sustained, torch.cuda.get_allocator_backend(), said]))
 """
 
 
@@ -173,11 +183,16 @@ FIND = """
     ],
 )
 def test_a_search_under_settings_of_the_allocator(settings: str) -> None:
-    size, sustained, backend = run_python(FIND, PYTORCH_CUDA_ALLOC_CONF=settings)
-    assert backend == ("cudaMallocAsync" if "Async" in settings else "native")
+    """They decide how much fits, by a sixth here: what a replay of the allocator says is the measure."""
+    size, sustained, backend, said = run_python(FIND, PYTORCH_CUDA_ALLOC_CONF=settings)
     assert sustained
-    plain = batchfit.find_batch_size(gpu_targets.small_net(), budget="2GiB", predict=False)
-    assert 0.85 * plain.batch_size <= size <= 1.15 * plain.batch_size
+    if "Async" in settings:
+        assert (backend, said) == ("cudaMallocAsync", None)
+        plain = batchfit.find_batch_size(gpu_targets.small_net(), budget="2GiB", predict=False)
+        assert size >= 0.9 * plain.batch_size  # it keeps nothing in pieces
+    else:
+        assert backend == "native"
+        assert 0.9 * said <= size <= 1.1 * said
 
 
 def test_the_device_is_found_by_its_uuid() -> None:

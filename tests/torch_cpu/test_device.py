@@ -178,6 +178,16 @@ def test_who_has_no_such_allocator_has_no_mark(device: Any) -> None:
     assert allocator_mark(XpuDevice(0, backend=OldXpu())) is None, "it does not count what is asked for"
 
 
+def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> bool:
+        raise RuntimeError("cudaMallocAsync does not yet support recordHistory")
+
+    cuda = AsyncCuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", refused, raising=False)
+    assert allocator_mark(CudaDevice(0, backend=cuda)) is None
+
+
 def test_who_cannot_tell_the_largest_block_says_none() -> None:
     assert largest_bytes(CudaDevice(0, backend=AsyncCuda())) is None
     assert largest_bytes(FakeDevice("1MiB")) is None

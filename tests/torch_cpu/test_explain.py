@@ -225,7 +225,7 @@ def test_the_largest_size_of_a_recurrent_model_is_that_of_predict_too() -> None:
 def test_what_is_held_beside_the_workload_counts_as_in_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = batchfit.explain_memory(workload(), batch_size=4, budget=BUDGET, what_if=False)
     on_cpu = rules_for(workload())
-    monkeypatch.setattr(_explain, "held_beside", lambda *_: 2**27)
+    monkeypatch.setattr(_explain, "held_beside", lambda *_: (2**27, 0))
     beside = _explain.Study(workload(), on_cpu, 4, alone.budget_bytes, "GPU, not run")
     assert alone.largest is not None
     assert beside.base.largest is not None

@@ -311,7 +311,7 @@ def test_without_calibration_what_is_held_beside_the_workload_counts(monkeypatch
 
     alone = predict_off_gpu(wide(), margin=0.0)
     monkeypatch.setattr(_predict, "trace_workload", traced)
-    monkeypatch.setattr(_predict, "held_beside", lambda *_: GIB // 2)
+    monkeypatch.setattr(_predict, "held_beside", lambda *_: (GIB // 2, 0))
     monkeypatch.setattr(_predict, "calibration", lambda *_, **__: ((0.0, 0.0), ()))
     found = [predict(wide(), budget=GIB, margin=0.0, calibrate=asked) for asked in (False, None)]
     assert found[0].batch_size == found[1].batch_size < 0.6 * alone
@@ -367,6 +367,21 @@ def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> No
     # Too far from a real run in either direction, and it is believed no more.
     assert sight.corrected(look, round(traced * 1.4)) is None
     assert sight.corrected(look, round(traced * 0.9)) is None
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_what_may_be_held_beside_the_step_is_no_part_of_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights in a fresh process: what was taken off for cuBLAS is not cuBLAS' yet."""
+    monkeypatch.setattr(_oracle, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
+    sight = Foresight.of(wide(), budget_bytes=4 * GIB)
+    assert sight is not None
+    look = sight.look_first()
+    assert look is not None
+    seen = sight.corrected(look, sight.oracle.peak(look) + 65 * MIB)
+    assert seen is not None
+    assert seen.oracle.residual == (2 * GIB + 65 * MIB, 0.0)
+    sizes = [sight.largest(), seen.largest()]
+    assert 0.95 * (sizes[0] or 0) < (sizes[1] or 0) < (sizes[0] or 0)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -375,6 +375,15 @@ def test_room_that_a_prediction_leaves_beyond_doubt_is_used() -> None:
     assert done.stopped_because == "predicted"
 
 
+@pytest.mark.parametrize("fixed", [0.65, 0.7, 0.8, 0.9])
+def test_room_beside_weights_that_fill_most_of_the_budget_is_used(fixed: float) -> None:
+    """A share of all that is taken would be more than what is left."""
+    done = play(Search(budget_bytes=BUDGET, predicted=700), 1000, linear(1000, fixed=fixed, held=True))
+    assert done.best is not None
+    assert 0.94 * 1000 <= done.best <= 1000
+    assert all(one.fits for one in done.told)
+
+
 def test_guided_tries_what_is_predicted_at_once() -> None:
     done = play(Search(budget_bytes=BUDGET, predicted=980), 1000, linear(1000))
     assert [(one.size, one.soak) for one in done.told] == [(980, True)]

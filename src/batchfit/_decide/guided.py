@@ -94,7 +94,10 @@ def _reserved_end(state: State, good: int) -> float:
     if state.budget_bytes is None or not taken:
         return good
     held = min(one.held_bytes or 0 for one in at_good)
-    return Curve.through([Reading(good, taken)], budget_bytes=state.budget_bytes, floor_bytes=held).safe()
+    aside = _aside_bytes(state.budget_bytes, min(held, *(one.least_bytes for one in at_good)))
+    return Curve.through(
+        [Reading(good, taken - aside)], budget_bytes=state.budget_bytes - aside, floor_bytes=held - aside
+    ).safe()
 
 
 def _settled(state: State) -> bool:

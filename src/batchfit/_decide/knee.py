@@ -36,6 +36,7 @@ _GAP = 6  # sizes that are so many times apart have one between them timed
 _SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
 _ROOMY = 0.9  # a brief look stays that far below the limit
 _QUIET = 0.01  # no timing is trusted to be better than this
+_FLOOR_VARIES = 0.1  # a host that sets the pace is that much slower or faster from one size to the next
 _NOISY = 0.4  # of `within`: a spread above that is worth another timing where the answer is close
 _TIMES = 3  # how often one size is timed at most
 LARGEST = 2**30  # where nothing else ends the sizes; who gets there has a step that does not use its size
@@ -344,7 +345,8 @@ def fitted(points: Sequence[_Point]) -> Line:
         floor_s = sum(one.step_s for one in points[:flat]) / flat if flat else 0.0
         line = Line(floor_s, fixed_s, sample_s)
         cost = sum(
-            (math.log(line.step_s(one.size) / one.step_s) / max(one.spread, _QUIET)) ** 2 for one in points
+            (math.log(line.step_s(one.size) / one.step_s) / max(one.spread, least)) ** 2
+            for one, least in zip(points, [_FLOOR_VARIES] * flat + [_QUIET] * len(points), strict=False)
         )
         cost += 2.0 if flat else 0.0  # one more number has to earn its place (Akaike)
         if best is None or cost < best[0]:

@@ -197,7 +197,8 @@ class _CachingDevice:
         Of all devices that the process uses: layers may lie on several, and any of them may run out.
         While the program records the history of its memory, a snapshot takes seconds: None as well.
         """
-        segments = None if self._records_history() else self._segments()
+        # Whether history is recorded is a question that other allocators answer with an error.
+        segments = None if not self.is_torchs_own or self._records_history() else self._segments()
         if segments is None:
             return None
         used = sorted({self.index, *(one["device"] for one in segments)})
