@@ -464,7 +464,7 @@ def sustained(case: Results) -> int | None:
 
 
 def lasts(case: Results, size: int) -> tuple[bool | None, str]:
-    """Whether a size survives the long run, in words; told by another size where it was not run itself."""
+    """Whether a size survives the long run, in words; where it was not run, by another size or the bracket."""
     ran = {int(one): run for one, run in case["survive"].items() if "error" not in run}
     lived = {one: run["survived"] == run["of"] for one, run in ran.items()}
     if size in ran:
@@ -476,7 +476,11 @@ def lasts(case: Results, size: int) -> tuple[bool | None, str]:
     smaller = [one for one, fine in lived.items() if one < size and not fine]
     if larger:
         return True, f"not run, {min(larger)} does"
-    return (False, f"not run, {max(smaller)} dies") if smaller else (None, "not run")
+    if smaller:
+        return False, f"not run, {max(smaller)} dies"
+    failed = [one for one in (case["truth"] or {}).get("soaks", ()) if one["outcome"] != "fits"]
+    died = min((one["size"] for one in failed if one["size"] <= size), default=None)
+    return (None, "not run") if died is None else (False, f"not run, {died} dies in a soak of {SOAK}")
 
 
 def fastest_peer(case: Results) -> float | None:

@@ -40,8 +40,9 @@ class Trial(Result):
     took from the device, `split_bytes` that of cached remainders it could not have given back,
     `largest_bytes` the largest block that it took at once, and `held_bytes` what was live between steps,
     gradients apart; None where there is no reading.
-    `settled_retries` counts allocation retries in the second half of a soak; `settled`: the soak ended
-    early, since the allocator had begun to repeat itself, without any. `step_s` is the median of
+    `settled_retries` counts allocation retries in the second half of a soak (where a step generates, its
+    growing cache makes some, which do not count); `settled`: the soak ended early, since the allocator had
+    begun to repeat itself, without any. `step_s` is the median of
     the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
     "backward", "optimizer"), where the workload names its phases.
     """

@@ -164,7 +164,8 @@ FIND = """
     torch.cuda.empty_cache()
     said = None
     if torch.cuda.get_allocator_backend() == "native":
-        said = batchfit.predict(gpu_targets.small_net(), budget="2GiB", calibrate=False, margin=0).batch_size
+        work = gpu_targets.small_net()
+        said = batchfit.predict_batch_size(work, budget="2GiB", calibrate=False, margin=0.0).batch_size
     torch.cuda.set_per_process_memory_fraction(2 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     work = gpu_targets.small_net()
     for _ in range(60):

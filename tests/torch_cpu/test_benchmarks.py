@@ -146,6 +146,13 @@ def test_a_long_run_between_the_bracket_raises_the_maximum_unless_it_retries(fin
     assert find_gpu.sustained(case) is None
 
 
+def test_what_a_soak_of_the_bracket_kills_does_not_last(find_gpu: ModuleType) -> None:
+    case = sample()["cases"]["resnet50/24"]
+    case["survive"] = {"545": case["survive"]["545"]}
+    assert find_gpu.lasts(case, 555) == (None, "not run")
+    assert find_gpu.lasts(case, 556) == (False, "not run, 556 dies in a soak of 25")
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [

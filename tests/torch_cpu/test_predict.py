@@ -11,9 +11,11 @@ from torch import nn
 import batchfit
 from batchfit import _oracle, _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
+from batchfit._decide.footprint import Footprint
+from batchfit._decide.simulate import simulate
 from batchfit._oracle import MARGINS, Foresight, allocator_rules
 from batchfit._predict import calibration
-from batchfit._torch import tracing
+from batchfit._torch import generating, tracing
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for, trace_workload
@@ -412,6 +414,49 @@ def test_a_search_measures_only_where_nothing_can_be_traced() -> None:
 
     work = batchfit.training(model, None, reads, lambda n: torch.randn(n, 16))
     assert Foresight.of(work, budget_bytes=GIB) is None
+
+
+def generating_gpt2(layers: int = 4, width: int = 64) -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    shape = {"n_layer": layers, "n_head": 4, "n_embd": width, "vocab_size": 128, "n_positions": 256}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=None)
+    )
+
+
+def generating_llama() -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=256, intermediate_size=512, **heads)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "new"),
+    [(generating_gpt2, 32, 63), (generating_llama, 12, 40), (generating_llama, 48, 20)],
+)
+def test_a_cache_that_grows_leaves_holes(
+    make: Any, prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens are traced, and all of them fit."""
+    work = batchfit.generation(
+        make(), lambda n: {"input_ids": torch.zeros(n, prompt, dtype=torch.long)}, max_new_tokens=new
+    )
+
+    def every_token(model: Any, args: Any, options: dict[str, Any]) -> torch.Tensor:
+        ids = generating._checked(model, args, options)[0]["input_ids"]
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        for _ in range(new):
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        whole: torch.Tensor = ids.new_zeros((ids.shape[0], prompt + new))
+        return whole
+
+    predicted = predict(work, budget="1GiB").batch_size
+    monkeypatch.setattr(generating, "_few_tokens", every_token)
+    rules = rules_for(work)
+    whole = Footprint.between(*(trace(work, size, rules=rules, steps=1) for size in (64, 128)))
+    assert simulate(whole, predicted, capacity_bytes=GIB).fits
+    assert not simulate(whole, round(predicted * 1.4), capacity_bytes=GIB).fits
 
 
 def test_generation_is_its_prompt_and_its_last_token() -> None:

@@ -14,6 +14,7 @@ import torch
 from fake_cuda import FakeCuda, MiB
 from torch import nn
 
+from batchfit._decide.rounds import GENERATION_STEPS
 from batchfit._torch import phase
 from batchfit._torch.conclude import told, worst
 from batchfit._torch.device import CudaDevice, optimizers_in
@@ -80,7 +81,7 @@ def test_retries_count_as_settled_in_the_second_half_only() -> None:
         def alloc_retries(self) -> int:
             return self.retries
 
-    def run(retry_at: set[int], *, soak: bool) -> Trial:
+    def run(retry_at: set[int], *, soak: bool, **more: Any) -> Trial:
         device = Retrying(1 << 20)
         calls = 0
 
@@ -89,13 +90,19 @@ def test_retries_count_as_settled_in_the_second_half_only() -> None:
             calls += 1
             device.retries += calls in retry_at
 
-        return run_trial(step, 4, device=device, snapshot=Snapshot.take([]), steps=10, soak=soak)
+        return run_trial(step, 4, device=device, snapshot=Snapshot.take([]), steps=10, soak=soak, **more)
 
     early = run({1, 2, 5}, soak=True)
     assert (early.alloc_retries, early.settled_retries, early.sustained) == (3, 0, True)
     late = run({1, 6, 10}, soak=True)
     assert (late.alloc_retries, late.settled_retries, late.sustained) == (3, 2, False)
     assert run({6}, soak=False).settled_retries == 0
+    # A cache that grows outgrows blocks in every step; and a step has been through all its lengths.
+    growing = run(set(range(11)), soak=True, generates=True)
+    assert (growing.steps_run, growing.alloc_retries, growing.settled_retries) == (10, 10, 0)
+    assert growing.sustained
+    assert run(set(), soak=True, generates=True, may_settle=True).steps_run == GENERATION_STEPS
+    assert run(set(), soak=False, generates=True, may_settle=True).steps_run == 10
 
 
 def test_the_largest_block_reaches_the_search_before_the_cache_is_gone() -> None:

@@ -45,9 +45,11 @@ def simulate(
     steps: int = STEPS,
     extra_bytes: float = 0.0,
     first_size: int | None = None,
+    may_retry: bool = False,
 ) -> Simulation:
     """Run `steps` steps of `size` samples; `extra_bytes` are taken first and held throughout.
 
+    `may_retry`: as in a trial of a step that generates, retries are no reason against a size.
     With `first_size` the first step has that many samples, and the cache is emptied after it.
     """
     device = CachingAllocator(capacity_bytes, rules)
@@ -59,7 +61,7 @@ def simulate(
         return Simulation(
             size,
             fits,
-            sustained,
+            sustained or (fits and may_retry),
             device.retries,
             device.peak_allocated_bytes,
             device.peak_reserved_bytes,
@@ -133,6 +135,7 @@ def largest(
     extra: tuple[float, float] = (0.0, 0.0),
     most: int | None = None,
     first_size: int | None = None,
+    may_retry: bool = False,
 ) -> Simulation | None:
     """The largest size that is sustained, up to `most`; None where not even one sample is.
 
@@ -153,6 +156,7 @@ def largest(
                 rules=rules,
                 extra_bytes=held,
                 first_size=first_size,
+                may_retry=may_retry,
             )
         return tried[size]
 

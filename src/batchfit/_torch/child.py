@@ -166,6 +166,7 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
                 soak=soak,
                 may_settle=request["may_settle"] and work.declared,  # or nobody knows of its optimizers
                 optimizers=optimizers_in(work.state),
+                generates=work.kind == "generation",
                 raise_ambiguous=request["smallest"],
             )
     except Exception as error:

@@ -95,6 +95,7 @@ class Here:
                     soak=soak,
                     may_settle=may_settle and work.declared,  # or nobody knows of its optimizers
                     optimizers=optimizers_in(work.state),
+                    generates=work.kind == "generation",
                     raise_ambiguous=smallest,
                 )
             except Exception as error:

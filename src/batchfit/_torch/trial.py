@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from batchfit._decide.rounds import Mark, goes_round
+from batchfit._decide.rounds import GENERATION_STEPS, Mark, goes_round
 from batchfit._torch import oom, phase
 from batchfit._torch.device import Device, tensors_in
 from batchfit._torch.device_memory import allocator_mark, largest_bytes
@@ -74,11 +74,14 @@ def run_trial(
     soak: bool = False,
     may_settle: bool = False,
     optimizers: Sequence[Any] = (),
+    generates: bool = False,
     raise_ambiguous: bool = False,
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
 
     `may_settle`: fewer will do, if the allocator repeats itself and all of `optimizers` step meanwhile.
+    `generates`: a cache grows in each step, and whenever it has outgrown the blocks that are free, these go
+    back and others are taken. Such retries are how it works, and no sign that the next step will not fit.
 
     `parameters` are those whose gradients a step may free before it makes new ones: they do not count
     as held, since the floor under every peak is what is live at every moment.
@@ -86,6 +89,8 @@ def run_trial(
     cannot be cured by going lower, so it is the user's and comes out unchanged.
     """
     started = time.perf_counter()
+    if generates and soak and may_settle:
+        steps, may_settle = min(steps, GENERATION_STEPS), False
     readings = _Readings()
     ambient = sys.exception()
     raised: BaseException | None = None
@@ -109,9 +114,9 @@ def run_trial(
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
                 put_back(snapshot, device, raised, cut_off=cut_off)
         raised = None  # or this frame and its exception would keep each other alive
-    settled_from = None
-    if not readings.settled and len(readings.retries_at) >= steps // 2:
-        settled_from = readings.retries_at[steps // 2 - 1]
+    settled_retries = 0
+    if soak and not generates and not readings.settled and len(readings.retries_at) >= steps // 2:
+        settled_retries = retries - (readings.retries_at[steps // 2 - 1] - before)
     return Trial(
         size=size,
         outcome=_outcome(failure),
@@ -122,7 +127,7 @@ def run_trial(
         largest_bytes=largest,
         held_bytes=readings.held_bytes,
         alloc_retries=retries,
-        settled_retries=retries - (settled_from - before) if soak and settled_from is not None else 0,
+        settled_retries=settled_retries,
         step_s=statistics.median(readings.step_s[1:] or readings.step_s) if readings.step_s else None,
         elapsed_s=time.perf_counter() - started,
         soak=soak,
