@@ -464,7 +464,7 @@ def sustained(case: Results) -> int | None:
 
 
 def lasts(case: Results, size: int) -> tuple[bool | None, str]:
-    """Whether a size survives the long run, in words; where it was not run, by another size or the bracket."""
+    """Whether a size survives the long run, in words; if it was not run, by another size or the bracket."""
     ran = {int(one): run for one, run in case["survive"].items() if "error" not in run}
     lived = {one: run["survived"] == run["of"] for one, run in ran.items()}
     if size in ran:

@@ -88,7 +88,7 @@ def sample() -> dict[str, Any]:
             "message": "",
         }
 
-    soaks = [{"size": 556, "verdict": "oom, step 7"}]
+    soaks = [{"size": 556, "outcome": "oom", "verdict": "oom, step 7"}]
     case = {
         "find": {
             "batchfit_predict": found(545, 6.0, 0, [9, 545, 545]),
