@@ -9,7 +9,7 @@ prompts of 128 to 2048 tokens, under a cap of 24 GiB. Rows, each in a process of
 `sweep/grow` are `batchfit.sweep` over all prompts (grow with the estimate 512 / prompt), and measure at the
 size found; `sweep/accelerate` is Accelerate's `find_executable_batch_size` called for each prompt, with the
 same steps a trial. `truth/PROMPT` then tries sizes between the largest that ran and the smallest that did not
-until they are within 1 %. Seconds are those of the searches: models are made before the clock starts.
+until they are within 2 %. Seconds are those of the searches: models are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def told(record: Any) -> Results:
     return {
         "size": record.batch_size_used,
         "sizes": [[trial.size, trial.fits] for trial in record.trials],
+        "trials_s": [trial.elapsed_s for trial in record.trials],
         "ooms": record.ooms,
         "measure_retries": record.measure_retries,
         "tokens_per_s": record.measures.get("tokens_per_s"),
@@ -195,7 +196,7 @@ def truth(prompt: int, given: Setup, smoke: bool, good: int, bad: int | None) ->
         return False
 
     tried = 0
-    while bad is None or bad - good > max(1, good // 100):
+    while bad is None or bad - good > max(1, good // 50):
         if bad is None and good >= given.batch_size:
             break
         size = min(given.batch_size, good + max(1, good // 50)) if bad is None else (good + bad) // 2

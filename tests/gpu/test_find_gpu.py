@@ -128,6 +128,26 @@ def test_beside_weights_that_fill_most_of_the_memory(predict: bool) -> None:
     assert all(not one.any() for one in frozen)
 
 
+@pytest.mark.parametrize("predict", [True, False])
+def test_a_short_prompt_with_a_long_answer(predict: bool) -> None:
+    """The cache outgrows its blocks over and over: retries say nothing against a size."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    shape = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 512, "n_positions": 128}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).cuda().eval()
+
+    def prompts(n: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.ones(n, 16, dtype=torch.long), "attention_mask": torch.ones(n, 16).long()}
+
+    workload = batchfit.generation(model, prompts, max_new_tokens=96, do_sample=False)
+    fit = batchfit.find_batch_size(workload, budget="2GiB", predict=predict)
+    assert fit.sustained
+    assert fit.survived_steps == 4
+    assert sum(not trial.fits for trial in fit.trials) <= 1
+    assert survives(workload, fit.batch_size, 4, fit.budget_bytes)
+    assert not survives(workload, int(fit.batch_size * 1.35), 2, fit.budget_bytes)
+
+
 def test_exact_with_tolerance_zero() -> None:
     fit = batchfit.find_batch_size(small_gpt(), budget="4GiB", tolerance=0)
     assert fit.stopped_because == "bracketed"
