@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from batchfit._torch import device as device_module
+from batchfit._torch.caching_memory import largest_bytes
 from batchfit._torch.device import CudaDevice, KnownDevice, known_devices, resolve_device
-from batchfit._torch.device_memory import largest_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch import device_memory
+from batchfit._torch import caching_memory, device_memory
 from batchfit._torch import trials as trials_module
 from batchfit._torch.device import CudaDevice, known_devices, resolve_device
 
@@ -238,7 +238,7 @@ def test_a_search_under_cudnn_benchmark() -> None:
 
 def test_a_cap_at_what_is_free_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows and WSL, where the driver would give out RAM."""
-    monkeypatch.setattr(device_memory, "spills_to_ram", lambda: True)
+    monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
     device = CudaDevice(0)
     free = device.budget_bytes()
     with device.limit(device.total_bytes()):

@@ -650,11 +650,11 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._cli import doctor
-        from batchfit._torch import device, device_memory
+        from batchfit._torch import caching_memory, device
 
         known = device.KnownDevice("cuda:0", "NVIDIA H200", 2**37, 2**36, True, uuid="GPU-8932f937-d72c")
         monkeypatch.setattr(device, "known_devices", lambda: [known])
-        monkeypatch.setattr(device_memory, "spills_to_ram", lambda: True)
+        monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
         doctor.examine(as_json=False)

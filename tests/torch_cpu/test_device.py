@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
+from batchfit._torch import caching_memory
 from batchfit._torch import device as device_module
-from batchfit._torch import device_memory as memory_module
 from batchfit._torch import ram as ram_module
+from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import (
     CpuDevice,
     CudaDevice,
@@ -31,7 +32,6 @@ from batchfit._torch.device import (
     own_bytes,
     resolve_device,
 )
-from batchfit._torch.device_memory import allocator_mark, largest_bytes
 from batchfit._torch.ram import read_ram
 from batchfit._torch.virtual import virtual_memory
 from batchfit.errors import BatchfitError
@@ -204,7 +204,7 @@ def test_who_cannot_tell_the_largest_block_says_none() -> None:
     ],
 )
 def test_where_a_driver_gives_out_ram(system: str, release: str, spills: bool) -> None:
-    assert memory_module.spills_to_ram(system, release) is spills
+    assert caching_memory.spills_to_ram(system, release) is spills
 
 
 def test_a_driver_that_gives_out_ram_is_held_to_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_a_driver_that_gives_out_ram_is_held_to_what_is_free(monkeypatch: pytest
     cuda.allocate(2000 * MiB)  # the card has 1000 MiB
     cuda.free(2000 * MiB)
     device.reset()
-    monkeypatch.setattr(memory_module, "spills_to_ram", lambda: True)
+    monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
     for budget in (900 * MiB, 1000 * MiB):  # all that is free, and more than that
         with device.limit(budget):
             assert cuda.allowed[0] == 900 * MiB

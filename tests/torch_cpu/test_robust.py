@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchfit
-from batchfit._torch import device_memory
+from batchfit._torch import caching_memory, device_memory
 from batchfit._torch import here as here_module
 from batchfit._torch import trial as trial_module
 from batchfit._torch import trials as trials_module
@@ -369,11 +369,11 @@ def test_a_driver_that_spills_is_held_to_the_card(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         cuda, "_may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)
     )
-    monkeypatch.setattr(device_memory, "spills_to_ram", lambda: True)
+    monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
     assert Program(cuda).find(tolerance=0.0, max_size=4000).batch_size == 395
     cuda.free(10 * MiB)
     cuda.allowed.clear()
-    monkeypatch.setattr(device_memory, "spills_to_ram", lambda: False)
+    monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: False)
     assert Program(cuda).find(tolerance=0.0, max_size=4000).batch_size == 4000, "the fake does spill"
 
 

@@ -99,8 +99,8 @@ def look_at_torch(findings: Findings) -> None:
     try:
         import torch
 
+        from batchfit._torch.caching_memory import spills_to_ram
         from batchfit._torch.device import known_devices
-        from batchfit._torch.device_memory import spills_to_ram
     except Exception as error:  # noqa: BLE001  a broken build fails in many ways (OSError, RuntimeError)
         findings.broken.append(f"torch cannot be imported: {type(error).__name__}: {error}")
         return

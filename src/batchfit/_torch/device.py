@@ -21,17 +21,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from batchfit._torch.device_memory import (
-    CpuDevice,
-    CudaDevice,
-    Device,
-    MpsDevice,
-    Peaks,
-    XpuDevice,
-    _set_by_us,
-    check_budget,
-    fraction_of,
-)
+from batchfit._torch.caching_memory import CudaDevice, XpuDevice
+from batchfit._torch.device_memory import Device, Peaks, _set_by_us, check_budget, fraction_of
+from batchfit._torch.plain_memory import CpuDevice, MpsDevice
 from batchfit._torch.ram import read_ram
 
 __all__ = [

@@ -32,8 +32,8 @@ import torch
 
 from batchfit._decide.rounds import GENERATION_STEPS, Mark, goes_round
 from batchfit._torch import oom, phase
+from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import Device, tensors_in
-from batchfit._torch.device_memory import allocator_mark, largest_bytes
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
