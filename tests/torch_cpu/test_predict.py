@@ -426,14 +426,14 @@ def generating_gpt2(layers: int = 4, width: int = 64) -> Any:
 
 def generating_llama() -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    heads = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=256, intermediate_size=512, **heads)
     return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize(
     ("make", "prompt", "new"),
-    [(generating_gpt2, 32, 63), (generating_llama, 12, 40), (generating_llama, 48, 20)],
+    [(generating_gpt2, 32, 63), (generating_llama, 12, 24), (generating_llama, 48, 20)],
 )
 def test_a_cache_that_grows_leaves_holes(
     make: Any, prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
