@@ -426,19 +426,19 @@ def generating_gpt2(layers: int = 4, width: int = 64) -> Any:
 
 def generating_llama() -> Any:
     transformers = pytest.importorskip("transformers", reason="needs transformers")
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=256, intermediate_size=512, **heads)
     return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.parametrize(
-    ("make", "prompt", "new"),
-    [(generating_gpt2, 32, 63), (generating_llama, 12, 24), (generating_llama, 48, 20)],
+    ("make", "prompt", "new", "share"),
+    [(generating_gpt2, 32, 63, 1.0), (generating_llama, 8, 40, 0.92), (generating_llama, 48, 20, 1.0)],
 )
 def test_a_cache_that_grows_leaves_holes(
-    make: Any, prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, prompt: int, new: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few tokens are traced, and all of them fit."""
+    """A few tokens are traced, and all of them fit; by the last one alone more would be promised."""
     work = batchfit.generation(
         make(), lambda n: {"input_ids": torch.zeros(n, prompt, dtype=torch.long)}, max_new_tokens=new
     )
@@ -452,6 +452,9 @@ def test_a_cache_that_grows_leaves_holes(
         return whole
 
     predicted = predict(work, budget="1GiB").batch_size
+    with monkeypatch.context() as patched:
+        patched.setattr(generating, "_TOKENS", 1)
+        assert predicted <= share * predict(work, budget="1GiB").batch_size
     monkeypatch.setattr(generating, "_few_tokens", every_token)
     rules = rules_for(work)
     whole = Footprint.between(*(trace(work, size, rules=rules, steps=1) for size in (64, 128)))
