@@ -55,6 +55,10 @@ class _Readings:
     def settled(self) -> bool:
         return goes_round(self.marks)
 
+    def retries_since(self, step: int) -> int:
+        """How often allocations were retried after that many steps; 0 before there are more."""
+        return self.retries_at[-1] - self.retries_at[step - 1] if len(self.retries_at) > step else 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
@@ -79,7 +83,8 @@ def run_trial(
 ) -> Trial:
     """Run `steps` steps at `size` and say how it went.
 
-    `may_settle`: fewer will do, if the allocator repeats itself and all of `optimizers` step meanwhile.
+    `may_settle`: fewer will do, if the allocator repeats itself and all of `optimizers` step meanwhile, or
+    if it retries where it should have settled.
     `generates`: a cache grows in each step, and whenever it has outgrown the blocks that are free, these go
     back and others are taken. Such retries are how it works, and no sign that the next step will not fit.
 
@@ -173,6 +178,8 @@ def _run_steps(
                 readings.marks.append(replace(mark, updates=updates))
                 if readings.settled:
                     break
+            if may_settle and soak and readings.retries_since(steps // 2):
+                break  # it is not sustained, whatever the other steps bring
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
