@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py run --folder gpu --deadline-s 570        # again and again, until nothing is left
     python benchmarks/gpu.py run --folder gpu --only find profile     # some of them
+    python benchmarks/gpu.py run --folder gpu --tag h200_202611       # go on from the kept results
     python benchmarks/gpu.py run --folder quick --quick               # a short form, under ten minutes in all
     python benchmarks/gpu.py pages gpu --tag h200_202611              # JSON, pages, plots, summary
 
@@ -132,6 +133,16 @@ def run(folder: Path, deadline_s: float, only: Sequence[str], quick: bool) -> bo
     return complete
 
 
+def begin_with_kept(folder: Path, tag: str, only: Sequence[str]) -> None:
+    """The rows of the kept results into the folder, where it has none. Predictions are kept in another form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        kept, new = HERE / "results" / f"{part.subject}_{tag}.json", folder / f"{part.out}.json"
+        if part.subject != "prediction" and (not only or part.subject in only):
+            if kept.exists() and not new.exists():
+                shutil.copy(kept, new)
+
+
 def pages(folder: Path, tag: str) -> None:
     """The JSON of each subject and its page into `results/`."""
     results = HERE / "results"
@@ -168,6 +179,7 @@ def main() -> None:
     running.add_argument("--folder", type=Path, default=Path("gpu"))
     running.add_argument("--deadline-s", type=float, default=570)
     running.add_argument("--only", nargs="+", default=[], choices=subjects)
+    running.add_argument("--tag", help="go on from the results that are kept with this tag")
     running.add_argument("--quick", action="store_true", help="a short form of each")
     paging = commands.add_parser("pages")
     paging.add_argument("folder", type=Path)
@@ -175,7 +187,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "pages":
         pages(given.folder, given.tag)
-    elif not run(given.folder, given.deadline_s, given.only, given.quick):
+        return
+    if given.tag:
+        begin_with_kept(given.folder, given.tag, given.only)
+    if not run(given.folder, given.deadline_s, given.only, given.quick):
         raise SystemExit(3)
 
 

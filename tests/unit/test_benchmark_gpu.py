@@ -126,6 +126,22 @@ def test_pages_carry_the_tag_and_all_that_is_made_from_them_follows(
     assert (tmp_path / "results" / "ragged_h200_209901.json").exists()
 
 
+def test_a_folder_begins_with_what_is_kept(driver: ModuleType, tmp_path: Path) -> None:
+    results, folder = tmp_path / "results", tmp_path / "gpu"
+    results.mkdir()
+    folder.mkdir()
+    for name in ("find", "ragged", "noise", "prediction"):
+        (results / f"{name}_h200_209901.json").write_text('"kept"')
+    (folder / "ragged.json").write_text('"newer"')
+    driver.begin_with_kept(folder, "h200_209901", ["find", "ragged", "prediction"])
+    assert {one.name: one.read_text() for one in folder.iterdir()} == {
+        "find.json": '"kept"',
+        "ragged.json": '"newer"',
+    }
+    driver.begin_with_kept(folder, "h200_209901", [])
+    assert (folder / "noise.json").exists()
+
+
 def test_a_run_that_is_ended_while_it_writes_loses_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
