@@ -134,13 +134,13 @@ def run(folder: Path, deadline_s: float, only: Sequence[str], quick: bool) -> bo
 
 
 def begin_with_kept(folder: Path, tag: str, only: Sequence[str]) -> None:
-    """The rows of the kept results into the folder, where it has none. Predictions are kept in another form."""
+    """The kept rows into the folder, where it has none. Those of predictions are kept in another form."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
         kept, new = HERE / "results" / f"{part.subject}_{tag}.json", folder / f"{part.out}.json"
-        if part.subject != "prediction" and (not only or part.subject in only):
-            if kept.exists() and not new.exists():
-                shutil.copy(kept, new)
+        wanted = part.subject != "prediction" and (not only or part.subject in only)
+        if wanted and kept.exists() and not new.exists():
+            shutil.copy(kept, new)
 
 
 def pages(folder: Path, tag: str) -> None:
