@@ -264,6 +264,7 @@ class Study:
             rules=self.settings,
             extra=self.residual,
             first_size=1,
+            may_retry=self.workload.kind == "generation",
         )
         if found is None or found.size < LEAST_GAIN * self.base.largest:
             return []

@@ -128,7 +128,12 @@ def calibration(
         return (0.0, 0.0), ()
     place = resolve_device(None, near=(*work.state, work.model))
     budget_bytes = min(budget_bytes, place.budget_bytes())  # what is asked about may be a larger card
-    end = largest(footprint, capacity_bytes=round(budget_bytes * 0.9), rules=rules)
+    end = largest(
+        footprint,
+        capacity_bytes=round(budget_bytes * 0.9),
+        rules=rules,
+        may_retry=work.kind == "generation",
+    )
     if end is None or end.size < 4:
         return (0.0, 0.0), ()
     knee = max(piece.size for piece in footprint.pieces(end.size))

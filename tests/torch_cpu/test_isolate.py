@@ -442,7 +442,7 @@ class TestAnswer:
     def test_the_next_child_starts_while_a_trial_runs_and_loads_nothing(self, diary: Path) -> None:
         with Children(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
-                trial = run_one(2, steps=2, soak=False, may_settle=False, smallest=False)
+                trial = run_one(2, steps=2, soak=False, may_settle=False, few=None, smallest=False)
             assert trial.fits
             # Each child has a shell beside it, which waits for this process' end.
             commands = {
@@ -454,7 +454,7 @@ class TestAnswer:
             assert len(set(pids(diary, "step"))) == 1
             wait_until(lambda: is_gone(spare), within_s=10, what="the spare child lives")
             with children.trying(2**23) as run_one:  # one that is gone is no harm
-                assert run_one(3, steps=2, soak=True, may_settle=False, smallest=False).sustained
+                assert run_one(3, steps=2, soak=True, may_settle=False, few=None, smallest=False).sustained
         assert children_of_this_process() == set()
 
     def test_endings_have_words(self) -> None:

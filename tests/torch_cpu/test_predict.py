@@ -12,7 +12,7 @@ import batchfit
 from batchfit import _oracle, _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
 from batchfit._decide.footprint import Footprint
-from batchfit._decide.simulate import simulate
+from batchfit._decide.simulate import largest, simulate
 from batchfit._oracle import MARGINS, Foresight, allocator_rules
 from batchfit._predict import calibration
 from batchfit._torch import generating, tracing
@@ -431,35 +431,74 @@ def generating_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize(
-    ("make", "prompt", "new", "share"),
-    [(generating_gpt2, 32, 63, 1.0), (generating_llama, 8, 40, 0.92), (generating_llama, 48, 20, 1.0)],
-)
-def test_a_cache_that_grows_leaves_holes(
-    make: Any, prompt: int, new: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A few tokens are traced, and all of them fit; by the last one alone more would be promised."""
-    work = batchfit.generation(
-        make(), lambda n: {"input_ids": torch.zeros(n, prompt, dtype=torch.long)}, max_new_tokens=new
+def every_token(model: Any, args: Any, options: dict[str, Any]) -> torch.Tensor:
+    ids, new = generating._checked(model, args, options)[0]["input_ids"], options["max_new_tokens"]
+    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    for _ in range(new):
+        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    whole: torch.Tensor = ids.new_zeros((ids.shape[0], ids.shape[1] + new))
+    return whole
+
+
+def generates(model: Any, prompt: int, new: int) -> batchfit.Workload:
+    return batchfit.generation(
+        model, lambda n: {"input_ids": torch.zeros(n, prompt, dtype=torch.long)}, max_new_tokens=new
     )
 
-    def every_token(model: Any, args: Any, options: dict[str, Any]) -> torch.Tensor:
-        ids = generating._checked(model, args, options)[0]["input_ids"]
-        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-        for _ in range(new):
-            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        whole: torch.Tensor = ids.new_zeros((ids.shape[0], prompt + new))
-        return whole
 
+def lines_of(work: batchfit.Workload) -> Footprint:
+    return Footprint.between(*(trace(work, size, rules=rules_for(work), steps=1) for size in (64, 128)))
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "new"),
+    [(generating_gpt2, 32, 63), (generating_llama, 8, 40), (generating_llama, 48, 20)],
+)
+def test_what_is_predicted_for_generation_has_room_for_every_token(
+    make: Any, prompt: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = generates(make(), prompt, new)
     predicted = predict(work, budget="1GiB").batch_size
-    with monkeypatch.context() as patched:
-        patched.setattr(generating, "_TOKENS", 1)
-        assert predicted <= share * predict(work, budget="1GiB").batch_size
     monkeypatch.setattr(generating, "_few_tokens", every_token)
-    rules = rules_for(work)
-    whole = Footprint.between(*(trace(work, size, rules=rules, steps=1) for size in (64, 128)))
+    whole = lines_of(work)
     assert simulate(whole, predicted, capacity_bytes=GIB).fits
     assert not simulate(whole, round(predicted * 1.4), capacity_bytes=GIB).fits
+
+
+@pytest.mark.slow
+def test_a_cache_that_grows_leaves_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where answers are long, a few tokens say more about what fits than the last one alone."""
+    work = generates(generating_llama(), 8, 40)
+
+    def ends() -> list[int]:
+        lines = lines_of(work)
+        found = [largest(lines, capacity_bytes=MIB * room, may_retry=True) for room in range(640, 1088, 64)]
+        return [one.size for one in found if one is not None]
+
+    few = ends()
+    monkeypatch.setattr(generating, "_TOKENS", 1)
+    last = ends()
+    monkeypatch.setattr(generating, "_few_tokens", every_token)
+    true = ends()
+
+    def beyond(said: list[int]) -> float:
+        return sum(one / other for one, other in zip(said, true, strict=True)) / len(true)
+
+    assert beyond(few) < beyond(last) - 0.05
+    assert beyond(few) < 1.16  # the margin
+
+
+def test_a_cache_that_is_not_known_is_refused_whatever_the_length() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=32, sliding_window=4, **heads
+    )
+    model = transformers.MistralForCausalLM(config)
+    for new in (1, 8, 9):
+        work = generates(model, 8, new)
+        with pytest.raises(UntraceableError, match="is not known"):
+            trace(work, 2, rules=rules_for(work))
 
 
 def test_generation_is_its_prompt_and_its_last_token() -> None:

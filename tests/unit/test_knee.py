@@ -308,3 +308,19 @@ def test_wrong_settings_are_refused(keywords: dict[str, object], message: str) -
 def test_a_file_that_is_not_ours_is_refused(text: str) -> None:
     with pytest.raises(ResultFileError, match="not a knee search"):
         Knee.from_json(text)
+
+
+def test_a_host_that_is_slower_at_one_size_than_at_another_is_still_the_floor() -> None:
+    """ResNet-50 on an H200 with 24 GiB: 384 was recommended, since 16 took 19 % longer than 1."""
+    told = (
+        Timed(1, 0.01979, 0.13),
+        Timed(16, 0.02348, 0.02),
+        Timed(256, 0.10546, 0.005),
+        Timed(384, 0.15440, 0.004, fine=True),
+    )
+    knee = Knee(limit=490, told=told)
+    assert knee.recommended == 256
+    while (ask := knee.ask()) is not None:
+        floor = max(0.0235, 0.0076 + 0.0003823 * ask.size)
+        knee = knee.tell(Timed(ask.size, floor, 0.005, fine=ask.fine))
+    assert knee.recommended in (192, 256)

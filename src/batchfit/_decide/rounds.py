@@ -45,6 +45,11 @@ class Mark:
     updates: tuple[int, ...] = ()
 
 
+def steps_of(kind: str, steps: int, few: int | None) -> int:
+    """How many steps a trial of that kind of workload has, if `few` will do where each step generates."""
+    return steps if few is None or kind != "generation" else min(steps, few)
+
+
 def layout_of(
     large: Iterable[object],
     small: Iterable[object],

@@ -5,8 +5,8 @@ Rules:
   (ResNet-50 on an H200: 562 passes 2 steps, 556 dies in a soak of 25, 549 survives).
 - A workspace that cuDNN finds no room for is not the end: it takes another plan, and remembers it. What such
   a plan needs is not known; it is taken for nothing.
-- "Sustained" means what it means in a trial: no retry once settled. The answer is the largest size that is
-  sustained, and every size that is answered has been replayed.
+- "Sustained" means what it means in a trial: no retry once settled, unless a step generates. The answer is
+  the largest size that is sustained, and every size that is answered has been replayed.
 """
 
 from __future__ import annotations

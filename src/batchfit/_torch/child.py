@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch.distributed
 
 from batchfit import _failure as failure
+from batchfit._decide.rounds import steps_of
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
 from batchfit._torch.device import Device, optimizers_in, resolve_device, tensors_in
@@ -162,7 +163,7 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
                 device=place,
                 snapshot=Snapshot.take(()),
                 parameters=list(parameters.values()),
-                steps=request["steps"],
+                steps=steps_of(work.kind, request["steps"], request["few"]),
                 soak=soak,
                 may_settle=request["may_settle"] and work.declared,  # or nobody knows of its optimizers
                 optimizers=optimizers_in(work.state),

@@ -5,7 +5,8 @@ Rules:
 - A device that torch cannot reach is never guessed at: MIG slices and hidden cards are chosen with
   `CUDA_VISIBLE_DEVICES`, before the program starts, and the error says so.
 
-What a device can do is in `device_memory.py`; its names are here too, for those who need both.
+What a device can do is in `caching_memory.py` and `plain_memory.py`; the names are here too, for those who
+need both.
 """
 
 from __future__ import annotations

@@ -78,6 +78,7 @@ def _few_tokens(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
     if beams > 1:
         torch.log_softmax(scores, dim=-1)
     del out, scores
+    _check_cache(cache)
     prompt = ids.shape[1]
     few = min(_TOKENS, new_tokens) if new_tokens > _LONG * prompt else 1
     last = torch.zeros((ids.shape[0], 1), dtype=torch.long, device=ids.device)
@@ -125,14 +126,19 @@ def _checked(model: Any, args: Any, options: dict[str, Any]) -> tuple[dict[str, 
     return inputs, int(options["max_new_tokens"]), int(options.get("num_beams") or 1)
 
 
-def _stretch(cache: Any, by: int) -> None:
-    """Each layer's keys and values that many tokens longer, the shorter ones freed after each."""
+def _check_cache(cache: Any) -> None:
+    """Refuse a cache that does not grow token by token."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UntraceableError("generate", "", f"the cache {type(cache).__name__} is not known")
     for layer in layers:
         if getattr(layer, "is_sliding", False) or not isinstance(getattr(layer, "keys", None), Tensor):
             raise UntraceableError("generate", "", f"the cache {type(layer).__name__} is not known")
+
+
+def _stretch(cache: Any, by: int) -> None:
+    """Each layer's keys and values that many tokens longer, the shorter ones freed after each."""
+    for layer in cache.layers:
         for name in ("keys", "values"):
             before = getattr(layer, name)
             shape = (*before.shape[:-2], before.shape[-2] + by, before.shape[-1])

@@ -16,6 +16,7 @@ from typing import Self, final
 import torch
 from torch import nn
 
+from batchfit._decide.rounds import steps_of
 from batchfit._decide.state import Sizes
 from batchfit._torch import oom, parallel
 from batchfit._torch.child import count_elements
@@ -81,8 +82,11 @@ class Here:
         snapshot = Snapshot.take(work.state)
         parameters = self._parameters()
 
-        def run_one(size: int, *, steps: int, soak: bool, may_settle: bool, smallest: bool) -> Trial:
+        def run_one(
+            size: int, *, steps: int, soak: bool, may_settle: bool, few: int | None, smallest: bool
+        ) -> Trial:
             nonlocal first
+            steps = steps_of(work.kind, steps, few)
             step = work.step if self._owed is None else Counted(work.step, steps=steps)
             try:
                 trial = run_trial(

@@ -181,10 +181,13 @@ def _place(loaded: Message) -> Place:
 
 
 class RunOne(Protocol):
-    """Runs one trial, in this process or in a child; None where it was cut off for another rank's."""
+    """Runs one trial, in this process or in a child; None where it was cut off for another rank's.
+
+    `few` steps will do where a step generates.
+    """
 
     def __call__(
-        self, size: int, *, steps: int, soak: bool, may_settle: bool, smallest: bool
+        self, size: int, *, steps: int, soak: bool, may_settle: bool, few: int | None, smallest: bool
     ) -> Trial | None: ...
 
 
@@ -194,7 +197,7 @@ class Children:
 
         with Children(Factory.of(make), device=None, timeout_s=60) as children:
             with children.trying(2**30) as run_one:
-                trial = run_one(8, steps=3, soak=False, may_settle=False, smallest=False)
+                trial = run_one(8, steps=3, soak=False, may_settle=False, few=None, smallest=False)
 
     While a trial runs, the next child already imports torch; it loads nothing of the user's before its turn.
     """
@@ -260,7 +263,15 @@ class Children:
         yield partial(self._run, budget_bytes=budget_bytes)
 
     def _run(
-        self, size: int, *, budget_bytes: int, steps: int, soak: bool, may_settle: bool, smallest: bool
+        self,
+        size: int,
+        *,
+        budget_bytes: int,
+        steps: int,
+        soak: bool,
+        may_settle: bool,
+        few: int | None,
+        smallest: bool,
     ) -> Trial | None:
         """One trial in a fresh process, start to end; None where it was cut off, as another rank's failed."""
         begun = time.perf_counter()
@@ -272,6 +283,7 @@ class Children:
                 steps=steps,
                 soak=soak,
                 may_settle=may_settle,
+                few=few,
                 smallest=smallest,
             )
             if not soak:  # after a soak there is most likely nothing more to try

@@ -25,12 +25,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
 import torch
 
-from batchfit._decide.rounds import GENERATION_STEPS, Mark, goes_round
+from batchfit._decide.rounds import Mark, goes_round
 from batchfit._torch import oom, phase
 from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import Device, tensors_in
@@ -55,9 +56,9 @@ class _Readings:
     def settled(self) -> bool:
         return goes_round(self.marks)
 
-    def retries_since(self, step: int) -> int:
-        """How often allocations were retried after that many steps; 0 before there are more."""
-        return self.retries_at[-1] - self.retries_at[step - 1] if len(self.retries_at) > step else 0
+    def steps_that_retried(self, first: int) -> int:
+        """In how many steps after the first ones allocations were retried."""
+        return sum(one < two for one, two in pairwise(self.retries_at[first - 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def run_trial(
     """Run `steps` steps at `size` and say how it went.
 
     `may_settle`: fewer will do, if the allocator repeats itself and all of `optimizers` step meanwhile, or
-    if it retries where it should have settled.
+    if it retries again where it should have settled.
     `generates`: a cache grows in each step, and whenever it has outgrown the blocks that are free, these go
     back and others are taken. Such retries are how it works, and no sign that the next step will not fit.
 
@@ -94,8 +95,6 @@ def run_trial(
     cannot be cured by going lower, so it is the user's and comes out unchanged.
     """
     started = time.perf_counter()
-    if generates and soak and may_settle:
-        steps, may_settle = min(steps, GENERATION_STEPS), False
     readings = _Readings()
     ambient = sys.exception()
     raised: BaseException | None = None
@@ -104,7 +103,17 @@ def run_trial(
     before = device.alloc_retries()
     try:
         failure = _run_steps(
-            step, size, steps, device, parameters, readings, soak, may_settle, optimizers, raise_ambiguous
+            step,
+            size,
+            steps,
+            device,
+            parameters,
+            readings,
+            soak,
+            may_settle,
+            optimizers,
+            generates,
+            raise_ambiguous,
         )
         cut_off = failure is not None
         peaks, largest = device.peaks(), largest_bytes(device)
@@ -153,6 +162,7 @@ def _run_steps(
     soak: bool,
     may_settle: bool,
     optimizers: Sequence[Any],
+    generates: bool,
     raise_ambiguous: bool,
 ) -> _Failure | None:
     ambient = sys.exception()
@@ -178,8 +188,8 @@ def _run_steps(
                 readings.marks.append(replace(mark, updates=updates))
                 if readings.settled:
                     break
-            if may_settle and soak and readings.retries_since(steps // 2):
-                break  # it is not sustained, whatever the other steps bring
+            if may_settle and not generates and readings.steps_that_retried(steps // 2) > 1:
+                break  # it retries again and again
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
