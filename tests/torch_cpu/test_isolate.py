@@ -440,14 +440,14 @@ class TestAnswer:
 
     @pytest.mark.slow
     def test_the_next_child_starts_while_a_trial_runs_and_loads_nothing(self, diary: Path) -> None:
+        before = children_of_this_process()  # a fork server, for one, of another file's tests
         with Children(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
                 trial = run_one(2, steps=2, soak=False, may_settle=False, few=None, smallest=False)
             assert trial.fits
             # Each child has a shell beside it, which waits for this process' end.
-            commands = {
-                int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of_this_process()
-            }
+            new = children_of_this_process() - before
+            commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in new}
             (spare,) = [pid for pid, command in commands.items() if b"/bin/sh" not in command]
             assert len(commands) == 2
             os.kill(spare, signal.SIGKILL)
@@ -455,7 +455,7 @@ class TestAnswer:
             wait_until(lambda: is_gone(spare), within_s=10, what="the spare child lives")
             with children.trying(2**23) as run_one:  # one that is gone is no harm
                 assert run_one(3, steps=2, soak=True, may_settle=False, few=None, smallest=False).sustained
-        assert children_of_this_process() == set()
+        assert children_of_this_process() <= before
 
     def test_endings_have_words(self) -> None:
         assert _ending(-9)[::2] == ("killed", False)
