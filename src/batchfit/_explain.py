@@ -264,7 +264,7 @@ class Study:
             rules=self.settings,
             extra=self.residual,
             first_size=1,
-            may_retry=self.workload.kind == "generation",
+            may_retry=traced.may_retry,
         )
         if found is None or found.size < LEAST_GAIN * self.base.largest:
             return []

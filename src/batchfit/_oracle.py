@@ -58,12 +58,8 @@ class Oracle:
             capacity_bytes=capacity_bytes,
             rules=self.rules,
             extra_bytes=max(0.0, self.residual[0] + self.residual[1] * size),
-            may_retry=self._may_retry,
+            may_retry=self.traced.may_retry,
         )
-
-    @property
-    def _may_retry(self) -> bool:
-        return self.traced.workload.kind == "generation"
 
     def peak(self, size: int) -> int:
         """Live bytes at the highest moment, in the allocator's blocks."""
@@ -81,7 +77,7 @@ class Oracle:
                     rules=self.rules,
                     extra=self.residual,
                     most=most,
-                    may_retry=self._may_retry,
+                    may_retry=self.traced.may_retry,
                 )
         return self._by_single_traces(capacity_bytes, most)
 

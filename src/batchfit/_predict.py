@@ -132,7 +132,7 @@ def calibration(
         footprint,
         capacity_bytes=round(budget_bytes * 0.9),
         rules=rules,
-        may_retry=work.kind == "generation",
+        may_retry=traced.may_retry,
     )
     if end is None or end.size < 4:
         return (0.0, 0.0), ()

@@ -63,6 +63,11 @@ class Traced:
     single: dict[int, Footprint] = field(default_factory=dict)  # of sizes that were traced by themselves
     _single_s: float = 0.0
 
+    @property
+    def may_retry(self) -> bool:
+        """As in a trial: retries of a step that generates are no reason against a size."""
+        return self.workload.kind == "generation"
+
     def at(self, size: int) -> Footprint:
         """The footprint to replay for `size`."""
         if size in self.single:
