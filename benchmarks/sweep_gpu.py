@@ -5,11 +5,11 @@
     python benchmarks/sweep_gpu.py run --smoke --out smoke.json          # a tiny model, no GPU
 
 A Llama-shaped model of about 1 B parameters in bf16 with random weights; 256 new tokens for every sample;
-prompts of 128 to 2048 tokens, under a cap of 24 GiB. Rows, each in a process of its own: `sweep/guided` and
-`sweep/grow` are `batchfit.sweep` over all prompts (grow with the estimate 512 / prompt), and measure at the
-size found; `sweep/accelerate` is Accelerate's `find_executable_batch_size` called for each prompt, with the
-same steps a trial. `truth/PROMPT` then tries sizes between the largest that ran and the smallest that did not
-until they are within 2 %. Seconds are those of the searches: models are made before the clock starts.
+prompts of 128 to 2048 tokens, under a cap of 24 GiB. Rows, each in a process of its own: `guided/PROMPT` and
+`grow/PROMPT` are `batchfit.sweep` with its defaults (grow with the estimate 512 / prompt), which measures at
+the size found; `accelerate/PROMPT` is Accelerate's `find_executable_batch_size`, which calls `generate` twice
+at each size. `truth/PROMPT` then tries sizes between the largest that ran and the smallest that did not until
+they are within 2 %. Seconds are those of the searches: models are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import json
 import platform
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ SMOKE = Setup(
     },
 )
 WAYS = ("guided", "grow", "accelerate")
-STEPS, SOAK_STEPS = 2, 2  # each generates every token, and takes the same memory
+STEPS = 2  # of a trial that is not ours; each generates every token, and takes the same memory
 
 
 def setup(smoke: bool) -> Setup:
@@ -73,7 +74,7 @@ def setup(smoke: bool) -> Setup:
 
 
 def rows(smoke: bool) -> list[str]:
-    return [*(f"sweep/{way}" for way in WAYS), *(f"truth/{prompt}" for prompt in setup(smoke).prompts)]
+    return [f"{kind}/{prompt}" for kind in (*WAYS, "truth") for prompt in setup(smoke).prompts]
 
 
 def made(model: Any, prompt: int, given: Setup) -> Any:
@@ -103,8 +104,8 @@ def model_of(given: Setup, smoke: bool) -> Any:
     return model.eval() if smoke else model.eval().to(torch.bfloat16)
 
 
-def swept(way: str, given: Setup, smoke: bool) -> Results:
-    """`batchfit.sweep` over the prompts."""
+def swept(way: str, prompt: int, given: Setup, smoke: bool) -> Results:
+    """`batchfit.sweep` of one configuration: each is searched for by itself, however many there are."""
     import torch
 
     import batchfit
@@ -120,7 +121,7 @@ def swept(way: str, given: Setup, smoke: bool) -> Results:
 
     result = batchfit.sweep(
         lambda prompt: made(model, prompt, given),
-        {"prompt": list(given.prompts)},
+        {"prompt": [prompt]},
         batch_size=given.batch_size,
         strategy=way,
         estimate={"prompt": f"min(1, {given.prompts[len(given.prompts) // 2]} / prompt)"}
@@ -128,13 +129,8 @@ def swept(way: str, given: Setup, smoke: bool) -> Results:
         else None,
         measure=measure,
         budget=given.budget,
-        steps=STEPS,
-        soak_steps=SOAK_STEPS,
     )
-    return {str(one.knobs["prompt"]): told(one) for one in result.records}
-
-
-def told(record: Any) -> Results:
+    (record,) = result.records
     return {
         "size": record.batch_size_used,
         "sizes": [[trial.size, trial.fits] for trial in record.trials],
@@ -143,34 +139,38 @@ def told(record: Any) -> Results:
         "measure_retries": record.measure_retries,
         "tokens_per_s": record.measures.get("tokens_per_s"),
         "find_s": record.find_s,
-        "error": record.error,
+        **({"error": record.error} if record.error else {}),
     }
 
 
-def with_accelerate(given: Setup, smoke: bool) -> Results:
+def with_accelerate(prompt: int, given: Setup, smoke: bool) -> Results:
     """Accelerate's decorator around the same steps, as its documentation has it."""
     from accelerate.utils import find_executable_batch_size
 
     model = model_of(given, smoke)
-    found: Results = {}
-    for prompt in given.prompts:
-        work = made(model, prompt, given)
-        sizes: list[list[Any]] = []
+    work = made(model, prompt, given)
+    sizes: list[list[Any]] = []
+    begins: list[float] = []
 
-        def run(batch_size: int, work: Any = work, sizes: list[list[Any]] = sizes) -> int:
-            sizes.append([batch_size, False])
-            for _ in range(STEPS):
-                work.step(batch_size)
-            sizes[-1][1] = True
-            return batch_size
+    def run(batch_size: int) -> int:
+        sizes.append([batch_size, False])
+        begins.append(time.perf_counter())
+        for _ in range(STEPS):
+            work.step(batch_size)
+        sizes[-1][1] = True
+        return batch_size
 
-        begun = time.perf_counter()
-        with limited(model, given):
-            size = find_executable_batch_size(run, starting_batch_size=given.batch_size)()
-        ooms = sum(not fits for _, fits in sizes)
-        seconds = time.perf_counter() - begun
-        found[str(prompt)] = {"size": size, "sizes": sizes, "ooms": ooms, "find_s": seconds}
-    return found
+    begun = time.perf_counter()
+    with limited(model, given):
+        size = find_executable_batch_size(run, starting_batch_size=given.batch_size)()
+    ended = time.perf_counter()
+    return {
+        "size": size,
+        "sizes": sizes,
+        "trials_s": [two - one for one, two in pairwise((*begins, ended))],
+        "ooms": sum(not fits for _, fits in sizes),
+        "find_s": ended - begun,
+    }
 
 
 def limited(model: Any, given: Setup) -> contextlib.AbstractContextManager[None]:
@@ -210,19 +210,21 @@ def truth(prompt: int, given: Setup, smoke: bool, good: int, bad: int | None) ->
 
 def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
     """What the sweeps have shown already: the largest that ran, and the smallest above it that did not."""
-    sizes = [one for way in WAYS for one in results[f"sweep/{way}"][prompt]["sizes"]]
+    sizes = [one for way in WAYS for one in results[f"{way}/{prompt}"]["sizes"]]
     good = max((size for size, fits in sizes if fits), default=1)
     return good, min((size for size, fits in sizes if not fits and size > good), default=None)
 
 
 def one(row: str, given: argparse.Namespace) -> Results:
     my_turn("batchfit._sweep", "accelerate", "transformers.models.llama.modeling_llama")
-    kind, _, name = row.partition("/")
+    kind, _, prompt = row.partition("/")
     wanted = setup(given.smoke)
     if kind == "truth":
         results = json.loads(given.out.read_text())
-        return truth(int(name), wanted, given.smoke, *bracket(results, name))
-    return with_accelerate(wanted, given.smoke) if name == "accelerate" else swept(name, wanted, given.smoke)
+        return truth(int(prompt), wanted, given.smoke, *bracket(results, prompt))
+    if kind == "accelerate":
+        return with_accelerate(int(prompt), wanted, given.smoke)
+    return swept(kind, int(prompt), wanted, given.smoke)
 
 
 def about(given: argparse.Namespace) -> Results:
@@ -245,11 +247,10 @@ def about(given: argparse.Namespace) -> Results:
 
 
 def not_yet(row: str, results: Results) -> str:
-    """A truth begins where the sweeps ended."""
-    missing = [
-        way for way in WAYS if "error" in results.get(f"sweep/{way}", {"error": "it has not been run"})
-    ]
-    return f"after {', '.join(missing)}" if row.startswith("truth/") and missing else ""
+    """A truth begins where the searches ended."""
+    kind, _, prompt = row.partition("/")
+    missing = [way for way in WAYS if "sizes" not in results.get(f"{way}/{prompt}", {})]
+    return f"after {', '.join(missing)}" if kind == "truth" and missing else ""
 
 
 def run_all(given: argparse.Namespace) -> None:
@@ -276,8 +277,8 @@ def page(results: Results) -> str:
         f"python {told_of['python']}.",
         "",
         f"Generation of {told_of['new_tokens']} tokens for every sample, under {told_of['budget']}, at most "
-        f"{told_of['batch_size']} samples, {STEPS} steps a trial. `fits` is the largest size that ran, with",
-        "the smallest that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
+        f"{told_of['batch_size']} samples. `fits` is the largest size that ran {STEPS} times, with the smallest",
+        "that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
         "",
         "| prompt | fits | " + " | ".join(f"{way}: size, share, sizes, OOMs, s" for way in WAYS) + " |",
         "|---|---|" + "---|" * len(WAYS),
@@ -288,9 +289,9 @@ def page(results: Results) -> str:
         most = true.get("fits")
         cells = []
         for way in WAYS:
-            run = results.get(f"sweep/{way}", {}).get(prompt)
-            if run is None or run.get("size") is None:
-                cells.append((run or {}).get("error") or "not run")
+            run = results.get(f"{way}/{prompt}", {})
+            if run.get("size") is None:
+                cells.append((run.get("error") or "not run").splitlines()[-1])
                 continue
             share = f"{run['size'] / most:.1%}" if most else "-"
             tried = len({size for size, _ in run["sizes"]})
@@ -301,23 +302,16 @@ def page(results: Results) -> str:
         lines.append(f"| {prompt} | {shown} | " + " | ".join(cells) + " |")
     ends = [f"{tried} sizes, {ooms} OOMs, {seconds:.0f} s" for tried, ooms, seconds in totals.values()]
     lines.append("| all | | " + " | ".join(ends) + " |")
-    ours = results.get("sweep/guided", {})
+    ours = {str(prompt): results.get(f"guided/{prompt}", {}) for prompt in told_of["prompts"]}
     measured = [
-        f"{prompt}: {ours[prompt]['tokens_per_s']:.0f}"
-        for prompt in map(str, told_of["prompts"])
-        if ours.get(prompt, {}).get("tokens_per_s")
+        f"{prompt}: {one['tokens_per_s']:.0f}" for prompt, one in ours.items() if one.get("tokens_per_s")
     ]
-    retries = sum(ours.get(str(prompt), {}).get("measure_retries", 0) for prompt in told_of["prompts"])
+    retries = sum(one.get("measure_retries", 0) for one in ours.values())
     if measured:
         lines += [
             "",
             f"New tokens/s at the sizes of `guided`, by prompt: {', '.join(measured)}; {retries} OOMs.",
         ]
-    lines += [
-        f"\n{row}: {results[row]['error'].splitlines()[-1]}"
-        for row in results
-        if row != "about" and results[row].get("error")
-    ]
     return "\n".join(lines) + "\n"
 
 

@@ -102,7 +102,8 @@ def find_batch_size(
         steps: steps in a trial, at least 2: the first step understates, since optimizers allocate in it.
         soak_steps: steps in the soak that the answer has to survive; 0 for none. Default: 25, or ten and more
             of them until the allocator of a GPU repeats itself, after which nothing new can happen; all of
-            them where the state is not declared; 4 where a step generates.
+            them where the state is not declared. Where a step generates, `steps` are enough, and one for a
+            trial.
         max_trials, time_limit_s: end the search early with what it has.
         predict: "guided" on a GPU begins with what a prediction says, where the step can be traced; not with
             `isolate`.

@@ -142,11 +142,12 @@ def test_a_short_prompt_with_a_long_answer(predict: bool) -> None:
     workload = batchfit.generation(model, prompts, max_new_tokens=96, do_sample=False)
     fit = batchfit.find_batch_size(workload, budget="2GiB", predict=predict)
     assert fit.sustained
-    assert fit.survived_steps == 4
+    assert fit.survived_steps == 3
     # Readings of a cache in pieces say little: without a prediction it is the bracket that finds the end.
-    assert not predict or sum(not trial.fits for trial in fit.trials) <= 1
+    told = [(trial.size, trial.fits, trial.peak_bytes) for trial in fit.trials]
+    assert not predict or sum(not fits for _, fits, _ in told) <= 1, told
     assert survives(workload, fit.batch_size, 4, fit.budget_bytes)
-    assert not survives(workload, int(fit.batch_size * 1.35), 2, fit.budget_bytes)
+    assert not survives(workload, int(fit.batch_size * 1.15), 2, fit.budget_bytes), told
 
 
 def test_exact_with_tolerance_zero() -> None:

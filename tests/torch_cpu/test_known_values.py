@@ -124,6 +124,47 @@ def test_a_branch_on_a_mask_is_taken_as_it_would_be() -> None:
     assert any("masked_fill" in one for one in sizes[5])
 
 
+@pytest.mark.parametrize(
+    ("mask", "hides"),
+    [
+        (lambda n: torch.ones(n, 4, dtype=torch.long), False),
+        (lambda n: torch.ones(n, 4, dtype=torch.bool), False),
+        (lambda n: torch.zeros(n, 4, dtype=torch.bool), True),
+    ],
+)
+def test_the_mask_of_a_batch_that_is_the_same_everywhere_is_known(mask: Any, hides: bool) -> None:
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = model(batch["x"])
+        return out.masked_fill(~batch["mask"].bool(), 0).sum() if not batch["mask"].all() else out.sum()
+
+    def batch(n: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(n, 4), "mask": mask(n)}
+
+    work = batchfit.training(nn.Linear(4, 4), None, loss, batch)
+    operations = {one.operation for one in trace(work, 2, rules=rules_for(work), steps=1).origins}
+    assert any("masked_fill" in one for one in operations) == hides
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda n: torch.ones(n, 4),
+        lambda n: torch.arange(4 * n).view(n, 4),
+        lambda n: torch.tensor([[1, 0]] * n),
+    ],
+)
+def test_other_values_of_a_batch_are_not(values: Any) -> None:
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]).sum() if batch["values"].to(batch["x"].device).all() else torch.zeros(1)
+
+    def batch(n: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.ones(n, 4), "values": values(n)}
+
+    work = batchfit.training(nn.Linear(4, 4), None, loss, batch)
+    with pytest.raises(UntraceableError, match="depends on the data"):
+        trace(work, 2, rules=rules_for(work), steps=1)
+
+
 def test_a_counter_in_a_buffer_counts() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

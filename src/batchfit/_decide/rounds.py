@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import final
 
 SOAK_STEPS = 25  # of a soak, where nobody says otherwise
-GENERATION_STEPS = 4  # where a step generates: it goes through hundreds of lengths, and all is gone after it
 LEAST = 10  # steps, before it may end
 _ROOM_FOR_SMALL = 20 * 2**20  # bytes: ten segments of small blocks
 _LONGEST = 5  # steps in a round, and how many have to be alike

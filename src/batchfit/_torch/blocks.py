@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import Tensor
 
 from batchfit._decide.footprint import Origin, Trace
+from batchfit._decide.passes import Loop, with_all_passes
 
 
 @final
@@ -24,6 +25,7 @@ class Blocks:
         self._origins: list[Origin] = []
         self._events: list[int] = []
         self._step_ends: list[int] = []
+        self._loops: list[Loop] = []
         self._begins = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -74,7 +76,15 @@ class Blocks:
         self._begins = len(self._events)
 
     def end_step(self) -> None:
-        self._step_ends.append(len(self._events))
+        self._step_ends.append(self.position())
+
+    def position(self) -> int:
+        """How many events there are so far."""
+        return len(self._events)
+
+    def looped(self, loop: Loop) -> None:
+        """What was written down since has some passes of a loop, and stands for all of them."""
+        self._loops.append(loop)
 
     def trace(self, size: int) -> Trace:
         found = Trace(
@@ -86,7 +96,7 @@ class Blocks:
             tuple(self._step_ends),
         )
         self._known.clear()
-        return found.ordered()
+        return with_all_passes(found, self._loops).ordered()
 
 
 def address_of(tensor: Tensor) -> int:

@@ -1,11 +1,10 @@
-"""Generation in a trace: the prompt, a few of the tokens, and the last one with the cache at its longest.
+"""Generation in a trace: the prompt, a few of the tokens' passes, and from these all of them.
 
-Memory is highest at one of two moments: while the prompt goes through the model, or at the last token, when
-every layer's keys and values are as long as they get and one layer's are being copied into longer ones. But
-the cache grows on the way, and what is copied into longer ones leaves holes that none of these fits into: of
-a Llama of 1 B with 128 tokens and 256 more under 24 GiB, 1456 samples should run by these two moments, and an
-H200 could not run 1439. Where answers are long beside their prompts a trace therefore makes eight tokens, the
-cache growing to where each of them would be: replayed, the holes are about those of all tokens.
+Memory is highest while the prompt goes through the model, or at the last token, when every layer's keys and
+values are as long as they get and one layer's are being copied into longer ones. But what they are copied out
+of on the way leaves holes that nothing later fits into, up to a quarter of the memory: of a Llama of 1 B with
+128 tokens and 256 more under 24 GiB, 1456 samples would run by those two moments; 1112 do in a replay of all
+passes, and an H200 ran 1129 and not 1439. So five passes are traced, and the rest is written from them.
 
 Rules: only transformers' own `generate` with its growing cache is known well enough for this; anything else
 is named as untraceable, and measured instead.
@@ -15,16 +14,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchfit._decide.passes import Loop
+from batchfit._torch.blocks import Blocks
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
-_TOKENS = 8  # that are traced
-_LONG = 0.5  # times the prompt: an answer that is longer leaves holes that count
+_ALL = 20  # passes, if there are no more than these
+# Kernels want masks of a multiple of eight, so that one pass in eight is another. Passes are traced where the
+# keys are this many beyond one: the pass is not that one, and not the one after it.
+_BEYOND_EIGHT = 4
 # What makes another cache, another loop or another output: not traced.
 _OTHERWISE = (
     "cache_implementation",
@@ -42,8 +46,8 @@ _OTHERWISE = (
 
 
 @contextlib.contextmanager
-def short_generation(workload: Workload) -> Iterator[None]:
-    """Inside, the model's `generate` does its first and its last forward pass, and few between."""
+def short_generation(workload: Workload, blocks: Blocks) -> Iterator[None]:
+    """Inside, the model's `generate` does a few of its forward passes, and `blocks` are told of the rest."""
     model: Any = workload.model
     if workload.kind != "generation":
         yield
@@ -53,7 +57,7 @@ def short_generation(workload: Workload) -> Iterator[None]:
     own = vars(model).get("generate")
 
     def generate(*args: Any, **options: Any) -> Tensor:
-        return _few_tokens(model, args, options)
+        return _few_passes(model, args, options, blocks)
 
     model.__dict__["generate"] = generate
     try:
@@ -65,7 +69,7 @@ def short_generation(workload: Workload) -> Iterator[None]:
             model.__dict__["generate"] = own
 
 
-def _few_tokens(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
+def _few_passes(model: Any, args: Any, options: dict[str, Any], blocks: Blocks) -> Tensor:
     inputs, new_tokens, beams = _checked(model, args, options)
     ids = inputs.pop("input_ids")
     mask = inputs.pop("attention_mask", None)
@@ -80,23 +84,44 @@ def _few_tokens(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
     del out, scores
     _check_cache(cache)
     prompt = ids.shape[1]
-    few = min(_TOKENS, new_tokens) if new_tokens > _LONG * prompt else 1
     last = torch.zeros((ids.shape[0], 1), dtype=torch.long, device=ids.device)
-    made = 0
-    for number in range(1, few + 1):
-        before, made = made, new_tokens * number // few
-        if made - before > 1:
-            _stretch(cache, made - before - 1)
+    spans: list[tuple[int, int]] = []
+    count = new_tokens - 1  # the prompt's pass makes the first token
+    numbers = _traced_passes(prompt, count)
+    for before, number in pairwise((0, *numbers)):
+        if number - before > 1:
+            _stretch(cache, number - before - 1)
+            # As what they were: of a mask it is asked whether it hides anything, which not all tensors know.
+            ids, mask = (_longer(one, number - before - 1) for one in (ids, mask))
+        begin = blocks.position()
         if beams > 1:
             cache.reorder_cache(torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device))
-        mask = torch.ones((ids.shape[0], prompt + made), dtype=torch.long, device=ids.device)
+        mask = _longer(mask, 1)
         out = model(
             input_ids=last, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
         _scores(out)
         del out
+        ids = _longer(ids, 1)
+        spans.append((begin, blocks.position()))
+    if len(numbers) < count:
+        first, *both = spans
+        blocks.looped(Loop(first, (both[0], both[1]), (both[2], both[3]), (numbers[2], numbers[4]), count))
     whole: Tensor = ids.new_zeros((ids.shape[0] // beams, prompt + new_tokens))
     return whole
+
+
+def _traced_passes(prompt: int, count: int) -> tuple[int, ...]:
+    """The numbers of the passes to trace: all of few; of many the first, and two early and two late ones."""
+    if count <= _ALL:
+        return tuple(range(1, count + 1))
+    early = 3 + (_BEYOND_EIGHT - prompt - 3) % 8
+    late = count - (prompt + count - _BEYOND_EIGHT) % 8
+    return 1, early - 1, early, late - 1, late
+
+
+def _longer(tokens: Tensor, by: int) -> Tensor:
+    return torch.cat([tokens, tokens.new_ones((tokens.shape[0], by))], dim=-1)
 
 
 def _scores(out: Any) -> Tensor:

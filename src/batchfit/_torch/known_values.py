@@ -4,8 +4,10 @@ A program may branch on them (is this causal mask all true? are these positions 
 tensor has no values. Those that a program makes from shapes alone are computed beside the trace, on the host,
 so that such a branch is taken as it would be and not guessed.
 
-Rules: a value is known only if everything it was made of is known; what came from the batch, from a weight or
-from a random generator is not; a tensor that is written with something unknown is unknown from then on.
+Rules:
+- A value is known only if everything it was made of is known. What came from the batch, from a weight or from
+  a random generator is not, but for the mask of a batch that hides nothing: integers that are all the same.
+- A tensor that is written with something unknown is unknown from then on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
-_LARGEST = 1 << 20  # elements: more is no mask or position but a computation
+_LARGEST = 1 << 22  # elements: more is no mask or position but a computation
 _MAKERS = frozenset(
     {
         aten.arange.default,
@@ -62,6 +64,12 @@ class KnownValues:
         """From now on `fake` has this value."""
         key = id(fake)
         self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value)
+
+    def see(self, fake: Tensor, real: Tensor) -> None:
+        """A tensor of the host comes in as `fake`: known where all its elements are one whole number."""
+        whole = not (real.dtype.is_floating_point or real.dtype.is_complex)
+        if real.device.type == "cpu" and whole and 0 < real.numel() <= _LARGEST and _is_constant(real):
+            self.put(fake, real.detach().clone())
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""
@@ -127,6 +135,11 @@ class KnownValues:
                 living = fake()
                 if living is None or living.untyped_storage()._cdata == address:
                     self._values.pop(key, None)
+
+
+def _is_constant(real: Tensor) -> bool:
+    first = real.reshape(-1)[0]
+    return bool((real == first).all())
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

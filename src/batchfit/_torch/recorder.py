@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.operation: Any = ""
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
-        self._blocks = Blocks()
+        self.blocks = Blocks()
         self._where = Whereabouts(faked.module_names, outside)
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         self._values = KnownValues()
@@ -85,9 +85,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
-            self._blocks.see(tensor, Origin(kind, "held", module=name))
+            self.blocks.see(tensor, Origin(kind, "held", module=name))
             self._names.setdefault(id(tensor), name)
-        self._blocks.begin()
+        self.blocks.begin()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -98,25 +98,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
     def _mark_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._blocks.mark(parameter.grad, "gradients", self._names.get(id(parameter), ""))
+            self.blocks.mark(parameter.grad, "gradients", self._names.get(id(parameter), ""))
 
     def _mark_state(self, optimizer: torch.optim.Optimizer) -> None:
         """What an optimizer keeps for a parameter carries the parameter's name, as its gradient does."""
         for parameter, state in optimizer.state.items():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, FakeTensor):
-                    self._blocks.mark(value, "optimizer", self._names.get(id(parameter), ""))
+                    self.blocks.mark(value, "optimizer", self._names.get(id(parameter), ""))
 
     def end_step(self) -> None:
         """A step is over: name what it leaves behind."""
         for tensor in self.faked.optimizer_tensors():
-            self._blocks.mark(tensor, "optimizer")
+            self.blocks.mark(tensor, "optimizer")
         self._where.end_step()
-        self._blocks.end_step()
+        self.blocks.end_step()
 
     def trace(self, size: int) -> Trace:
         """What was written down."""
-        return self._blocks.trace(size)
+        return self.blocks.trace(size)
 
     # -- the operations
 
@@ -146,6 +146,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 return self._on_host(func, args, kwargs)
         if fakes < len(tensors):
             args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
+            tensors = []
+            _collect((*args, *kwargs.values()), tensors)
         known = self._known.get(func)
         if known is None:
             known = self._known[func] = _Operation.of(func, self.rules)
@@ -258,10 +260,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             fake = self.faked.shaped_like(real.detach(), place)
             if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
                 fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+            self._values.see(fake, real)
         if as_host and not on_device:
             return fake
         if on_device:
-            self._blocks.see(fake, self._where.origin("batch", "adopted"))
+            self.blocks.see(fake, self._where.origin("batch", "adopted"))
         self._adopted[key] = (weakref.ref(real, lambda _: self._adopted.pop(key, None)), fake)
         return fake
 
@@ -292,22 +295,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         for index, tensor in enumerate(made):
             if extra is not None and index in extra.before:
                 origin = self._where.origin("workspaces", name)
-                early.append(self._blocks.allocate(extra.before[index], origin))
+                early.append(self.blocks.allocate(extra.before[index], origin))
             if not isinstance(tensor, FakeTensor) or tensor.fake_device != here:
                 continue
-            if tensor not in self._blocks:
+            if tensor not in self.blocks:
                 allocates = True
                 longer = extra.outputs.get(index) if extra is not None else None
-                self._blocks.see(tensor, self._where.origin("activations", name), longer)
+                self.blocks.see(tensor, self._where.origin("activations", name), longer)
             if extra is not None and index in extra.after:
-                self._blocks.briefly((extra.after[index],), self._where.origin("workspaces", name))
+                self.blocks.briefly((extra.after[index],), self._where.origin("workspaces", name))
             if extra is not None and index in extra.plans:
-                self._blocks.briefly((extra.plans[index],), self._where.origin("workspaces", OPTIONAL + name))
+                self.blocks.briefly((extra.plans[index],), self._where.origin("workspaces", OPTIONAL + name))
         if allocates and known.is_gemm:
             self._keep_blas()
         if extra is not None and extra.together:
-            self._blocks.briefly(extra.together, self._where.origin("workspaces", name))
-        self._blocks.free(early)
+            self.blocks.briefly(extra.together, self._where.origin("workspaces", name))
+        self.blocks.free(early)
 
     def _keep_blas(self) -> None:
         """cuBLAS takes a workspace at the first product in each thread, and backward has its own thread."""
@@ -319,7 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         sizes = (card.blas_bytes,) if in_backward else (card.blas_bytes, card.blas_lt_bytes)
         for size in sizes:
             if size:
-                self._blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
+                self.blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
 
 
 _SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})

@@ -66,10 +66,10 @@ def trace(
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
             stack.enter_context(eagerly())
-            stack.enter_context(short_generation(workload))
             for change in changes:
                 stack.enter_context(change(workload, faked))
             recorder = Recorder(faked, rules, outside=_run.__code__, limit_s=limit_s)
+            stack.enter_context(short_generation(workload, recorder.blocks))
             stack.callback(recorder.put_back_written)
             stack.enter_context(not_called_a_trace(recorder.knows))
             # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.

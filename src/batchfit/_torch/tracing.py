@@ -78,7 +78,14 @@ class Traced:
         begun = time.perf_counter()
         left_s = _EACH_SIZE_S - self._single_s
         try:
-            found = trace(self.workload, size, rules=self.rules, changes=self.changes, limit_s=left_s)
+            found = trace(
+                self.workload,
+                size,
+                rules=self.rules,
+                steps=_steps_of(self.workload),
+                changes=self.changes,
+                limit_s=left_s,
+            )
         except UntraceableError as error:
             if time.perf_counter() - begun < left_s:
                 raise
@@ -145,8 +152,9 @@ def trace_workload(
     """
     begun = time.perf_counter()
     done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
+    whole = _steps_of(workload)
 
-    def at(size: int, steps: int = STEPS) -> Trace:
+    def at(size: int, steps: int = whole) -> Trace:
         if (size, steps) not in done:
             done[size, steps] = trace(
                 workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s
@@ -218,11 +226,18 @@ def glance(
     try:
         if high <= SMALL[1]:
             raise ShapeChangedError("too few samples fit to tell lines from two sizes")
-        footprint = Footprint.through(small, trace(workload, high, rules=rules, limit_s=limit_s))
+        footprint = Footprint.through(
+            small, trace(workload, high, rules=rules, steps=_steps_of(workload), limit_s=limit_s)
+        )
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
     took_s = time.perf_counter() - begun
     return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
+
+
+def _steps_of(workload: Workload) -> int:
+    """How many steps to trace: what one leaves makes the next another, but for those that leave nothing."""
+    return 1 if workload.kind == "generation" else STEPS
 
 
 def _gap_bytes(footprint: Footprint, small: Trace) -> float:

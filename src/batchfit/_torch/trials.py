@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Self, final
 
 from batchfit._decide.room import Room, under
-from batchfit._decide.rounds import GENERATION_STEPS, LEAST, SOAK_STEPS
+from batchfit._decide.rounds import LEAST, SOAK_STEPS
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._decide.units import format_bytes
 from batchfit._torch.conclude import told, worst
@@ -68,7 +68,9 @@ class Trials:
         self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         # Ranks take the same number of steps, and each of them has an allocator of its own.
         self._may_settle = soak_steps is None and ranks.world_size == 1 and steps <= LEAST
-        self._few = max(GENERATION_STEPS, steps) if soak_steps is None else None
+        # A step that generates goes through hundreds of lengths, and all is gone after it: in replays of all
+        # tokens, no call but the first ran out.
+        self._few = None if soak_steps is not None else (1, steps)
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
         self._keep_as_it_is(0.0)  # a file that cannot be written is an error before any trial
@@ -143,7 +145,7 @@ class Trials:
             steps=self._steps_of_a_soak if ask.soak else self._steps,
             soak=ask.soak,
             may_settle=ask.soak and self._may_settle,
-            few=self._few if ask.soak else None,
+            few=None if self._few is None else self._few[ask.soak],
             smallest=ask.size == self.search.sizes.first,
         )
         answers = self.ranks.gather(
