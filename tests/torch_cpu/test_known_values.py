@@ -149,8 +149,8 @@ def test_the_mask_of_a_batch_that_is_the_same_everywhere_is_known(mask: Any, hid
     "values",
     [
         lambda n: torch.ones(n, 4),
-        lambda n: torch.arange(4 * n).view(n, 4),
-        lambda n: torch.tensor([[1, 0]] * n),
+        lambda n: torch.arange(8 * n).view(n, 8),
+        lambda n: torch.tensor([[1, 0] * 4] * n),
     ],
 )
 def test_other_values_of_a_batch_are_not(values: Any) -> None:

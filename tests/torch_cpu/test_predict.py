@@ -431,6 +431,12 @@ def generating_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def generating_t5() -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    shape = {"num_layers": 2, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "vocab_size": 128}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0))
+
+
 def generates(model: Any, prompt: int, new: int, **options: Any) -> batchfit.Workload:
     def prompts(n: int) -> dict[str, torch.Tensor]:
         return {"input_ids": torch.zeros(n, prompt, dtype=torch.long)}
@@ -446,8 +452,10 @@ def lines_of(work: batchfit.Workload) -> Footprint:
     ("make", "prompt", "new", "options"),
     [
         (generating_gpt2, 32, 40, {}),
+        (generating_gpt2, 5, 30, {"do_sample": True, "top_k": 20}),
         (generating_llama, 7, 30, {}),
-        (generating_llama, 16, 23, {"num_beams": 2}),
+        (generating_llama, 16, 24, {"num_beams": 2}),
+        (generating_t5, 16, 30, {}),
     ],
 )
 def test_the_passes_that_are_not_traced_are_those_of_every_token(
@@ -455,11 +463,15 @@ def test_the_passes_that_are_not_traced_are_those_of_every_token(
 ) -> None:
     work = generates(make(), prompt, new, **options)
     few = lines_of(work)
-    monkeypatch.setattr(generating, "_ALL", new)
+    monkeypatch.setattr(generating, "_EIGHT", 1000)  # so far apart that all are traced
     every = lines_of(work)
-    assert few.events == every.events
-    assert few.fixed == pytest.approx(every.fixed, abs=1)
-    assert few.per_sample == pytest.approx(every.per_sample, abs=1e-6)
+    assert few.peak_bytes(500) == pytest.approx(every.peak_bytes(500), rel=1e-6)
+    if isinstance(work.model, type(generating_llama())):
+        assert few.events == every.events
+        assert few.fixed == pytest.approx(every.fixed, abs=1)
+        assert few.per_sample == pytest.approx(every.per_sample, abs=1e-6)
+    else:  # one pass in eight does without a longer copy of its mask
+        assert len(every.events) <= len(few.events) < 1.01 * len(every.events)
 
 
 def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
@@ -467,8 +479,8 @@ def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
     predicted = predict(work, budget="1GiB").batch_size
     assert predicted is not None
     lines = lines_of(work)
-    assert simulate(lines, predicted, capacity_bytes=GIB).fits
-    assert not simulate(lines, round(predicted * 1.15), capacity_bytes=GIB).fits
+    assert simulate(lines, predicted, capacity_bytes=GIB, may_retry=True).fits
+    assert not simulate(lines, round(predicted * 1.15), capacity_bytes=GIB, may_retry=True).fits
     # Where the two highest moments were all that counts, far more would.
     assert upper_bound(lines, GIB) > 1.1 * predicted
 
@@ -499,7 +511,7 @@ def test_generation_is_its_prompt_and_its_last_token() -> None:
             **options,
         )
         found = trace(work, 1024, rules=rules_for(work))
-        assert "generate" not in vars(model)
+        assert not {"generate", "forward"} & set(vars(model))
         return found.peak_bytes
 
     # Keys and values of two layers, 64 floats each, for each token of 1024 samples; one layer's twice.
@@ -509,11 +521,5 @@ def test_generation_is_its_prompt_and_its_last_token() -> None:
     assert peak(100, num_beams=2) > 1.8 * short
     with pytest.raises(UntraceableError, match="cache_implementation is not traced"):
         peak(100, cache_implementation="static")
-    encoder = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            num_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=16, decoder_start_token_id=0
-        )
-    )
-    work = batchfit.generation(encoder, lambda n: {"input_ids": torch.ones(n, 4).long()}, max_new_tokens=4)
-    with pytest.raises(UntraceableError, match="an encoder and a decoder"):
-        trace(work, 2, rules=rules_for(work))
+    with pytest.raises(UntraceableError, match="leaves behind more than its last pass"):
+        peak(100, output_scores=True, return_dict_in_generate=True)

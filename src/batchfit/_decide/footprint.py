@@ -256,6 +256,13 @@ class Footprint:
         return tuple(zip(*by_shape, strict=True))
 
     @property
+    def again(self) -> tuple[int, ...]:
+        """The events of the first step when it comes again: without what it takes once and keeps."""
+        step = self.events[self.begins : self.step_ends[0]]
+        freed = {~event for event in step if event < 0}
+        return tuple(event for event in step if event < 0 or event in freed)
+
+    @property
     def optional(self) -> dict[int, tuple[int, ...]]:
         """Each block that a kernel does without if need be, with all blocks of the same plan."""
         plans: dict[tuple[str, float, float], list[int]] = {}

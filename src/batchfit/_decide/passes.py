@@ -16,7 +16,7 @@ from typing import final
 
 from batchfit._decide.footprint import Origin, ShapeChangedError, Trace
 
-_MOST_EVENTS = 200_000  # of all passes: a longer loop takes several passes as one
+_MOST_EVENTS = 100_000  # of all passes: a longer loop takes several passes as one
 
 
 @final

@@ -19,6 +19,7 @@ from batchfit._decide.allocator import Block, CachingAllocator, Rules
 from batchfit._decide.footprint import Footprint
 
 STEPS = 12
+_CALLS = 3  # of a step that generates, as in a soak: the second finds memory in other pieces than the first
 _SETTLED = 2  # steps in a row without a retry
 
 
@@ -49,7 +50,8 @@ def simulate(
 ) -> Simulation:
     """Run `steps` steps of `size` samples; `extra_bytes` are taken first and held throughout.
 
-    `may_retry`: as in a trial of a step that generates, retries are no reason against a size.
+    `may_retry`: a step that generates. As in its trials, retries are no reason against a size, and what it
+    does not keep for good is gone when it ends; the footprint may be of one step.
     With `first_size` the first step has that many samples, and the cache is emptied after it.
     """
     device = CachingAllocator(capacity_bytes, rules)
@@ -61,7 +63,7 @@ def simulate(
         return Simulation(
             size,
             fits,
-            sustained or (fits and may_retry),
+            sustained,
             device.retries,
             device.peak_allocated_bytes,
             device.peak_reserved_bytes,
@@ -81,6 +83,13 @@ def simulate(
     failed = play(footprint.events, begin, ends[-1], sizes, device, blocks, optional)
     if failed is not None:
         return ended(fits=False, sustained=False, failed_at=failed)
+    if may_retry:
+        again = footprint.again
+        for _ in range(1, _CALLS):
+            failed = play(again, 0, len(again), sizes, device, blocks, optional)
+            if failed is not None:
+                return ended(fits=False, sustained=False, failed_at=failed)
+        return ended(fits=True, sustained=True)
     pairs = footprint.carried
     if pairs is None or len(ends) < 2:
         return ended(fits=True, sustained=device.retries == 0)
@@ -161,11 +170,13 @@ def largest(
         return tried[size]
 
     top = upper_bound(footprint, capacity_bytes, extra, most) + 1
+    # A call that generates has a hundred thousand events, and its end is ragged by more than a hundredth.
+    close, shares = (0.01, _ISLAND[1::2]) if may_retry else (0.0, _ISLAND)
     while top > 1:
-        best = _last_sustained(run, top)
+        best = _last_sustained(run, top, close)
         if best is None:
             return None
-        below = {max(1, round(best * (1 - share))) for share in _ISLAND} - {best}
+        below = {max(1, round(best * (1 - share))) for share in shares} - {best}
         holes = [size for size in sorted(below) if not run(size).sustained]
         if not holes:
             return run(best)
@@ -177,10 +188,10 @@ def largest(
 _ISLAND = (0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15)
 
 
-def _last_sustained(run: Callable[[int], Simulation], top: int) -> int | None:
+def _last_sustained(run: Callable[[int], Simulation], top: int, close: float) -> int | None:
     """By halving, from a few per cent below the top: that is what falling into pieces costs as a rule."""
     low, high, step = 0, top, max(1, round(top * 0.03))
-    while high - low > 1:
+    while high - low > max(1, close * low):
         size = high - step if low == 0 else (low + high) // 2
         if run(max(1, size)).sustained:
             low = max(1, size)

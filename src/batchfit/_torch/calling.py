@@ -44,7 +44,7 @@ def calling_line() -> str:
 
 
 def library_caller() -> str:
-    """Which part of torch asks for a value: its optimizers, its gradient scaler, or none of them."""
+    """Who asks for a value: torch's optimizers, its gradient scaler, transformers' `generate`, or none."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(12):
         if frame is None:
@@ -56,6 +56,6 @@ def library_caller() -> str:
             if name.endswith("grad_scaler.py"):
                 return "grad_scaler"
         elif not name.startswith(HERE):
-            break
+            return "generate" if "/transformers/generation/" in name.replace("\\", "/") else ""
         frame = frame.f_back
     return ""

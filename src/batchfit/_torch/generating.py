@@ -1,21 +1,22 @@
-"""Generation in a trace: the prompt, a few of the tokens' passes, and from these all of them.
+"""Generation in a trace: the prompt, some of the tokens' passes, and from these all of them.
 
 Memory is highest while the prompt goes through the model, or at the last token, when every layer's keys and
 values are as long as they get and one layer's are being copied into longer ones. But what they are copied out
-of on the way leaves holes that nothing later fits into, up to a quarter of the memory: of a Llama of 1 B with
-128 tokens and 256 more under 24 GiB, 1456 samples would run by those two moments; 1112 do in a replay of all
-passes, and an H200 ran 1129 and not 1439. So five passes are traced, and the rest is written from them.
+of on the way leaves holes that nothing later fits into, and what `generate` itself keeps from one token to
+the next (the scores of the last one) lies between them: up to a quarter of the memory. So `generate` runs as
+it is, for some tokens, and the passes of all tokens are written from these.
 
-Rules: only transformers' own `generate` with its growing cache is known well enough for this; anything else
-is named as untraceable, and measured instead.
+Rules:
+- The model's `forward` counts the passes, and ends `generate` when there are enough of them.
+- A cache that does not grow by a token in each pass is refused, and so are ways to generate that make several
+  tokens in one. What cannot be traced is named, and measured instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -25,149 +26,129 @@ from batchfit._torch.blocks import Blocks
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
-_ALL = 20  # passes, if there are no more than these
-# Kernels want masks of a multiple of eight, so that one pass in eight is another. Passes are traced where the
-# keys are this many beyond one: the pass is not that one, and not the one after it.
-_BEYOND_EIGHT = 4
-# What makes another cache, another loop or another output: not traced.
+# Kernels want masks of a multiple of eight, so that one pass in eight is another. The two that stand for all
+# are eight apart, where keys are this many beyond a multiple: not that one, and not the one after it.
+_EIGHT, _BEYOND = 8, 4
+# What makes several tokens in a pass, or compiles it.
 _OTHERWISE = (
     "cache_implementation",
-    "past_key_values",
     "assistant_model",
     "prompt_lookup_num_tokens",
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "num_return_sequences",
     "penalty_alpha",
     "dola_layers",
 )
 
 
+_BEAMS_GO_ON = "_beam_search_has_unfinished_sequences"
+
+
+class _EnoughError(Exception):
+    """There are enough passes."""
+
+
 @contextlib.contextmanager
 def short_generation(workload: Workload, blocks: Blocks) -> Iterator[None]:
-    """Inside, the model's `generate` does a few of its forward passes, and `blocks` are told of the rest."""
+    """Inside, the model's `generate` ends early, and `blocks` are told of the passes that it left out."""
     model: Any = workload.model
     if workload.kind != "generation":
         yield
         return
     if model is None:
         raise UntraceableError("generate", "", "it is a function of yours, not transformers'")
-    own = vars(model).get("generate")
+    whole = model.generate
 
     def generate(*args: Any, **options: Any) -> Tensor:
-        return _few_passes(model, args, options, blocks)
+        return _shortened(model, whole, args, options, blocks)
 
-    model.__dict__["generate"] = generate
+    with _instead(model, "generate", generate):
+        yield
+
+
+def _shortened(model: Any, whole: Any, args: Any, options: dict[str, Any], blocks: Blocks) -> Tensor:
+    ids = _checked(model, args, options)
+    count = int(options["max_new_tokens"]) - 1  # the prompt's pass makes the first token
+    encodes = model.config.is_encoder_decoder
+    begins = 1 if encodes else ids.shape[1]
+    early = 3 + (_BEYOND - begins - 3) % _EIGHT
+    late = early + _EIGHT
+    passes = _Passes(model.forward, min(count, late), blocks)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.suppress(_EnoughError))
+        stack.enter_context(_instead(model, "forward", passes.forward))
+        if hasattr(model, _BEAMS_GO_ON):
+            stack.enter_context(_instead(model, _BEAMS_GO_ON, lambda *_, **__: True))
+        whole(*args, **options)
+    if count > late:
+        spans = passes.spans
+        both = (early - 1, early), (late - 1, late)
+        first, (a, b), (c, d) = spans[1], *((spans[one], spans[two]) for one, two in both)
+        blocks.looped(Loop(first, (a, b), (c, d), (early, late), count))
+    kept = begins if encodes else ids.shape[1]
+    made: Tensor = ids.new_zeros((ids.shape[0], kept + count + 1), dtype=torch.long)
+    return made
+
+
+@final
+class _Passes:
+    """A model's `forward`, which notes where its passes begin; the prompt's is number 0."""
+
+    def __init__(self, forward: Any, most: int, blocks: Blocks) -> None:
+        self._forward, self._most, self._blocks = forward, most, blocks
+        self._begins: list[int] = []
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        self._begins.append(self._blocks.position())
+        if len(self._begins) > self._most + 1:
+            raise _EnoughError
+        out = self._forward(*args, **options)
+        _check_cache(getattr(out, "past_key_values", None))
+        return out
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return list(zip(self._begins, self._begins[1:], strict=False))
+
+
+@contextlib.contextmanager
+def _instead(model: Any, name: str, function: Any) -> Iterator[None]:
+    """Inside, this one instance of the model has another method."""
+    own = vars(model).get(name)
+    model.__dict__[name] = function
     try:
         yield
     finally:
         if own is None:
-            del model.__dict__["generate"]
+            del model.__dict__[name]
         else:
-            model.__dict__["generate"] = own
+            model.__dict__[name] = own
 
 
-def _few_passes(model: Any, args: Any, options: dict[str, Any], blocks: Blocks) -> Tensor:
-    inputs, new_tokens, beams = _checked(model, args, options)
-    ids = inputs.pop("input_ids")
-    mask = inputs.pop("attention_mask", None)
-    if mask is None:
-        mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
-    if beams > 1:
-        ids, mask = ids.repeat_interleave(beams, dim=0), mask.repeat_interleave(beams, dim=0)
-    out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **inputs)
-    cache, scores = out.past_key_values, _scores(out)
-    if beams > 1:
-        torch.log_softmax(scores, dim=-1)
-    del out, scores
-    _check_cache(cache)
-    prompt = ids.shape[1]
-    last = torch.zeros((ids.shape[0], 1), dtype=torch.long, device=ids.device)
-    spans: list[tuple[int, int]] = []
-    count = new_tokens - 1  # the prompt's pass makes the first token
-    numbers = _traced_passes(prompt, count)
-    for before, number in pairwise((0, *numbers)):
-        if number - before > 1:
-            _stretch(cache, number - before - 1)
-            # As what they were: of a mask it is asked whether it hides anything, which not all tensors know.
-            ids, mask = (_longer(one, number - before - 1) for one in (ids, mask))
-        begin = blocks.position()
-        if beams > 1:
-            cache.reorder_cache(torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device))
-        mask = _longer(mask, 1)
-        out = model(
-            input_ids=last, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        _scores(out)
-        del out
-        ids = _longer(ids, 1)
-        spans.append((begin, blocks.position()))
-    if len(numbers) < count:
-        first, *both = spans
-        blocks.looped(Loop(first, (both[0], both[1]), (both[2], both[3]), (numbers[2], numbers[4]), count))
-    whole: Tensor = ids.new_zeros((ids.shape[0] // beams, prompt + new_tokens))
-    return whole
+def _checked(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
+    """The prompts; refuse what is known to go another way."""
 
-
-def _traced_passes(prompt: int, count: int) -> tuple[int, ...]:
-    """The numbers of the passes to trace: all of few; of many the first, and two early and two late ones."""
-    if count <= _ALL:
-        return tuple(range(1, count + 1))
-    early = 3 + (_BEYOND_EIGHT - prompt - 3) % 8
-    late = count - (prompt + count - _BEYOND_EIGHT) % 8
-    return 1, early - 1, early, late - 1, late
-
-
-def _longer(tokens: Tensor, by: int) -> Tensor:
-    return torch.cat([tokens, tokens.new_ones((tokens.shape[0], by))], dim=-1)
-
-
-def _scores(out: Any) -> Tensor:
-    """The last token's logits, in fp32 as `generate` takes them."""
-    scores: Tensor = out.logits[:, -1, :].to(copy=True, dtype=torch.float32)
-    return scores
-
-
-def _checked(model: Any, args: Any, options: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     def refuse(why: str) -> UntraceableError:
         return UntraceableError(f"{type(model).__name__}.generate", "", why)
 
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "prepare_inputs_for_generation"):
+    if getattr(model, "config", None) is None or not hasattr(model, "prepare_inputs_for_generation"):
         raise refuse("it is not transformers' own")
-    if getattr(config, "is_encoder_decoder", False):
-        raise refuse("an encoder and a decoder are not traced")
     for name in _OTHERWISE:
         if options.get(name):
             raise refuse(f"{name} is not traced")
-    inputs = {name: value for name, value in options.items() if isinstance(value, Tensor)}
-    if args:
-        first = args[0]
-        inputs = dict(first) if isinstance(first, Mapping) else {"input_ids": first, **inputs}
-    if "input_ids" not in inputs:
+    given = {**options, **args[0]} if args and isinstance(args[0], Mapping) else options
+    first = next((one for one in args if isinstance(one, Tensor)), None)
+    for name in ("input_ids", "input_features", "inputs", "pixel_values"):
+        first = given.get(name) if first is None else first
+    if not isinstance(first, Tensor):
         raise refuse("the batch has no input_ids")
-    return inputs, int(options["max_new_tokens"]), int(options.get("num_beams") or 1)
+    return first
 
 
 def _check_cache(cache: Any) -> None:
     """Refuse a cache that does not grow token by token."""
+    cache = getattr(cache, "self_attention_cache", cache)  # of an encoder and a decoder
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UntraceableError("generate", "", f"the cache {type(cache).__name__} is not known")
     for layer in layers:
         if getattr(layer, "is_sliding", False) or not isinstance(getattr(layer, "keys", None), Tensor):
             raise UntraceableError("generate", "", f"the cache {type(layer).__name__} is not known")
-
-
-def _stretch(cache: Any, by: int) -> None:
-    """Each layer's keys and values that many tokens longer, the shorter ones freed after each."""
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            before = getattr(layer, name)
-            shape = (*before.shape[:-2], before.shape[-2] + by, before.shape[-1])
-            setattr(layer, name, None)
-            longer = before.new_empty(shape)
-            del before
-            setattr(layer, name, longer)

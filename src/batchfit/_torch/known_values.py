@@ -6,7 +6,7 @@ so that such a branch is taken as it would be and not guessed.
 
 Rules:
 - A value is known only if everything it was made of is known. What came from the batch, from a weight or from
-  a random generator is not, but for the mask of a batch that hides nothing: integers that are all the same.
+  a random generator is not, but for the mask of a batch that hides nothing: whole numbers, all the same.
 - A tensor that is written with something unknown is unknown from then on.
 """
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
 _LARGEST = 1 << 22  # elements: more is no mask or position but a computation
+_A_FEW = 8  # whole numbers from the host: an index, not a batch
 _MAKERS = frozenset(
     {
         aten.arange.default,
@@ -66,9 +67,10 @@ class KnownValues:
         self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value)
 
     def see(self, fake: Tensor, real: Tensor) -> None:
-        """A tensor of the host comes in as `fake`: known where all its elements are one whole number."""
+        """A tensor of the host comes in as `fake`: known if it is an index, or one whole number all over."""
         whole = not (real.dtype.is_floating_point or real.dtype.is_complex)
-        if real.device.type == "cpu" and whole and 0 < real.numel() <= _LARGEST and _is_constant(real):
+        small = whole and real.device.type == "cpu" and 0 < real.numel() <= _LARGEST
+        if small and (real.numel() <= _A_FEW or _is_constant(real)):
             self.put(fake, real.detach().clone())
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:

@@ -275,11 +275,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             with unset_fake_temporarily():
                 return known.item()
         # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
-        # A truth value is a branch: it is not guessed.
-        caller = library_caller() if tensor.dtype is not torch.bool else ""
-        if caller == "optim":
+        # A truth value is a branch: it is not guessed, but where `generate` asks whether all samples have
+        # ended, or a prompt with padding: all tokens are made, of whole prompts.
+        caller, decides = library_caller(), tensor.dtype is torch.bool
+        if caller == "generate" and decides:
+            return False
+        if caller == "optim" and not decides:
             return 1.0
-        if caller == "grad_scaler":
+        if caller == "grad_scaler" and not decides:
             return 0.0
         raise UntraceableError(
             ".item()", calling_line(), "the program reads a value that depends on the data"

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from batchfit._decide.footprint import Trace
+from batchfit._decide.footprint import ShapeChangedError, Trace
 from batchfit._torch import phase as phases
 from batchfit._torch.calling import HERE, TORCH, named
 from batchfit._torch.cuda_rules import CudaRules
@@ -80,7 +80,10 @@ def trace(
                 for _ in range(steps):
                     _run(workload, size, recorder)
                     recorder.end_step()
-            return recorder.trace(size)
+            try:
+                return recorder.trace(size)
+            except ShapeChangedError as error:
+                raise UntraceableError("generate", "", str(error)) from error
     finally:
         for _, put_back in undo:
             put_back()
