@@ -5,7 +5,8 @@
 
 Rules: the launcher never hangs (what is not back in time is killed, and its outcome says so); a rank's answer
 or error travels through a file, so that a rank which kills itself loses nobody else's. Processes come from a
-fork server that has imported torch once: a rank starts in a few milliseconds instead of seconds.
+fork server that has imported torch once, and the compiler that DDP and FSDP2 import when they are first used:
+a rank starts in a few milliseconds instead of seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["pytest", "torch", "torch.distributed", "batchfit._torch.ranks", "batchfit._microbatch"]
+OURS = ("_torch.ranks", "_microbatch", "_find", "_predict", "_profile")
+PRELOAD = ["pytest", "torch", "torch.distributed", "torch._dynamo", *(f"batchfit.{name}" for name in OURS)]
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def workload(length: int, *, wrapped: bool = False) -> batchfit.Workload:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return batchfit.training(
-        model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, length, 32)
+        model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.zeros(n, length, 32)
     )
 
 
@@ -62,7 +62,7 @@ def predictions(rank: int) -> Any:
     def broken(n: int) -> None:
         raise RuntimeError("no such column")
 
-    work, nothing = workload(64 * (1 + rank)), workload(64 if rank == 0 else 1 << 22)
+    work, nothing = workload(64 * (1 + rank)), workload(64 if rank == 0 else 1 << 20)
     untraceable = batchfit.Workload(broken, state=[]) if rank == 1 else work
     return {
         "both": told(lambda: own(work, budget=budgets).to_json()),
