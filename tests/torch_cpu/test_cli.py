@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from typer.testing import CliRunner, Result
 
 import batchfit
 from batchfit._cli.exits import Code, CommandFailed
@@ -119,6 +120,13 @@ def run(project: Path, *arguments: str, **variables: str) -> subprocess.Complete
     )
 
 
+def run_here(*arguments: str) -> Result:
+    """Without a process of its own: starting one takes seconds."""
+    from batchfit._cli.app import app
+
+    return CliRunner().invoke(app, arguments)
+
+
 QUICK = ("--budget", "8MiB", "--soak-steps", "3")
 
 
@@ -140,8 +148,6 @@ class TestFlags:
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from typer.testing import CliRunner
-
         from batchfit._cli import find
         from batchfit._cli.app import app
 
@@ -171,8 +177,6 @@ class TestFlags:
     def test_a_store_that_is_asked_for_is_told_from_the_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from typer.testing import CliRunner
-
         from batchfit._cli import find
         from batchfit._cli.app import app
 
@@ -253,39 +257,6 @@ class TestFind:
         assert "Traceback" not in ran.stderr
         assert not (project / "fit.json").exists()
 
-    def test_stopped_before_any_size_ran(self, project: Path) -> None:
-        flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
-        ran = run(project, "find", "train.py:make", *QUICK, *flags)
-        assert ran.returncode == Code.STOPPED, ran.stderr
-        assert "max_trials" in ran.stderr
-        assert "Traceback" not in ran.stderr
-
-    def test_a_factory_that_raises(self, project: Path) -> None:
-        ran = run(project, "find", "train.py:broken_factory", *QUICK)
-        assert ran.returncode == Code.RAISED
-        line = TRAIN.splitlines().index('    raise LookupError("no [data] here")') + 1
-        assert f"error: train.py:broken_factory raised LookupError at train.py:{line}" in ran.stderr
-        assert "LookupError: no [data] here" in ran.stderr
-        assert "_cli" not in ran.stderr
-
-    def test_a_step_that_raises(self, project: Path) -> None:
-        ran = run(project, "find", "train.py:broken_step", *QUICK)
-        assert ran.returncode == Code.RAISED
-        line = TRAIN.splitlines().index("        return torch.ones(2, 3) @ torch.ones(2, 3)") + 1
-        assert (
-            f"error: a step of train.py:broken_step raised RuntimeError at train.py:{line} (in step)"
-            in ran.stderr
-        )
-        assert "RuntimeError: mat1 and mat2" in ran.stderr
-        assert "batchfit: raised while trying batch size" in ran.stderr  # the note that the trial added
-        assert "_find.py" not in ran.stderr
-        assert ran.stdout == ""
-
-    def test_a_rank_that_is_not_the_first_is_silent(self, project: Path) -> None:
-        ran = run(project, "find", "train.py:make", *QUICK, "--output", "fit.json", RANK="1")
-        assert (ran.returncode, ran.stdout, ran.stderr) == (Code.FOUND, "", "")
-        assert not (project / "fit.json").exists()
-
 
 class TestFindHere:
     """The same without a process of its own, where the exit code is a value."""
@@ -302,6 +273,42 @@ class TestFindHere:
         quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
         settings = cast(FindSettings, {**default_settings(), **quick, **changes})
         return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
+
+    def test_stopped_before_any_size_ran(self, project: Path) -> None:
+        flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
+        ran = run_here("find", "train.py:make", *QUICK, *flags)
+        assert ran.exit_code == Code.STOPPED, ran.stderr
+        assert "max_trials" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_a_factory_that_raises(self, project: Path) -> None:
+        ran = run_here("find", "train.py:broken_factory", *QUICK)
+        assert ran.exit_code == Code.RAISED
+        line = TRAIN.splitlines().index('    raise LookupError("no [data] here")') + 1
+        assert f"error: train.py:broken_factory raised LookupError at train.py:{line}" in ran.stderr
+        assert "LookupError: no [data] here" in ran.stderr
+        assert "_cli" not in ran.stderr
+
+    def test_a_step_that_raises(self, project: Path) -> None:
+        ran = run_here("find", "train.py:broken_step", *QUICK)
+        assert ran.exit_code == Code.RAISED
+        line = TRAIN.splitlines().index("        return torch.ones(2, 3) @ torch.ones(2, 3)") + 1
+        assert (
+            f"error: a step of train.py:broken_step raised RuntimeError at train.py:{line} (in step)"
+            in ran.stderr
+        )
+        assert "RuntimeError: mat1 and mat2" in ran.stderr
+        assert "batchfit: raised while trying batch size" in ran.stderr  # the note that the trial added
+        assert "_find.py" not in ran.stderr
+        assert ran.stdout == ""
+
+    def test_a_rank_that_is_not_the_first_is_silent(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("RANK", "1")
+        ran = run_here("find", "train.py:make", *QUICK, "--output", "fit.json")
+        assert (ran.exit_code, ran.stdout, ran.stderr) == (Code.FOUND, "", "")
+        assert not (project / "fit.json").exists()
 
     @pytest.mark.parametrize(
         ("changes", "words"),
@@ -480,7 +487,7 @@ class TestTerminal:
             os.close(parent)
         return process.wait(timeout=60), b"".join(parts).decode()
 
-    @pytest.mark.parametrize("no_colour", [False, True])
+    @pytest.mark.parametrize("no_colour", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_rows_are_live_and_colour_is_optional(self, no_colour: bool, project: Path) -> None:
         variables = {"NO_COLOR": "1"} if no_colour else {}
         code, text = self.shown(project, "find", "train.py:make", *QUICK, **variables)
@@ -566,10 +573,10 @@ class TestWatch:
 
 
 class TestDoctor:
-    def test_tells_what_is_here_and_tests_it(self, project: Path) -> None:
-        ran = run(project, "doctor", "--json")
-        assert ran.returncode == Code.FOUND, ran.stdout + ran.stderr
-        found = json.loads(ran.stdout)
+    def test_tells_what_is_here_and_tests_it(self, capfd: pytest.CaptureFixture[str]) -> None:
+        ran = run_here("doctor", "--json")
+        assert ran.exit_code == Code.FOUND, ran.output
+        found = json.loads(capfd.readouterr().out)
         assert found["ok"] is True
         assert found["broken"] == []
         assert found["versions"]["torch"] == torch.__version__
