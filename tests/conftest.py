@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,14 +68,29 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+class _Frozen:
+    """Whether objects are frozen, by the last call: `gc.get_freeze_count` walks over a million of them."""
+
+    now = gc.get_freeze_count() > 0
+    freeze, unfreeze = gc.freeze, gc.unfreeze
+
+    @classmethod
+    def note(cls, frozen: bool) -> None:
+        (cls.freeze if frozen else cls.unfreeze)()
+        cls.now = frozen
+
+
+gc.freeze, gc.unfreeze = partial(_Frozen.note, True), partial(_Frozen.note, False)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_switched() -> Generator[None, None, None]:
     """A test that leaves a global changed fails, not the one after it."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    frozen, collecting = gc.get_freeze_count() > 0, gc.isenabled()
+    frozen, collecting = _Frozen.now, gc.isenabled()
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert (gc.get_freeze_count() > 0, gc.isenabled()) == (frozen, collecting)
+    assert (_Frozen.now, gc.isenabled()) == (frozen, collecting)
     virtual = sys.modules.get("batchfit._torch.virtual")
     assert virtual is None or virtual.active() is None
 
@@ -97,25 +113,31 @@ def living_bytes() -> int:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_module_leaves_tensors() -> Generator[None, None, None]:
+def _no_module_leaves_tensors() -> Generator[list[int], None, None]:
     """A module whose tests leave tensors alive fails, not the one after it that counts what fits beside them.
 
-    What is there before is frozen: our code collects garbage often, and walking over all of torch and
-    transformers each time took most of the time of the tests. `thawed` is for tests of just that.
+    What is there before is frozen for good, and not seen by who counts what lives: our code collects garbage
+    often, and walking over all of torch and transformers each time took most of the time of the tests.
+    `thawed` is for tests of just that.
     """
-    before = _living_bytes()
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
-    left_bytes = _living_bytes() - before
+    before: list[int] = []
+    yield before
+    if before:
+        gc.unfreeze()
+    left_bytes = _living_bytes() - sum(before)
     # TorchScript keeps a few small ones for good. An error in `parametrize` keeps a test's frames: copy it.
     assert left_bytes <= 4096, f"the tests of this module left tensors of {left_bytes} bytes alive"
 
 
 @pytest.fixture
-def thawed() -> Generator[None, None, None]:
+def thawed(_no_module_leaves_tensors: list[int]) -> Generator[None, None, None]:
     """Garbage collection as a program finds it, with nothing frozen."""
+    made_bytes = _living_bytes()
     gc.unfreeze()
+    if not _no_module_leaves_tensors:
+        _no_module_leaves_tensors.append(_living_bytes() - made_bytes)  # what lived before the module
     yield
     gc.freeze()
 
