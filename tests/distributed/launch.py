@@ -11,6 +11,7 @@ a rank starts in a few milliseconds instead of seconds.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -92,6 +93,7 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what torch has loaded by now is not looked at in each trial
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         if group:
