@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.abc
 import itertools
 import os
@@ -120,6 +121,8 @@ def _no_module_leaves_tensors() -> Generator[list[int], None, None]:
     often, and walking over all of torch and transformers each time took most of the time of the tests.
     `thawed` is for tests of just that.
     """
+    if not BLOCKED and "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # a first optimizer would, when it is too late to be frozen
     gc.collect()
     gc.freeze()
     before: list[int] = []
