@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 import batchfit
 from batchfit._cli import explain, plot, predict
@@ -107,6 +108,13 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run_here(*arguments: str) -> Result:
+    """Without a process of its own: starting one takes seconds."""
+    from batchfit._cli.app import app
+
+    return CliRunner().invoke(app, arguments)
+
+
 def predict_here(
     target: str, *, delivery: Delivery | None = None, full_traceback: bool = False, **changes: object
 ) -> Code:
@@ -163,8 +171,6 @@ class TestFlags:
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, name: str, given: dict[str, object], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from typer.testing import CliRunner
-
         from batchfit._cli.app import app
 
         arguments = [name, "train.py:make", "--json", "--output", "a.json", "--plot", "a.png"]
@@ -194,8 +200,8 @@ class TestFlags:
 class TestPredict:
     def test_a_table_a_picture_and_what_it_rests_on(self, project: Path) -> None:
         flags = ("--budget", "24GiB", "--budget", "4GiB", "--output", "p.json")
-        ran = run("predict", "train.py:make", *flags)
-        assert ran.returncode == Code.FOUND, ran.stderr
+        ran = run_here("predict", "train.py:make", *flags)
+        assert ran.exit_code == Code.FOUND, ran.stderr
         told = Prediction.from_json(Path("p.json").read_text())
         large, small = (one.batch_size for one in told.answers)
         assert large > small > 50
@@ -379,8 +385,8 @@ class TestPredict:
 class TestExplain:
     def test_one_screen_with_kinds_modules_lines_and_changes(self, project: Path) -> None:
         flags = ("--batch-size", "64", "--gpu", "rtx4090", "--output", "e.json")
-        ran = run("explain", "train.py:make", *flags)
-        assert ran.returncode == Code.FOUND, ran.stderr
+        ran = run_here("explain", "train.py:make", *flags)
+        assert ran.exit_code == Code.FOUND, ran.stderr
         told = MemoryExplanation.from_json(Path("e.json").read_text())
         assert ran.stdout.splitlines()[0] == told.summary
         assert f"batch size 64 needs {told.peak_bytes / GIB:.2f} GiB of 23.1 GiB" in ran.stdout
