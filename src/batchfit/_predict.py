@@ -141,11 +141,12 @@ def calibration(
     second = max(first + 1, end.size // 3)
     snapshot = Snapshot.take(work.state)
     parameters = [one for one in tensors_in(work.state) if one.requires_grad]
+    steps = 1 if traced.may_retry else 3  # all of a call that generates is gone after it
     trials = []
     with place.limit(budget_bytes):
         for size in (first, second):
             trial = run_trial(
-                work.step, size, device=place, snapshot=snapshot, parameters=parameters, steps=3
+                work.step, size, device=place, snapshot=snapshot, parameters=parameters, steps=steps
             )
             trials.append(trial)
             if not trial.fits or trial.peak_bytes is None:
@@ -153,7 +154,7 @@ def calibration(
                 return (0.0, 0.0), ()
     gaps = [
         (trial.peak_bytes or 0)
-        - simulate(footprint, trial.size, capacity_bytes=None, rules=rules, steps=3).peak_allocated_bytes
+        - simulate(footprint, trial.size, capacity_bytes=None, rules=rules, steps=steps).peak_allocated_bytes
         for trial in trials
     ]
     slope = max(0.0, (gaps[1] - gaps[0]) / (second - first))
