@@ -277,8 +277,8 @@ def page(results: Results) -> str:
         f"python {told_of['python']}.",
         "",
         f"Generation of {told_of['new_tokens']} tokens for every sample, under {told_of['budget']}, at most "
-        f"{told_of['batch_size']} samples. `fits` is the largest size that ran {STEPS} times, with the smallest",
-        "that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
+        f"{told_of['batch_size']} samples. `fits` is the largest size that ran {STEPS} times, with the",
+        "smallest that did not; a share is of it. Then sizes tried, those that ran out, and seconds.",
         "",
         "| prompt | fits | " + " | ".join(f"{way}: size, share, sizes, OOMs, s" for way in WAYS) + " |",
         "|---|---|" + "---|" * len(WAYS),
