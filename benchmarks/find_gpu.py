@@ -377,7 +377,7 @@ def timed_jobs(results: Results, pairs: list[tuple[str, float]], finders: list[s
 
 def untimed_jobs(results: Results, pairs: list[tuple[str, float]]) -> list[list[Job]]:
     """In rounds, what tells most first; a round is planned when the one before it has ended."""
-    rounds: list[list[Job]] = [[], [], []]
+    rounds: list[list[Job]] = [[], []]
     for model, cap in pairs:
         case = case_of(results, f"{model}/{cap:g}")
         mine, theirs = answers(case, ours=True), answers(case, ours=False)
@@ -392,8 +392,8 @@ def untimed_jobs(results: Results, pairs: list[tuple[str, float]]) -> list[list[
             if known is None or "error" in known:
                 steps = LASTING_TINY if model == TINY else LASTING
                 job = {**common, "kind": "survive", "size": size, "steps": steps}
-                # Above ours it is open; below it, ours has as good as told.
-                rounds[0 if size == best else 1 if size > best else 2].append(job)
+                if size >= best:  # below it, ours has told; above it, it is open
+                    rounds[size > best].append(job)
     rounds[0].sort(key=lambda job: -job["cap_gib"])  # the longest first
     return rounds
 
@@ -435,7 +435,7 @@ def run(given: argparse.Namespace) -> None:
     results["about"]["warmed"] = bool(first) or results["about"].get("warmed", False)
     one_at_a_time(jobs, ends, note, 1 if given.smoke else 3)
     if given.only != "timed":
-        for number in range(3):
+        for number in range(2):
             now = untimed_jobs(results, pairs)[number]
             side_by_side(now, ends, note, workers=given.workers, room_gib=given.room_gib)
     save()

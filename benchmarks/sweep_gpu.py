@@ -284,6 +284,7 @@ def page(results: Results) -> str:
         "|---|---|" + "---|" * len(WAYS),
     ]
     totals = {way: [0, 0, 0.0] for way in WAYS}
+    missing: set[str] = set()
     for prompt in map(str, told_of["prompts"]):
         true = results.get(f"truth/{prompt}", {})
         most = true.get("fits")
@@ -292,6 +293,7 @@ def page(results: Results) -> str:
             run = results.get(f"{way}/{prompt}", {})
             if run.get("size") is None:
                 cells.append((run.get("error") or "not run").splitlines()[-1])
+                missing.add(way)
                 continue
             share = f"{run['size'] / most:.1%}" if most else "-"
             tried = len({size for size, _ in run["sizes"]})
@@ -300,7 +302,10 @@ def page(results: Results) -> str:
             cells.append(f"{run['size']}, {share}, {tried}, {run['ooms']}, {run['find_s']:.1f}")
         shown = "-" if most is None else f"{most} (not {true['does_not'] or 'more than allowed'})"
         lines.append(f"| {prompt} | {shown} | " + " | ".join(cells) + " |")
-    ends = [f"{tried} sizes, {ooms} OOMs, {seconds:.0f} s" for tried, ooms, seconds in totals.values()]
+    ends = [
+        "-" if way in missing else f"{tried} sizes, {ooms} OOMs, {seconds:.0f} s"
+        for way, (tried, ooms, seconds) in totals.items()
+    ]
     lines.append("| all | | " + " | ".join(ends) + " |")
     ours = {str(prompt): results.get(f"guided/{prompt}", {}) for prompt in told_of["prompts"]}
     measured = [

@@ -176,7 +176,7 @@ def test_only_what_is_missing_or_broke_is_run_again(find_gpu: ModuleType) -> Non
     wanted = [("batchfit", 80), ("toma", 24), ("accelerate_4096", 24)]  # peers at the common cap only
     assert [(job["finder"], job["cap_gib"]) for job in jobs] == wanted
     rounds = [[job["size"] for job in one] for one in find_gpu.untimed_jobs(results, pairs)]
-    assert rounds == [[], [], [540, 530, 128]]
+    assert rounds == [[], []]  # those below ours are as good as told
     bare = copy.deepcopy(results)
     bare["cases"]["resnet50/24"].update(survive={}, truth=None)
     rounds = [[(job["kind"], job["size"]) for job in one] for one in find_gpu.untimed_jobs(bare, pairs)]
