@@ -259,8 +259,9 @@ class Footprint:
     def again(self) -> tuple[int, ...]:
         """The events of the first step when it comes again: without what it takes once and keeps."""
         step = self.events[self.begins : self.step_ends[0]]
-        freed = {~event for event in step if event < 0}
-        return tuple(event for event in step if event < 0 or event in freed)
+        made = {event for event in step if event >= 0}
+        gone = made & {~event for event in step if event < 0}
+        return tuple(event for event in step if (event if event >= 0 else ~event) in gone)
 
     @property
     def optional(self) -> dict[int, tuple[int, ...]]:

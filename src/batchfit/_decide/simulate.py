@@ -85,7 +85,7 @@ def simulate(
         return ended(fits=False, sustained=False, failed_at=failed)
     if may_retry:
         again = footprint.again
-        for _ in range(1, _CALLS):
+        for _ in range(1, _CALLS if capacity_bytes is not None else 1):  # without an end nothing is in pieces
             failed = play(again, 0, len(again), sizes, device, blocks, optional)
             if failed is not None:
                 return ended(fits=False, sustained=False, failed_at=failed)

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
-_LARGEST = 1 << 22  # elements: more is no mask or position but a computation
-_A_FEW = 8  # whole numbers from the host: an index, not a batch
+_LARGEST = 1 << 24  # elements: more is no mask or position but a computation
+_A_FEW = 8  # whole numbers that are an index written into the program (`ids[:, [-1, 0]]`)
+_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _MAKERS = frozenset(
     {
         aten.arange.default,
@@ -66,12 +67,17 @@ class KnownValues:
         key = id(fake)
         self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value)
 
-    def see(self, fake: Tensor, real: Tensor) -> None:
-        """A tensor of the host comes in as `fake`: known if it is an index, or one whole number all over."""
-        whole = not (real.dtype.is_floating_point or real.dtype.is_complex)
-        small = whole and real.device.type == "cpu" and 0 < real.numel() <= _LARGEST
-        if small and (real.numel() <= _A_FEW or _is_constant(real)):
+    def see(self, fake: Tensor, real: Tensor, *, is_index: bool) -> None:
+        """A tensor of the host comes in as `fake`: known if it is an index, or a whole number all over."""
+        plain = real.layout is torch.strided and real.dtype in _WHOLE and real.device.type == "cpu"
+        if not plain or not 0 < real.numel() <= _LARGEST:
+            return
+        if (is_index and real.numel() <= _A_FEW) or _is_constant(real):
             self.put(fake, real.detach().clone())
+
+    def drop(self, fake: Tensor) -> None:
+        """Its value is not known any more."""
+        self._values.pop(id(fake), None)
 
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""

@@ -28,6 +28,7 @@ from batchfit._torch.blocks import Blocks, address_of
 from batchfit._torch.calling import calling_line, library_caller
 from batchfit._torch.cuda_rules import STAND_INS, CudaRules
 from batchfit._torch.faking import Faked
+from batchfit._torch.generating import Generating
 from batchfit._torch.known_values import KnownValues, written_by
 from batchfit._torch.whereabouts import Whereabouts
 from batchfit._torch.workspaces import Extra, extra_rule, is_gemm
@@ -77,6 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self.blocks = Blocks()
+        self.generating = Generating()
         self._where = Whereabouts(faked.module_names, outside)
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         self._values = KnownValues()
@@ -183,6 +185,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 address = address_of(one)
                 if address not in self._made and address not in self._written:
                     self._written[address] = (one, _whole(one).clone())
+                self._forget_adopted(address)
             out = func(*args, **kwargs)
         made: list[Tensor] = []
         if not func.is_view:
@@ -195,6 +198,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 forget = functools.partial(_forget, self._made, address)
                 self._made[address] = weakref.ref(one.untyped_storage(), forget)
         return out
+
+    def _forget_adopted(self, address: int) -> None:
+        """A host tensor is written into: what it was when it came to the device is no longer its value."""
+        for real, fake in list(self._adopted.values()):
+            living = real()
+            if living is not None and address_of(living) == address:
+                self._values.drop(fake)
 
     def put_back_written(self) -> None:
         """Host tensors of the program as they were before the trace."""
@@ -237,7 +247,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if isinstance(value, FakeTensor) or not isinstance(value, Tensor | list | tuple):
                 return value
             if isinstance(value, Tensor):
-                return self._adopt(value, as_host=moves or value.dim() == 0)
+                return self._adopt(value, as_host=moves or value.dim() == 0, is_index=func is _INDEX)
             return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
 
         if any(
@@ -248,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
         return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
 
-    def _adopt(self, real: Tensor, *, as_host: bool) -> Tensor:
+    def _adopt(self, real: Tensor, *, as_host: bool, is_index: bool) -> Tensor:
         """The fake that stands for a real tensor from now on."""
         key = id(real)
         found = self._adopted.get(key)
@@ -260,7 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             fake = self.faked.shaped_like(real.detach(), place)
             if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
                 fake.constant = real.detach().clone()  # type: ignore[attr-defined]
-            self._values.see(fake, real)
+            self._values.see(fake, real, is_index=is_index)
         if as_host and not on_device:
             return fake
         if on_device:
@@ -278,7 +288,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         # A truth value is a branch: it is not guessed, but where `generate` asks whether all samples have
         # ended, or a prompt with padding: all tokens are made, of whole prompts.
         caller, decides = library_caller(), tensor.dtype is torch.bool
-        if caller == "generate" and decides:
+        if caller == "generate" and decides and self.generating.goes_on():
             return False
         if caller == "optim" and not decides:
             return 1.0
@@ -329,9 +339,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
 
 _SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
-_MOVES = frozenset(
-    {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor}
-)
+_INDEX = torch.ops.aten.index.Tensor
+_MOVES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, _INDEX})
 
 
 def _collect(values: Any, found: list[Tensor]) -> None:

@@ -69,7 +69,7 @@ def trace(
             for change in changes:
                 stack.enter_context(change(workload, faked))
             recorder = Recorder(faked, rules, outside=_run.__code__, limit_s=limit_s)
-            stack.enter_context(short_generation(workload, recorder.blocks))
+            stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
             stack.callback(recorder.put_back_written)
             stack.enter_context(not_called_a_trace(recorder.knows))
             # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
