@@ -112,3 +112,29 @@ def test_another_card_is_traced_without_this_one() -> None:
     assert prediction.based_on == "no GPU"
     assert prediction.card == "rtx3090"
     assert any("rtx3090" in note for note in prediction.unseen)
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_the_predicted_peak_of_generation_is_the_measured_one(kind: str, calibrate: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    torch.manual_seed(0)
+    model: Any
+    if kind == "gpt2":
+        shape = {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 8192, "n_positions": 128}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, pad_token_id=0, eos_token_id=1))
+    else:
+        shape = {"num_layers": 4, "d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 512, "vocab_size": 8192}
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**shape, decoder_start_token_id=0)
+        )
+    workload = batchfit.generation(
+        model.cuda().eval(),
+        lambda n: {"input_ids": torch.randint(2, 8192, (n, 48))},
+        max_new_tokens=48,
+        do_sample=False,
+    )
+    prediction = batchfit.predict_batch_size(workload, budget="2GiB", calibrate=calibrate)
+    assert prediction.batch_size is not None
+    workload.step(2)  # what cuBLAS keeps is there
+    assert peak_of(workload, prediction.batch_size) == pytest.approx(prediction.peak_bytes, rel=0.02)
