@@ -68,8 +68,8 @@ class Trials:
         self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         # Ranks take the same number of steps, and each of them has an allocator of its own.
         self._may_settle = soak_steps is None and ranks.world_size == 1 and steps <= LEAST
-        # A step that generates goes through hundreds of lengths, and all is gone after it: in replays of all
-        # tokens, no call but the first ran out.
+        # A step that generates goes through hundreds of lengths, and all is gone after it: a trial is one. A
+        # second call finds memory in other pieces than the first: a soak has a few.
         self._few = None if soak_steps is not None else (1, steps)
         self._on_trial, self._keep = on_trial, keep
         self._stack = contextlib.ExitStack()
