@@ -31,6 +31,7 @@ from turns import interval
 
 PARTS = ("cheap, microbatches of 32", "plain", "cheap", "exact", "cheap, 2 microbatches")
 PAIRS = 40
+PAIRS_LARGE = 16  # steps of a second that hardly differ
 LARGE = 32  # samples of a microbatch that keeps the GPU busy: the host's own noise does not show
 Results = dict[str, Any]
 
@@ -71,7 +72,8 @@ def measure(part: str, smoke: bool) -> Results:
         step("plain")
         step("other")
     found: dict[str, list[tuple[float, float]]] = {"plain": [], "other": []}
-    for number in range(3 if smoke else PAIRS):
+    pairs = PAIRS_LARGE if size == LARGE else PAIRS
+    for number in range(3 if smoke else pairs):
         for way in ("plain", "other") if number % 2 else ("other", "plain"):
             found[way].append(seconds(way))
     answer: Results = {

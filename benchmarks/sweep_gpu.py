@@ -209,10 +209,11 @@ def truth(prompt: int, given: Setup, smoke: bool, good: int, bad: int | None) ->
 
 
 def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
-    """What the sweeps have shown already: the largest that ran, and the smallest above it that did not."""
+    """What the sweeps have shown already: the largest that always ran, and the smallest above that did not."""
     sizes = [one for way in WAYS for one in results[f"{way}/{prompt}"]["sizes"]]
-    good = max((size for size, fits in sizes if fits), default=1)
-    return good, min((size for size, fits in sizes if not fits and size > good), default=None)
+    ran_out = {size for size, fits in sizes if not fits}
+    good = max((size for size, fits in sizes if fits and size not in ran_out), default=1)
+    return good, min((size for size in ran_out if size > good), default=None)
 
 
 def one(row: str, given: argparse.Namespace) -> Results:
