@@ -30,10 +30,6 @@ log = logging.getLogger("batchfit")
 MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
 # Where cuDNN's recurrent layers run: what they take is known from one LSTM only, and was 3 % too little.
 _RECURRENT_MARGIN = 0.05
-# A cache that grows leaves holes, and small things decide how many. Where the last tokens need most, the end
-# is ragged: with 3 %, an H200 ran out at 1257 samples of a Llama and 1281 of a GPT-2, and ran 1211 and 1229.
-# Where the prompt does, it is not: 373 ran and 376 did not. The 8 % were chosen after these two cases.
-_GENERATION_MARGIN, _RAGGED_MARGIN = 0.03, 0.08
 _PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
 _PATIENCE_GENERATION_S = 15.0  # nor than those of a few tokens, if it has to make all of them
 # How far a trace may be above and below a real run, as a share of its peak, and still be believed.
@@ -162,8 +158,7 @@ class Foresight:
             return None
         beside, unsure = held_beside(work, rules.card)
         oracle = Oracle(traced, settings, (float(beside), 0.0))
-        margin = _generation_margin(traced) if work.kind == "generation" else MARGINS["calibrated"]
-        return cls(oracle, budget_bytes, margin, unsure)
+        return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -199,17 +194,7 @@ class Foresight:
 
 def margin_of(traced: Traced, basis: Basis) -> float:
     """The share of the budget to leave free."""
-    if traced.workload.kind == "generation":
-        return _generation_margin(traced)
     return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
-
-
-def _generation_margin(traced: Traced) -> float:
-    footprint = traced.footprint
-    if footprint is None:
-        return _RAGGED_MARGIN
-    highest = footprint.moment_of_peak(traced.sizes[-1])
-    return _GENERATION_MARGIN if highest < len(footprint.events) / 2 else _RAGGED_MARGIN
 
 
 def is_recurrent(traced: Traced) -> bool:

@@ -62,7 +62,7 @@ def predict_batch_size(
         gpu: the card to predict for ("h100", "rtx4090"): its memory and its choice of kernels.
         max_size: the largest size that is wanted.
         margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
-            not run, 1 % calibrated; 5 % where there are recurrent layers, 14 % for generation.
+            not run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says.
 

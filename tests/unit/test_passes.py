@@ -104,18 +104,25 @@ def test_all_passes_are_written_as_they_would_have_been_traced(
     assert written.ordered() == every.ordered()
 
 
-def test_a_long_loop_takes_several_passes_as_one_and_ends_with_the_last(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("count", "most", "written"),
+    [
+        (11, 8, [2, 9, 10, 11]),
+        (11, 20, [*range(2, 12)]),
+        (12, 20, [2, 4, *range(6, 13)]),
+        (100, 20, [2, 48, *range(94, 101)]),
+        (100, 1, [2, 98, 99, 100]),  # a pass of very many events
+    ],
+)
+def test_of_a_long_loop_the_last_passes_are_written_and_some_before_them(
+    monkeypatch: pytest.MonkeyPatch, count: int, most: int, written: list[int]
 ) -> None:
-    blocks = [Block(10, 3, 9)]
     numbers = [1, 2, 3, 9, 10]
-    few, spans = Program(blocks).trace(numbers)
-    monkeypatch.setattr(passes, "_MOST_EVENTS", 8)  # of 2 a pass
-    written = with_all_passes(few, [loop_of(spans, numbers, 11)])
-    assert [size for size, origin in zip(written.sizes, written.origins, strict=True)] == [
-        *(100, 13, 10 + 3 * 2, 10 + 3 * 5, 10 + 3 * 8, 10 + 3 * 11, 7)
-    ]
-    assert written.peak_bytes == 100 + 34 + 43
+    few, spans = Program([Block(10, 3, 9)]).trace(numbers)
+    monkeypatch.setattr(passes, "_MOST_EVENTS", most)  # of 2 a pass
+    found = with_all_passes(few, [loop_of(spans, numbers, count)])
+    assert found.sizes == (100, 13, *(10 + 3 * number for number in written), 7)
+    assert found.peak_bytes == 100 + sum(10 + 3 * number for number in written[-2:])
 
 
 class TestRefused:

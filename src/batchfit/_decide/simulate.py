@@ -151,41 +151,46 @@ def largest(
     `extra` is what the footprint does not show: fixed bytes, and bytes a sample. How memory falls into
     pieces is not monotone: a size may run although smaller ones do not (GPT-2 with checkpointing at 16 GiB:
     35 runs, 36 fails on the card as it does here, and 40 to 43 run here). Such an island is not answered: the
-    sizes below the answer run too.
+    sizes below the answer run too. Of a step that generates (`may_retry`) they also run with a little more
+    held, since its end is ragged: how many holes a cache leaves as it grows is decided by small things.
     """
-    tried: dict[int, Simulation] = {}
+    tried: dict[tuple[int, float], Simulation] = {}
 
-    def run(size: int) -> Simulation:
-        if size not in tried:
+    def run(size: int, more_bytes: float = 0.0) -> Simulation:
+        if (size, more_bytes) not in tried:
             held = max(0.0, extra[0] + extra[1] * size)
-            tried[size] = simulate(
+            tried[size, more_bytes] = simulate(
                 footprint,
                 size,
                 capacity_bytes=capacity_bytes,
                 rules=rules,
-                extra_bytes=held,
+                extra_bytes=held + more_bytes,
                 first_size=first_size,
                 may_retry=may_retry,
             )
-        return tried[size]
+        return tried[size, more_bytes]
 
     top = upper_bound(footprint, capacity_bytes, extra, most) + 1
-    # A call that generates has a hundred thousand events, and its end is ragged by more than a hundredth.
-    close, shares = (0.01, _ISLAND[1::2]) if may_retry else (0.0, _ISLAND)
+    close, island = (0.01, _RAGGED) if may_retry else (0.0, _ISLAND)
     while top > 1:
         best = _last_sustained(run, top, close)
         if best is None:
             return None
-        below = {max(1, round(best * (1 - share))) for share in shares} - {best}
-        holes = [size for size in sorted(below) if not run(size).sustained]
-        if not holes:
+        # The smallest first: the next answer is below the first that does not run.
+        below = sorted({(max(1, round(best * (1 - less))), more * capacity_bytes) for less, more in island})
+        hole = next((size for size, more in below if not run(size, more).sustained), None)
+        if hole is None:
             return run(best)
-        top = holes[0]
+        top = hole
     return None
 
 
-# How far below an answer the sizes must run as well: people round down.
-_ISLAND = (0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15)
+# How far below an answer the sizes must run as well (people round down), and with what share held besides.
+_ISLAND = tuple((less, 0.0) for less in (0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15))
+_RAGGED = (
+    *((less, more) for less in (0.0, 0.01, 0.02) for more in (0.0, 0.0005, 0.002)),
+    *((less, 0.0) for less in (0.05, 0.1)),
+)
 
 
 def _last_sustained(run: Callable[[int], Simulation], top: int, close: float) -> int | None:
