@@ -209,7 +209,7 @@ def truth(prompt: int, given: Setup, smoke: bool, good: int, bad: int | None) ->
 
 
 def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
-    """What the sweeps have shown already: the largest that always ran, and the smallest above that did not."""
+    """What the sweeps have shown already: the largest that always ran, and the least above that did not."""
     sizes = [one for way in WAYS for one in results[f"{way}/{prompt}"]["sizes"]]
     ran_out = {size for size, fits in sizes if not fits}
     good = max((size for size, fits in sizes if fits and size not in ran_out), default=1)

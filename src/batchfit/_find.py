@@ -45,6 +45,8 @@ from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
+_GLIMPSE = 4  # tokens that tell whether a prediction of generation is right
+
 
 class Place(Protocol):
     """What there is to know of a device before a search."""
@@ -273,17 +275,42 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
         return search
     look = sight.look_first()
     if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
-        seen = attempt(Ask(look, False))
+        seen = _glimpsed(sight, runs, look)
         if seen is None:
-            return search
-        search = search.tell(seen)
-        if not seen.fits or seen.allocated_bytes is None:
-            return search
-        sight = sight.corrected(look, seen.allocated_bytes)
-        if sight is None:
-            return search
+            learned = attempt(Ask(look, False))
+            if learned is None:
+                return search
+            search = search.tell(learned)
+            if not learned.fits or learned.allocated_bytes is None:
+                return search
+            seen = sight.corrected(look, learned.allocated_bytes)
+            if seen is None:
+                return search
+        sight = seen
     found = sight.largest(search.max_size)
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
+
+
+def _glimpsed(sight: Foresight, runs: Here, look: int) -> Foresight | None:
+    """A prediction of generation, compared with a real run of a few tokens; None where that tells nothing.
+
+    A small trial would make every token, each of which may have the card plan its kernels anew: on an H200 a
+    quarter to a third of the search. What is wrong with a step comes out of a trial, not of a glimpse.
+    """
+    brief = runs.work._brief(_GLIMPSE)
+    short = None if brief is None else Foresight.of(brief, budget_bytes=sight.budget_bytes)
+    if brief is None or short is None:
+        return None
+    try:
+        trial = runs.glimpse(brief, look)
+    except Exception as error:  # noqa: BLE001
+        log.info("no glimpse of %d tokens: %s: %s", _GLIMPSE, type(error).__name__, str(error))
+        return None
+    seen = short.corrected(look, trial.peak_bytes) if trial.fits and trial.peak_bytes is not None else None
+    if seen is None:
+        return None
+    log.info("batch size %d: %d tokens were made, and needed about what was predicted", look, _GLIMPSE)
+    return sight.as_corrected(seen)
 
 
 def check_steps(

@@ -191,6 +191,10 @@ class Foresight:
         residual = (fixed + gap, slope) if small else (fixed, slope + gap / size)
         return replace(self, oracle=replace(self.oracle, residual=residual))
 
+    def as_corrected(self, other: Foresight) -> Foresight:
+        """The same with what a real run of another workload, a part of this one, needed beyond its trace."""
+        return replace(self, oracle=replace(self.oracle, residual=other.oracle.residual))
+
 
 def margin_of(traced: Traced, basis: Basis) -> float:
     """The share of the budget to leave free."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from batchfit._torch import phase
-from batchfit._torch.batches import CollateFn, batch_source, takes_arguments
+from batchfit._torch.batches import BatchSource, CollateFn, batch_source, takes_arguments
 from batchfit._torch.structure import is_array, to_device
 
 Kind = Literal["step", "training", "inference", "generation"]
@@ -70,6 +70,14 @@ class Workload:
         twin = self.with_step(step)
         twin._set(_parts=self._parts)
         return twin
+
+    def _brief(self, new_tokens: int) -> Workload | None:
+        """This generation, of fewer tokens; None where that is not much less, or the step is not our own."""
+        options = self._parts.get("options", {})
+        if self.model is None or "step" in self._parts or options.get("max_new_tokens", 0) < 4 * new_tokens:
+            return None
+        fewer = {**options, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+        return _generation(self.model, self._parts["source"], fewer)
 
     def __repr__(self) -> str:
         what = getattr(self.step, "__qualname__", None) if self.model is None else type(self.model).__name__
@@ -217,8 +225,10 @@ def generation(
         raise TypeError(f"model must be an object with a generate method, not {type(model).__name__}")
     _check_full_length(generate_kwargs, max_new_tokens)
     options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
-    source = batch_source(make_batch, collate_fn=collate_fn)
+    return _generation(model, batch_source(make_batch, collate_fn=collate_fn), options)
 
+
+def _generation(model: Any, source: BatchSource, options: dict[str, Any]) -> Workload:
     def step(batch_size: int) -> None:
         with _mode(model, training=False):
             phase.enter("batch")
@@ -229,7 +239,7 @@ def generation(
                     output = model.generate(**batch, **options)
                 else:
                     output = model.generate(batch, **options)
-            _check_generated(output, batch, model, max_new_tokens)
+            _check_generated(output, batch, model, options["max_new_tokens"])
         phase.clear()
 
     state = (model,) if isinstance(model, nn.Module) else ()

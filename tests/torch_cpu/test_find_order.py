@@ -59,6 +59,7 @@ class Sight:
     def __init__(self, end: int, look: int | None = 8) -> None:
         self.end, self.look, self.traces = end, look, 0
         self.corrections: list[int] = []
+        self.budget_bytes = 32 * 2**20
 
     def of(self, work: batchfit.Workload, *, budget_bytes: int) -> Sight:
         self.traces += 1
@@ -70,6 +71,10 @@ class Sight:
 
     def corrected(self, size: int, peak_bytes: int) -> Sight:
         self.corrections.append(size)
+        return self
+
+    def as_corrected(self, other: Sight) -> Sight:
+        assert other is self
         return self
 
     def largest(self, most: int | None = None) -> int:
@@ -105,6 +110,87 @@ class TestPrediction:
     def test_one_that_is_no_flag_is_refused(self) -> None:
         with pytest.raises(TypeError, match="predict must be True or False, not 'yes'"):
             find(workload(), predict="yes")
+
+
+class Writer(nn.Module):
+    """Generates; 16 KiB a sample and token. It fails where it is told to."""
+
+    def __init__(self, fails: Callable[[int, int], bool] = lambda size, tokens: False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.fails = fails
+        calls: list[tuple[int, int]] = []  # a list of its own would be put back
+        self.note, self.noted = calls.append, lambda: calls
+
+    def generate(self, ids: torch.Tensor, *, max_new_tokens: int, min_new_tokens: int) -> torch.Tensor:
+        assert max_new_tokens == min_new_tokens
+        self.note((len(ids), max_new_tokens))
+        if self.fails(len(ids), max_new_tokens):
+            raise RuntimeError("at least 16 tokens")
+        torch.zeros(len(ids), max_new_tokens, 1 << 12)
+        self.weight.data += 1
+        return torch.cat([ids, ids.new_zeros(len(ids), max_new_tokens)], dim=1)
+
+
+class TestGlimpse:
+    """A prediction of generation is compared with a few tokens."""
+
+    @pytest.fixture(autouse=True)
+    def _sight(self, sight: Sight) -> None:
+        self.sight = sight
+        sight.end = 123
+
+    def find(self, writer: Writer, *, tokens: int = 16, **changes: Any) -> FitResult:
+        make = changes.pop("make", lambda n: torch.zeros(n, 4, dtype=torch.long))
+        return find(batchfit.generation(writer, make, max_new_tokens=tokens), **changes)
+
+    def test_a_few_tokens_are_enough_to_look(self) -> None:
+        writer = Writer()
+        fit = self.find(writer, soak_steps=None)
+        assert writer.noted() == [(8, 4), *[(123, 16)] * 3]
+        assert tried(fit) == [(123, True)]
+        assert fit.stopped_because == "predicted"
+        assert (self.sight.traces, self.sight.corrections) == (2, [8])
+        assert writer.weight.tolist() == [0.0] * 4, "put back"
+
+    def test_short_answers_are_looked_at_as_they_are(self) -> None:
+        writer = Writer()
+        assert tried(self.find(writer, tokens=15))[:2] == [(8, False), (123, True)]
+        assert {tokens for _, tokens in writer.noted()} == {15}
+
+    def test_a_step_around_it_is_looked_at_as_it_is(self) -> None:
+        writer = Writer()
+        work = batchfit.generation(writer, lambda n: torch.zeros(n, 4, dtype=torch.long), max_new_tokens=16)
+        assert tried(find(work.with_step(work.step))) == [(8, False), (123, True)]
+
+    def test_one_that_cannot_make_a_few_makes_all(self) -> None:
+        writer = Writer(lambda size, tokens: tokens < 16)
+        assert tried(self.find(writer)) == [(8, False), (123, True)]
+        assert writer.noted()[:2] == [(8, 4), (8, 16)]
+        assert writer.weight.tolist() == [0.0] * 4
+
+    def test_one_that_is_broken_comes_out_of_the_trial(self) -> None:
+        writer = Writer(lambda size, tokens: True)
+        with pytest.raises(RuntimeError, match="at least 16 tokens") as caught:
+            self.find(writer)
+        assert writer.noted() == [(8, 4), (8, 16)]
+        assert "batch size 8" in caught.value.__notes__[0]
+
+    def test_one_that_runs_out_is_followed_by_a_trial(self) -> None:
+        def make(n: int) -> torch.Tensor:
+            return torch.zeros(n, 4 if n < 8 else 1 << 20, dtype=torch.long)
+
+        fit = self.find(Writer(), make=make)
+        assert tried(fit)[0] == (8, False)
+        assert fit.batch_size == 7
+        assert fit.stopped_because != "predicted"
+
+    def test_a_glimpse_that_differs_is_followed_by_a_trial(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answers = iter([None, self.sight])
+        monkeypatch.setattr(self.sight, "corrected", lambda size, peak_bytes: next(answers))
+        writer = Writer()
+        assert tried(self.find(writer)) == [(8, False), (123, True)]
+        assert writer.noted()[:2] == [(8, 4), (8, 16)]
 
 
 class TestStoredThenPredicted:

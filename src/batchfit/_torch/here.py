@@ -120,6 +120,18 @@ class Here:
             held_bytes = _held_bytes(self.place)
             yield run_one
 
+    def glimpse(self, brief: Workload, size: int) -> Trial:
+        """One step of less than the whole, while trials are run; what it changes is put back."""
+        return run_trial(
+            brief.step,
+            size,
+            device=self.place,
+            snapshot=Snapshot.take(brief.state),
+            parameters=self._parameters(),
+            steps=1,
+            generates=True,
+        )
+
     def regroup(self) -> None:
         """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
 
