@@ -2,7 +2,6 @@
 
     python benchmarks/prediction_gpu.py truth --out results.json            # the sustained maxima, resumes
     python benchmarks/prediction_gpu.py predict --out gpu.json --mode gpu    # or none, calibrated
-    python benchmarks/prediction_gpu.py find --out find.json                 # find, which begins with it
     python benchmarks/prediction_gpu.py history --folder histories           # allocations as they really came
 
 The truth is a bracket under a cap (`set_per_process_memory_fraction`): the size survives 25 steps, the one
@@ -113,31 +112,6 @@ def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
             "ooms": sum(not t.fits for t in fit.trials),
         },
         "trials": [t.model_dump() for t in fit.trials] + soaks,
-    }
-
-
-def run_find(model: str, precision: str, cap: str) -> dict[str, Any]:
-    """What find answers, beginning with a prediction; and in how many sizes, failures and seconds."""
-    import logging
-
-    import torch
-
-    import batchfit
-    import zoo
-
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    workload = zoo.make(model, precision)
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    fit = batchfit.find_batch_size(workload)
-    seconds = time.perf_counter() - begun
-    return {
-        "answer": fit.batch_size,
-        "seconds": seconds,
-        "sizes": [t.size for t in fit.trials],
-        "ooms": sum(not t.fits for t in fit.trials),
-        "stopped_because": fit.stopped_because,
-        "trials": [t.model_dump() for t in fit.trials],
     }
 
 
@@ -266,21 +240,18 @@ LLMem at most 1.6 % on its own models, median 76.83 % when xMem's authors measur
 MemTracker: its own tests accept 10 %; FakeTensor as GPUMemNet used it: median 45.8 %."""
 
 
-def slim(folder: Path) -> dict[str, Any]:
-    """All parts of a run in one value, without what no table needs."""
+def slim(folder: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """All parts of a run in one value, without what no table needs; what-ifs also of the run before it."""
 
     def part(name: str) -> dict[str, Any]:
         path = folder / f"{name}.json"
         return dict(json.loads(path.read_text())) if path.exists() else {}
 
     keep = ("size", "outcome", "steps_run", "peak_bytes", "reserved_bytes", "alloc_retries", "soak")
-    found: dict[str, Any] = {"truth": part("truth"), "find": part("find")}
-    if about := part("about"):
-        found["about"] = about
-    for results in (found["truth"], found["find"]):
-        for one in results.values():
-            one["trials"] = [{k: t[k] for k in keep} for t in one.get("trials", [])]
-            one["error"] = one.get("error", "").strip().splitlines()[-1:] or None
+    found: dict[str, Any] = {"about": part("about"), "truth": part("truth")}
+    for one in found["truth"].values():
+        one["trials"] = [{k: t[k] for k in keep} for t in one.get("trials", [])]
+        one["error"] = one.get("error", "").strip().splitlines()[-1:] or None
     found["explain"] = {
         case: {
             "largest": one.get("largest"),
@@ -306,6 +277,11 @@ def slim(folder: Path) -> dict[str, Any]:
                 "trials": [t["size"] for t in whole["trials"]],
                 **{name: whole[name] for name in kept},
             }
+    found["earlier"] = not found["explain"]
+    if found["earlier"]:
+        found["explain"] = before.get("explain", {})
+        changed = {name: one for name, one in before.get("truth", {}).items() if "@" in name}
+        found["truth"] = {**changed, **found["truth"]}
     return found
 
 
@@ -360,20 +336,6 @@ def told_and_true(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-# What the first results do not say of themselves: they were kept before runs wrote it down.
-FIRST = {
-    "hardware": "One NVIDIA H200 (139 GiB), torch 2.11.0+cu130, transformers 5.17, python 3.12",
-    "notes": [
-        "Not all columns were made by the same code: 'GPU, not run' is older than the others. The last",
-        "column ran on two CPU cores, no GPU, with torch 2.13 and transformers 5.22, whose T5 is another",
-        "program than the card's. Calibration was cut short by the end of device time; '-' was not run. All",
-        "are older than casts in CUDA's order, and the truth was measured in a process that had run smaller",
-        "sizes before: a new one may end lower (Llama-110M under 24 GiB: 45, and 50 after smaller ones).",
-        "",
-    ],
-}
-
-
 def about() -> dict[str, Any]:
     """Where the figures come from. Asks no CUDA: a context of this process would take of the card."""
     import importlib.metadata
@@ -384,7 +346,7 @@ def about() -> dict[str, Any]:
         ask = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
         card = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or card
     packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
-    return {"hardware": f"{card}, {packages}, python {platform.python_version()}", "notes": []}
+    return {"hardware": f"{card}, {packages}, python {platform.python_version()}"}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -393,20 +355,27 @@ def page(found: dict[str, Any]) -> str:
 
     import zoo
 
-    about = found.get("about", FIRST)
-    command = "`python benchmarks/prediction_gpu.py truth | find | predict --mode none | gpu | calibrated`"
+    command = "`python benchmarks/prediction_gpu.py truth | predict --mode none | gpu | calibrated`"
     modes = [*MODES, *([("here", "no GPU, torch 2.13")] if found.get("here") else [])]
     lines = [
         "# Prediction against an H200",
         "",
-        f"{about['hardware']}. Made by {command}, then `page`.",
+        f"{found['about']['hardware']}. Made by {command}, then `page`.",
         "Truth: under a cap (`set_per_process_memory_fraction`) the first size survives 25 steps with no",
         "retry once settled, the second (1 % more, at least one sample) does not. Predicted: without a",
         "margin, and its signed error; in brackets the answer at the default margin "
         "(2 % no GPU, 1.5 % GPU not run, 1 % calibrated).",
+        "Several cases shared the card, each within its cap.",
         "",
     ]
-    lines += about["notes"]
+    if found.get("here"):
+        lines += [
+            "The last column ran on two CPU cores without a GPU, with torch 2.13 and transformers 5.22, whose T5",
+            "is another program than the card's.",
+            "",
+        ]
+    if found["earlier"]:
+        lines += ["Of an earlier run, with older code: the what-ifs and what was measured for them.", ""]
     every = [key for key in found["truth"] if "@" not in key]
     held = [key for key in every if key.split("/")[0] in zoo.HELD_OUT]
     for title, keys in (
@@ -470,10 +439,7 @@ def page(found: dict[str, Any]) -> str:
             ),
             "",
         ]
-    finds = {
-        **{k: v["find"] for k, v in found["truth"].items() if "find" in v and v["find"]["sizes"][0] != 1},
-        **{k: v for k, v in found["find"].items() if v.get("answer")},
-    }
+    finds = {key: one["find"] for key, one in found["truth"].items() if "find" in one}
     lines += [
         "## Find, which begins with the prediction",
         "",
@@ -551,7 +517,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("truth", "find", "predict", "explain", "history", "page", "child"))
+    parser.add_argument("what", choices=("truth", "predict", "explain", "history", "page", "child"))
     parser.add_argument("--mode", choices=("none", "gpu", "calibrated"), default="gpu")
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("prediction_gpu.json"))
@@ -573,7 +539,6 @@ def main() -> None:
             capped(float(rest[2]))
         runs = {
             "truth": run_truth,
-            "find": run_find,
             "predict": run_predict,
             "explain": run_explain,
             "history": run_history,
@@ -585,7 +550,8 @@ def main() -> None:
     if given.what == "page":
         kept = given.to
         if given.rest:
-            kept.write_text(json.dumps(slim(Path(given.rest[0])), indent=0) + "\n")
+            before = json.loads(kept.read_text()) if kept.exists() else {}
+            kept.write_text(json.dumps(slim(Path(given.rest[0]), before), indent=0) + "\n")
         kept.with_suffix(".md").write_text(page(json.loads(kept.read_text())))
         return
 
