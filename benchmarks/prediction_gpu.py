@@ -370,8 +370,8 @@ def page(found: dict[str, Any]) -> str:
     ]
     if found.get("here"):
         lines += [
-            "The last column ran on two CPU cores without a GPU, with torch 2.13 and transformers 5.22, whose",
-            "T5 is another program than the card's.",
+            "The last column ran on two CPU cores without a GPU, with torch 2.13 and transformers 5.22;",
+            "its T5 is another program than the card's.",
             "",
         ]
     if found["earlier"]:

@@ -294,8 +294,8 @@ def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], To
 def _glimpsed(sight: Foresight, runs: Here, look: int) -> Foresight | None:
     """A prediction of generation, compared with a real run of a few tokens; None where that tells nothing.
 
-    A small trial would make every token, and the first call of `generate` at a size is slow, however small: on
-    an H200 it was a third of the search. What is wrong with a step comes out of a trial, not of a glimpse.
+    A small trial would make every token, and the first call of `generate` at a size is slow, however small:
+    on an H200 it was a third of the search. What is wrong with a step comes out of a trial, not of a glimpse.
     """
     brief = runs.work._brief(_GLIMPSE)
     short = None if brief is None else Foresight.of(brief, budget_bytes=sight.budget_bytes)
