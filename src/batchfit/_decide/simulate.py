@@ -172,30 +172,38 @@ def largest(
 
     top = upper_bound(footprint, capacity_bytes, extra, most) + 1
     close, island = (0.01, _RAGGED) if may_retry else (0.0, _ISLAND)
+    known = 0
     while top > 1:
-        best = _last_sustained(run, top, close)
+        best = _last_sustained(run, top, close, known)
         if best is None:
             return None
-        # The smallest first: the next answer is below the first that does not run.
-        below = sorted({(max(1, round(best * (1 - less))), more * capacity_bytes) for less, more in island})
-        hole = next((size for size, more in below if not run(size, more).sustained), None)
+        checks = [(max(1, round(best * (1 - less))), more * capacity_bytes) for less, more in island]
+        hole = next((size for size, more in checks if not run(size, more).sustained), None)
         if hole is None:
             return run(best)
         top = hole
+        if may_retry:  # a replay takes a third of a second
+            ran = (size for (size, more), one in tried.items() if one.sustained and not more)
+            known = max((size for size in ran if size < top), default=0)
     return None
 
 
-# How far below an answer the sizes must run as well (people round down), and with what share held besides.
-_ISLAND = tuple((less, 0.0) for less in (0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15))
+# How far below an answer the sizes must run as well (people round down), and with what share held besides. The
+# first that does not is above the next answer.
+_ISLAND = tuple((less, 0.0) for less in (0.15, 0.1, 0.075, 0.05, 0.035, 0.02, 0.01))
+_A_LITTLE, _MORE = 0.0005, 0.002
 _RAGGED = (
-    *((less, more) for less in (0.0, 0.01, 0.02) for more in (0.0, 0.0005, 0.002)),
-    *((less, 0.0) for less in (0.05, 0.1)),
+    *((0.0, _A_LITTLE), (0.0, _MORE), (0.005, 0.0), (0.005, _MORE), (0.01, 0.0), (0.01, _A_LITTLE)),
+    *((0.015, _MORE), (0.02, 0.0), (0.02, _A_LITTLE), (0.03, _MORE), (0.05, 0.0), (0.1, 0.0)),
 )
 
 
-def _last_sustained(run: Callable[[int], Simulation], top: int, close: float) -> int | None:
-    """By halving, from a few per cent below the top: that is what falling into pieces costs as a rule."""
-    low, high, step = 0, top, max(1, round(top * 0.03))
+def _last_sustained(run: Callable[[int], Simulation], top: int, close: float, known: int) -> int | None:
+    """By halving, from a size that is known to run, or else from a few per cent below the top on.
+
+    That is what falling into pieces costs as a rule.
+    """
+    low, high, step = known, top, max(1, round(top * 0.03))
     while high - low > max(1, close * low):
         size = high - step if low == 0 else (low + high) // 2
         if run(max(1, size)).sustained:
