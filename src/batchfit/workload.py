@@ -9,11 +9,10 @@ its last output while the next batch runs needs room for one more output than a 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal, final
 
 import torch
@@ -21,10 +20,20 @@ from torch import nn
 
 from batchfit._torch import phase
 from batchfit._torch.batches import BatchSource, CollateFn, batch_source, takes_arguments
-from batchfit._torch.structure import is_array, to_device
+from batchfit._torch.structure import to_device
+from batchfit._torch.workload_parts import (
+    check_full_length,
+    check_generated,
+    check_loss,
+    check_loss_fn,
+    check_model,
+    check_optimizer,
+    checked_state,
+    checked_step,
+    is_positive_number,
+)
 
 Kind = Literal["step", "training", "inference", "generation"]
-_STATELESS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, type(None))
 Autocast = torch.dtype | torch.autocast | Callable[[], AbstractContextManager[Any]]
 
 
@@ -51,7 +60,7 @@ class Workload:
     _parts: Mapping[str, Any]  # what else the step is made of, for the store's key
 
     def __init__(self, step: Callable[[int], object], *, state: object = None) -> None:
-        self._set(step=_checked_step(step), state=_checked_state(state), declared=state is not None)
+        self._set(step=checked_step(step), state=checked_state(state), declared=state is not None)
         self._set(kind="step", model=None, optimizer=None, _parts={})
 
     def _set(self, **values: object) -> None:
@@ -121,10 +130,10 @@ def training(
     eval mode is in training mode during the step; one that is in training mode already is left as it is, with
     any part frozen in eval mode. Several models or optimizers: write the step and give it to `Workload`.
     """
-    _check_model(model)
-    _check_optimizer(optimizer, scaler=scaler)
-    _check_loss_fn(loss_fn)
-    if clip_norm is not None and not _is_positive_number(clip_norm):
+    check_model(model)
+    check_optimizer(optimizer, scaler=scaler)
+    check_loss_fn(loss_fn)
+    if clip_norm is not None and not is_positive_number(clip_norm):
         raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
     context = _autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
@@ -153,7 +162,7 @@ def training(
         "scaler": scaler,
         "clips": clip_norm is not None,
     }
-    return _known(step, "training", model, optimizer, state=(*known, *_checked_state(state)), parts=parts)
+    return _known(step, "training", model, optimizer, state=(*known, *checked_state(state)), parts=parts)
 
 
 def batches(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Callable[[int], Any]:
@@ -181,7 +190,7 @@ def inference(
     ends, before the next batch is made: a loop that still holds its last output while it runs the next
     batch needs room for that one too (`del output`, or keep it in a `Workload` of your own).
     """
-    _check_model(model)
+    check_model(model)
     run: Any = _call_model if forward is None else forward
     if not callable(run) or not takes_arguments(run, 2):
         raise TypeError(f"forward must be a callable forward(model, batch) or None, not {forward!r}")
@@ -223,7 +232,7 @@ def generation(
         return _generating(model, make_batch, max_new_tokens, collate_fn, generate_kwargs)
     if not callable(getattr(model, "generate", None)) or isinstance(model, type):
         raise TypeError(f"model must be an object with a generate method, not {type(model).__name__}")
-    _check_full_length(generate_kwargs, max_new_tokens)
+    check_full_length(generate_kwargs, max_new_tokens)
     options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
     return _generation(model, batch_source(make_batch, collate_fn=collate_fn), options)
 
@@ -239,7 +248,7 @@ def _generation(model: Any, source: BatchSource, options: dict[str, Any]) -> Wor
                     output = model.generate(**batch, **options)
                 else:
                     output = model.generate(batch, **options)
-            _check_generated(output, batch, model, options["max_new_tokens"])
+            check_generated(output, batch, model, options["max_new_tokens"])
         phase.clear()
 
     state = (model,) if isinstance(model, nn.Module) else ()
@@ -250,7 +259,7 @@ def _generating(
     function: Callable[..., Any], make_batch: Any, max_new_tokens: int, collate_fn: Any, more: dict[str, Any]
 ) -> Workload:
     """Generation by a function of the user's."""
-    _check_full_length(more, max_new_tokens)
+    check_full_length(more, max_new_tokens)
     options = {**more, "max_new_tokens": max_new_tokens}
     source = batch_source(make_batch, collate_fn=collate_fn)
 
@@ -360,115 +369,3 @@ def _autocast_context(autocast: Any, model: nn.Module) -> Callable[[], AbstractC
         )
     make: Callable[[], AbstractContextManager[Any]] = autocast
     return make
-
-
-def _checked_step(step: Any) -> Callable[[int], object]:
-    if not callable(step):
-        raise TypeError(f"step must be a callable step(batch_size), not {step!r}")
-    if not takes_arguments(step, 1):
-        raise TypeError(
-            f"step must take the batch size as its one positional argument, not {step!r}; "
-            "a function that makes the workload has to be called first"
-        )
-    checked: Callable[[int], object] = step
-    return checked
-
-
-def _checked_state(state: Any) -> tuple[object, ...]:
-    """The parts of the state; one part alone is accepted, also one that could be iterated over.
-
-    The snapshot says exactly what can be put back; here only what never has any state is refused.
-    """
-    if state is None:
-        return ()
-    alone = isinstance(state, (nn.Module, torch.Tensor, Mapping, *_STATELESS)) or hasattr(state, "state_dict")
-    parts = (state,) if alone or is_array(state) or not isinstance(state, Iterable) else tuple(state)
-    for part in parts:
-        if isinstance(part, _STATELESS):
-            raise TypeError(
-                f"state must hold modules, optimizers, schedulers, scalers or tensors, not {part!r}"
-            )
-    return parts
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; several go into a Workload")
-
-
-def _check_optimizer(optimizer: Any, *, scaler: Any) -> None:
-    if optimizer is None:
-        if scaler is not None:
-            raise ValueError(f"scaler must be None where optimizer is None, not {scaler!r}")
-        return
-    if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
-        raise TypeError(
-            f"optimizer must be one optimizer or None, not {optimizer!r:.80}; several go into a Workload"
-        )
-    if scaler is not None and not (hasattr(scaler, "unscale_") and hasattr(scaler, "update")):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
-
-
-def _check_loss_fn(loss_fn: Any) -> None:
-    if type(loss_fn).__module__ == "torch.nn.modules.loss":
-        raise TypeError(
-            f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}, which knows no model: "
-            "lambda model, batch: criterion(model(batch[0]), batch[1])"
-        )
-    if not callable(loss_fn) or not takes_arguments(loss_fn, 2):
-        raise TypeError(f"loss_fn must be a callable loss_fn(model, batch), not {loss_fn!r}")
-
-
-def check_loss(loss: Any, name: str) -> None:
-    """Refuse what the user's function `name` returned where it is no scalar tensor that requires grad."""
-    if not isinstance(loss, torch.Tensor):
-        hint = " (return its .loss)" if isinstance(getattr(loss, "loss", None), torch.Tensor) else ""
-        raise TypeError(f"{name} must return the loss as a tensor, not {type(loss).__name__}{hint}")
-    if loss.numel() != 1:
-        raise ValueError(f"{name} must return a scalar loss, not a tensor of shape {tuple(loss.shape)}")
-    if not loss.requires_grad:
-        raise ValueError(
-            f"{name} must return a loss that requires grad, not one without: is the model frozen, or the "
-            "loss detached or made under torch.no_grad?"
-        )
-
-
-def _is_positive_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value) and value > 0
-    )
-
-
-def _check_full_length(options: Mapping[str, Any], max_new_tokens: int) -> None:
-    """Nothing among the keywords may set another length or end a sample early."""
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int):
-        raise TypeError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be a positive integer, not {max_new_tokens!r}")
-    shortest = options.get("min_new_tokens", max_new_tokens)
-    if shortest != max_new_tokens:
-        raise ValueError(
-            f"min_new_tokens must be max_new_tokens ({max_new_tokens}) or left out, not {shortest!r}: "
-            "generation is forced to the full length"
-        )
-    for name in ("max_length", "min_length", "max_time", "stop_strings", "stopping_criteria"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name} must be left out, not {options[name]!r}: generation is forced to max_new_tokens"
-            )
-
-
-def _check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) -> None:
-    """A model's own configuration may still end it early (`max_time`): such a trial would prove nothing."""
-    tokens = getattr(output, "sequences", output)
-    prompt = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", None)
-    if has_encoder is None or not (isinstance(tokens, torch.Tensor) and isinstance(prompt, torch.Tensor)):
-        return
-    # A decoder goes on from the prompt; one behind an encoder begins with a token of its own.
-    made = tokens.shape[-1] - (1 if has_encoder else prompt.shape[-1])
-    if made < max_new_tokens:
-        raise ValueError(
-            f"model.generate stopped after {made} of {max_new_tokens} new tokens: take max_time, "
-            "stop_strings and other early ends out of its generation_config"
-        )

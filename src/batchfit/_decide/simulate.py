@@ -188,8 +188,8 @@ def largest(
     return None
 
 
-# How far below an answer the sizes must run as well (people round down), and with what share held besides. The
-# first that does not is above the next answer.
+# How far below an answer the sizes must run as well (people round down), and with what share held besides.
+# The next answer is below the first that does not.
 _ISLAND = tuple((less, 0.0) for less in (0.15, 0.1, 0.075, 0.05, 0.035, 0.02, 0.01))
 _A_LITTLE, _MORE = 0.0005, 0.002
 _RAGGED = (

@@ -26,8 +26,8 @@ from batchfit._torch.setting import CHANGED, AnyCall, Opened, Setting
 from batchfit._torch.splittable import check_callable
 from batchfit._torch.sync import Outcome
 from batchfit._torch.tries import NOBODY, Around, Planned, Watch
+from batchfit._torch.workload_parts import check_loss
 from batchfit.errors import BatchfitError
-from batchfit.workload import check_loss
 
 
 def run_batch(

@@ -25,7 +25,7 @@ from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
-from batchfit.workload import check_loss
+from batchfit._torch.workload_parts import check_loss
 
 Judgement = Literal["mean", "sum", "compared", "unclear"]
 
