@@ -69,6 +69,7 @@ PARTS = (
     Part("prediction", "prediction_gpu", (*PREDICT, "gpu"), "gpu", alone=False),
     Part("prediction", "prediction_gpu", (*PREDICT, "calibrated", "--room", "25"), "calibrated", alone=False),
     Part("prediction", "prediction_gpu", (*PREDICT, "none"), "none", alone=False),
+    Part("prediction", "prediction_gpu", ("explain", "--workers", "1"), "explain", alone=False),
 )
 LEFT = re.compile(r"(\d+) (?:rows|parts|runs|cases) left")
 

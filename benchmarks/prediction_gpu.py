@@ -2,6 +2,7 @@
 
     python benchmarks/prediction_gpu.py truth --out results.json            # the sustained maxima, resumes
     python benchmarks/prediction_gpu.py predict --out gpu.json --mode gpu    # or none, calibrated
+    python benchmarks/prediction_gpu.py explain --out explain.json          # its what-ifs; truth runs them
     python benchmarks/prediction_gpu.py history --folder histories           # allocations as they really came
 
 The truth is a bracket under a cap (`set_per_process_memory_fraction`): the size survives 25 steps, the one
@@ -58,6 +59,18 @@ def cases(models: list[str], precisions: list[str]) -> list[tuple[str, str, int]
     """(model, precision, cap in GiB), the longest first."""
     found = [(m, p, CAPS.get(m, (16, 16))[p != "fp32"]) for m in models for p in precisions]
     return sorted(found, key=lambda one: -one[2])
+
+
+def asked_for(what: str, models: list[str], precisions: list[str]) -> list[tuple[str, str, int]]:
+    """The cases of a run: those of the models named, or all, with programs that explain's advice changed."""
+    from zoo import HELD_OUT
+
+    if models:
+        return cases(models, precisions)
+    programs = {"explain": 0, "truth": 2}.get(what)
+    named = dict.fromkeys(one[programs] for one in TURNED_ON) if programs is not None else {}
+    every = [] if what == "explain" else cases([*CAPS, *HELD_OUT], precisions)
+    return every + [(model, precision, int(cap)) for model, precision, cap in (n.split("/") for n in named)]
 
 
 def capped(cap_gib: float) -> None:
@@ -573,7 +586,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
     keep(given.out.with_name("about.json"), about())
     jobs = []
-    for model, precision, cap in cases(given.models or list(CAPS), given.precisions):
+    for model, precision, cap in asked_for(given.what, given.models or [], given.precisions):
         key = f"{model}/{precision}/{cap}"
         if results.get(key) and "error" not in results[key]:
             continue
