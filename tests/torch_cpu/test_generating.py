@@ -126,6 +126,8 @@ def test_generation_in_a_step_of_ones_own_is_refused_and_ends() -> None:
         ({"prefill_chunk_size": 4}, "prefill_chunk_size is not traced"),
         ({"guidance_scale": 1.5}, "guidance_scale is not traced"),
         ({"generation_config": {"cache_implementation": "static"}}, "cache_implementation is not traced"),
+        ({"generation_config": {"max_time": 60.0}}, "max_time is not traced"),
+        ({"generation_config": {"stop_strings": ["."]}}, "stop_strings is not traced"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens is not traced"),
     ],
 )

@@ -31,7 +31,8 @@ from batchfit.workload import Workload
 # Kernels want masks of a multiple of eight, so that one pass in eight is another. The two that stand for all
 # are eight apart, where keys are this many beyond a multiple: not that one, and not the one after it.
 _EIGHT, _BEYOND = 8, 4
-# What makes several tokens in a pass, or several passes for a token, or compiles it; and what it may be.
+# What makes several tokens in a pass, or several passes for a token, or compiles it, or ends it early; and
+# what it may be.
 _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "cache_implementation": ("dynamic",),
     "assistant_model": (),
@@ -40,6 +41,8 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "dola_layers": (),
     "prefill_chunk_size": (),
     "guidance_scale": (1, 1.0),
+    "max_time": (),
+    "stop_strings": (),
 }
 _MOST_ANSWERS = 1000  # for one pass: it has no end that a pass would bring
 _BEAMS_GO_ON = "_beam_search_has_unfinished_sequences"
