@@ -290,9 +290,9 @@ def slim(folder: Path, before: dict[str, Any]) -> dict[str, Any]:
                 "trials": [t["size"] for t in whole["trials"]],
                 **{name: whole[name] for name in kept},
             }
-    found["earlier"] = not found["explain"]
+    found["earlier"] = not found["explain"] and bool(before.get("explain"))
     if found["earlier"]:
-        found["explain"] = before.get("explain", {})
+        found["explain"] = before["explain"]
         changed = {name: one for name, one in before.get("truth", {}).items() if "@" in name}
         found["truth"] = {**changed, **found["truth"]}
     return found

@@ -25,11 +25,12 @@ from typing import Protocol
 import torch
 
 from batchfit._decide.room import Room
-from batchfit._decide.search import Ask, Search, Told
+from batchfit._decide.search import Ask, Search
 from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._oracle import Foresight
 from batchfit._recall import Known, Recall, check_store, confirm, recall
 from batchfit._resume import ResumeFile
+from batchfit._torch import oom
 from batchfit._torch.conclude import fit_result as fit_result
 from batchfit._torch.conclude import told as told
 from batchfit._torch.device import Device, DeviceSpec, resolve_device
@@ -227,7 +228,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         # A resumed search has had its look, and keeps what it predicted. Ranks that talk to each other in a
         # step would wait for what a trace never sends.
         if predict and not confirmed and not before and ranks.world_size == 1:
-            seen = _foreseen(trying.search, runs, trying.attempt)
+            seen = _foreseen(trying)
             if seen.budget_bytes == trying.search.budget_bytes:
                 trying.search = replace(trying.search, predicted=seen.predicted)
         if not confirmed:
@@ -264,20 +265,23 @@ def _traceable(work: Workload, place: Device) -> bool:
     return place.name.startswith("cuda") and own and work.declared
 
 
-def _foreseen(search: Search, runs: Here | Children, attempt: Callable[[Ask], Told | None]) -> Search:
-    """The search after one small trial that checks the prediction, with what it then predicts."""
+def _foreseen(trying: Trials) -> Search:
+    """The search with what is predicted, after a look whether the prediction is right."""
+    search, runs = trying.search, trying.runs
+    if search.ask() is None or not (isinstance(runs, Here) and _traceable(runs.work, runs.place)):
+        return search
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
     few = search.max_trials is not None and search.max_trials - len(search.told) < 3
-    if few or search.ask() is None or not (isinstance(runs, Here) and _traceable(runs.work, runs.place)):
+    if few and runs.work._brief(_GLIMPSE) is None:
         return search
     sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
     if sight is None:
         return search
     look = sight.look_first()
     if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
-        seen = _glimpsed(sight, runs, look)
+        seen = _glimpsed(sight, runs, look) if trying.may_begin() else None
         if seen is None:
-            learned = attempt(Ask(look, False))
+            learned = None if few else trying.attempt(Ask(look, False))
             if learned is None:
                 return search
             search = search.tell(learned)
@@ -295,15 +299,20 @@ def _glimpsed(sight: Foresight, runs: Here, look: int) -> Foresight | None:
     """A prediction of generation, compared with a real run of a few tokens; None where that tells nothing.
 
     A small trial would make every token, and the first call of `generate` at a size is slow, however small:
-    on an H200 it was a third of the search. What is wrong with a step comes out of a trial, not of a glimpse.
+    on an H200 it was a third of the search. What is wrong with a step comes out of a trial, not of a glimpse,
+    but for what leaves no device to try on.
     """
     brief = runs.work._brief(_GLIMPSE)
-    short = None if brief is None else Foresight.of(brief, budget_bytes=sight.budget_bytes)
+    short = None
+    if brief is not None:
+        short = Foresight.of(brief, budget_bytes=sight.budget_bytes, name="glimpse")
     if brief is None or short is None:
         return None
     try:
         trial = runs.glimpse(brief, look)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
+        if oom.classify(error) == "fatal":
+            raise
         log.info("no glimpse of %d tokens: %s: %s", _GLIMPSE, type(error).__name__, str(error))
         return None
     seen = short.corrected(look, trial.peak_bytes) if trial.fits and trial.peak_bytes is not None else None

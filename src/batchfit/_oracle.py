@@ -30,6 +30,8 @@ log = logging.getLogger("batchfit")
 MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
 # Where cuDNN's recurrent layers run: what they take is known from one LSTM only, and was 3 % too little.
 _RECURRENT_MARGIN = 0.05
+# Of generation that no lines fit: its end is ragged, and only lines are replayed often enough to see that.
+_RAGGED_MARGIN = 0.08
 _PATIENCE_S = 6.0  # a search that measures only takes no longer than a few traces of a huge step
 _PATIENCE_GENERATION_S = 15.0  # nor than those of a few tokens, if it has to make all of them
 # How far a trace may be above and below a real run, as a share of its peak, and still be believed.
@@ -130,9 +132,10 @@ class Foresight:
     budget_bytes: int
     margin: float
     unsure_bytes: int  # that may be held for good besides what the oracle knows of
+    name: str = "prediction"  # what the log calls it
 
     @classmethod
-    def of(cls, work: Workload, *, budget_bytes: int) -> Foresight | None:
+    def of(cls, work: Workload, *, budget_bytes: int, name: str = "prediction") -> Foresight | None:
         """None where the step cannot be traced: then the search measures only.
 
         Traced as if there were no GPU: whatever a program does with a fake tensor, its real device is safe.
@@ -148,17 +151,17 @@ class Foresight:
             traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
             settings = allocator_rules()
         except UntraceableError as error:
-            log.info("no prediction: %s", str(error))
+            log.info("no %s: %s", name, str(error))
             return None
         except Exception as error:  # noqa: BLE001
-            log.warning("no prediction, measuring only: %s: %s", type(error).__name__, str(error))
+            log.warning("no %s, measuring: %s: %s", name, type(error).__name__, str(error))
             return None
         if traced.footprint is None:
-            log.info("no prediction: memory is no straight line in the batch size")
+            log.info("no %s: memory is no straight line in the batch size", name)
             return None
         beside, unsure = held_beside(work, rules.card)
         oracle = Oracle(traced, settings, (float(beside), 0.0))
-        return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure)
+        return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure, name)
 
     def largest(self, most: int | None = None) -> int | None:
         """The largest size, the margin taken off; None where not even one sample fits."""
@@ -183,7 +186,7 @@ class Foresight:
         """
         gap = peak_bytes - self.oracle.peak(size)
         if not -_TOO_MUCH * peak_bytes <= gap <= _TOO_LITTLE * peak_bytes:
-            log.info("no prediction: the trace says %+.0f %% at %d", -100 * gap / peak_bytes, size)
+            log.info("no %s: the trace says %+.0f %% at %d", self.name, -100 * gap / peak_bytes, size)
             return None
         fixed, slope = self.oracle.residual
         # A workspace that was not seen, as a rule, or held beside the step: no part of each sample.
@@ -198,6 +201,8 @@ class Foresight:
 
 def margin_of(traced: Traced, basis: Basis) -> float:
     """The share of the budget to leave free."""
+    if traced.workload.kind == "generation" and traced.footprint is None:
+        return _RAGGED_MARGIN
     return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
 
 

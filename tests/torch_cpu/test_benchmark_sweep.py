@@ -44,6 +44,8 @@ def test_the_bracket_is_what_the_sweeps_have_shown(sweep_gpu: ModuleType) -> Non
         "accelerate/512": row((64, False), (30, True)),
     }
     assert sweep_gpu.bracket(results, "512") == (42, 50)
+    results["grow/512"] = row((64, False), (42, True), (50, True), (50, False))
+    assert sweep_gpu.bracket(results, "512") == (42, 50), "it ran out once"
     results["grow/512"] = results["accelerate/512"] = row((30, True))
     assert sweep_gpu.bracket(results, "512") == (40, None)
 

@@ -18,6 +18,8 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.find import FindSettings, default_settings, find_target
 from batchfit._decide.search import Ask, Search, Told
 from batchfit._recall import Known, check_store, confirm
+from batchfit._torch.device import resolve_device
+from batchfit._torch.here import Here
 from batchfit.errors import SearchStoppedError
 
 MAKE = """
@@ -54,31 +56,43 @@ def tried(fit: FitResult) -> list[tuple[int, bool]]:
 
 
 class Sight:
-    """A prediction that is made up: it counts how often a step is traced."""
+    """A prediction that is made up: it counts how often a step is traced, and what it is compared with."""
 
     def __init__(self, end: int, look: int | None = 8) -> None:
         self.end, self.look, self.traces = end, look, 0
         self.corrections: list[int] = []
         self.budget_bytes = 32 * 2**20
+        self.wrong: list[str] = []  # names of those that a real run does not bear out
 
-    def of(self, work: batchfit.Workload, *, budget_bytes: int) -> Sight:
+    def of(self, work: batchfit.Workload, *, budget_bytes: int, name: str = "prediction") -> Seen:
         self.traces += 1
-        assert budget_bytes == 32 * 2**20
-        return self
+        assert budget_bytes == self.budget_bytes
+        return Seen(self, work._parts.get("options", {}).get("max_new_tokens"), name)
+
+
+class Seen:
+    """One prediction; `tokens` are those of its workload, `peak_bytes` what it was compared with."""
+
+    def __init__(self, sight: Sight, tokens: int | None, name: str) -> None:
+        self.sight, self.tokens, self.name = sight, tokens, name
+        self.budget_bytes, self.peak_bytes = sight.budget_bytes, 0
 
     def look_first(self) -> int | None:
-        return self.look
+        return self.sight.look
 
-    def corrected(self, size: int, peak_bytes: int) -> Sight:
-        self.corrections.append(size)
-        return self
+    def corrected(self, size: int, peak_bytes: int) -> Seen | None:
+        self.sight.corrections.append(size)
+        self.peak_bytes = peak_bytes
+        return None if self.name in self.sight.wrong else self
 
-    def as_corrected(self, other: Sight) -> Sight:
-        assert other is self
+    def as_corrected(self, other: Seen) -> Seen:
+        assert (self.name, self.tokens, self.peak_bytes) == ("prediction", 16, 0)
+        assert (other.name, other.tokens) == ("glimpse", 4)
+        assert 8 * 4 * 2**14 <= other.peak_bytes < 8 * 6 * 2**14, "what four tokens need"
         return self
 
     def largest(self, most: int | None = None) -> int:
-        return self.end if most is None else min(self.end, most)
+        return self.sight.end if most is None else min(self.sight.end, most)
 
 
 @pytest.fixture
@@ -115,10 +129,14 @@ class TestPrediction:
 class Writer(nn.Module):
     """Generates; 16 KiB a sample and token. It fails where it is told to."""
 
-    def __init__(self, fails: Callable[[int, int], bool] = lambda size, tokens: False) -> None:
+    def __init__(
+        self,
+        fails: Callable[[int, int], bool] = lambda size, tokens: False,
+        message: str = "at least 16 tokens",
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
-        self.fails = fails
+        self.fails, self.message = fails, message
         calls: list[tuple[int, int]] = []  # a list of its own would be put back
         self.note, self.noted = calls.append, lambda: calls
 
@@ -126,10 +144,15 @@ class Writer(nn.Module):
         assert max_new_tokens == min_new_tokens
         self.note((len(ids), max_new_tokens))
         if self.fails(len(ids), max_new_tokens):
-            raise RuntimeError("at least 16 tokens")
+            raise RuntimeError(self.message)
         torch.zeros(len(ids), max_new_tokens, 1 << 12)
         self.weight.data += 1
         return torch.cat([ids, ids.new_zeros(len(ids), max_new_tokens)], dim=1)
+
+
+def generates(writer: Writer, tokens: int = 16, make: Any = None) -> batchfit.Workload:
+    source = make or (lambda n: torch.zeros(n, 4, dtype=torch.long))
+    return batchfit.generation(writer, source, max_new_tokens=tokens)
 
 
 class TestGlimpse:
@@ -140,57 +163,100 @@ class TestGlimpse:
         self.sight = sight
         sight.end = 123
 
-    def find(self, writer: Writer, *, tokens: int = 16, **changes: Any) -> FitResult:
-        make = changes.pop("make", lambda n: torch.zeros(n, 4, dtype=torch.long))
-        return find(batchfit.generation(writer, make, max_new_tokens=tokens), **changes)
-
     def test_a_few_tokens_are_enough_to_look(self) -> None:
         writer = Writer()
-        fit = self.find(writer, soak_steps=None)
+        fit = find(generates(writer), soak_steps=None)
         assert writer.noted() == [(8, 4), *[(123, 16)] * 3]
         assert tried(fit) == [(123, True)]
         assert fit.stopped_because == "predicted"
         assert (self.sight.traces, self.sight.corrections) == (2, [8])
-        assert writer.weight.tolist() == [0.0] * 4, "put back"
+
+    def test_what_it_changes_is_put_back(self) -> None:
+        writer = Writer()
+        work = generates(writer)
+        here = Here(work, resolve_device("cpu"))
+        brief = work._brief(4)
+        assert brief is not None
+        with pytest.raises(RuntimeError, match="needs `trying`"):
+            here.glimpse(brief, 8)
+        with here.trying(32 * 2**20):
+            assert here.glimpse(brief, 8).fits
+            assert writer.weight.tolist() == [0.0] * 4
+        assert writer.noted() == [(8, 4)]
 
     def test_short_answers_are_looked_at_as_they_are(self) -> None:
         writer = Writer()
-        assert tried(self.find(writer, tokens=15))[:2] == [(8, False), (123, True)]
+        assert tried(find(generates(writer, 15)))[:2] == [(8, False), (123, True)]
         assert {tokens for _, tokens in writer.noted()} == {15}
 
+    def test_a_function_is_looked_at_as_it_is(self) -> None:
+        tokens = []
+
+        def write(batch: torch.Tensor, max_new_tokens: int) -> None:
+            tokens.append(max_new_tokens)
+            torch.zeros(len(batch), max_new_tokens, 1 << 12)
+
+        work = batchfit.generation(write, lambda n: torch.zeros(n, 4), max_new_tokens=16)
+        assert tried(find(work))[0] == (8, False)
+        assert set(tokens) == {16}
+
     def test_a_step_around_it_is_looked_at_as_it_is(self) -> None:
-        writer = Writer()
-        work = batchfit.generation(writer, lambda n: torch.zeros(n, 4, dtype=torch.long), max_new_tokens=16)
+        work = generates(Writer())
         assert tried(find(work.with_step(work.step))) == [(8, False), (123, True)]
 
     def test_one_that_cannot_make_a_few_makes_all(self) -> None:
         writer = Writer(lambda size, tokens: tokens < 16)
-        assert tried(self.find(writer)) == [(8, False), (123, True)]
+        assert tried(find(generates(writer))) == [(8, False), (123, True)]
         assert writer.noted()[:2] == [(8, 4), (8, 16)]
         assert writer.weight.tolist() == [0.0] * 4
 
     def test_one_that_is_broken_comes_out_of_the_trial(self) -> None:
         writer = Writer(lambda size, tokens: True)
         with pytest.raises(RuntimeError, match="at least 16 tokens") as caught:
-            self.find(writer)
+            find(generates(writer))
         assert writer.noted() == [(8, 4), (8, 16)]
         assert "batch size 8" in caught.value.__notes__[0]
+
+    def test_one_that_kills_the_device_comes_out_at_once(self) -> None:
+        writer = Writer(lambda size, tokens: True, "CUDA error: device-side assert triggered")
+        with pytest.raises(RuntimeError, match="device-side assert") as caught:
+            find(generates(writer))
+        assert writer.noted() == [(8, 4)]
+        assert "the device context is dead" in caught.value.__notes__[0]
 
     def test_one_that_runs_out_is_followed_by_a_trial(self) -> None:
         def make(n: int) -> torch.Tensor:
             return torch.zeros(n, 4 if n < 8 else 1 << 20, dtype=torch.long)
 
-        fit = self.find(Writer(), make=make)
+        fit = find(generates(Writer(), make=make))
         assert tried(fit)[0] == (8, False)
         assert fit.batch_size == 7
         assert fit.stopped_because != "predicted"
 
-    def test_a_glimpse_that_differs_is_followed_by_a_trial(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        answers = iter([None, self.sight])
-        monkeypatch.setattr(self.sight, "corrected", lambda size, peak_bytes: next(answers))
+    def test_a_glimpse_that_differs_is_followed_by_a_trial(self) -> None:
+        self.sight.wrong = ["glimpse"]
         writer = Writer()
-        assert tried(self.find(writer)) == [(8, False), (123, True)]
+        assert tried(find(generates(writer))) == [(8, False), (123, True)]
         assert writer.noted()[:2] == [(8, 4), (8, 16)]
+
+    def test_it_is_no_trial(self) -> None:
+        for max_trials in (1, 2):
+            assert tried(find(generates(Writer()), max_trials=max_trials)) == [(123, True)]
+        self.sight.wrong = ["glimpse"]
+        assert (123, True) not in tried(find(generates(Writer()), max_trials=2))
+
+    def test_there_is_none_where_the_time_is_over(self) -> None:
+        writer = Writer()
+        with pytest.raises(SearchStoppedError):
+            find(generates(writer), time_limit_s=1e-9)
+        assert writer.noted() == []
+
+    def test_a_prediction_that_is_a_little_too_large_costs_little(self) -> None:
+        self.sight.end = 130
+        fit = find(generates(Writer()))
+        assert tried(fit)[0] == (130, True)
+        assert 120 <= fit.batch_size < 130
+        assert len(fit.trials) <= 5
 
 
 class TestStoredThenPredicted:

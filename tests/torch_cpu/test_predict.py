@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -333,7 +334,7 @@ def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     monkeypatch.setattr(_oracle, "glance", broken)
     assert Foresight.of(wide(), budget_bytes=GIB) is None
     said = [record.getMessage() for record in caplog.records]
-    assert [text.partition(":")[0] for text in said] == ["no prediction, measuring only"] * 2
+    assert [text.partition(":")[0] for text in said] == ["no prediction, measuring"] * 2
     assert said[1].endswith("KeyError: 'a bug of ours'")
 
 
@@ -366,6 +367,8 @@ def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> No
     again = sight.corrected(look, traced + 32 * MIB)
     assert again is not None
     assert again.corrected(look, traced + 32 * MIB) == again
+    # A part of the step tells the same of the whole.
+    assert sight.as_corrected(again).largest() == again.largest() < end
     # Too far from a real run in either direction, and it is believed no more.
     assert sight.corrected(look, round(traced * 1.4)) is None
     assert sight.corrected(look, round(traced * 0.9)) is None
@@ -479,6 +482,8 @@ def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
     answer = predict(work, budget="1GiB")
     predicted = answer.batch_size
     assert answer.margin == 0.02
+    no_lines = replace(trace_workload(work, rules=rules_for(work), budget_bytes=GIB), footprint=None)
+    assert _oracle.margin_of(no_lines, "no GPU") == 0.08
     lines = lines_of(work)
     assert simulate(lines, predicted, capacity_bytes=GIB, may_retry=True).fits
     assert not simulate(lines, round(predicted * 1.15), capacity_bytes=GIB, may_retry=True).fits

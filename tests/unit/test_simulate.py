@@ -275,6 +275,19 @@ def generation(layers: int, passes: int, each: int, growth: int) -> Footprint:
     return Footprint(tuple(fixed), tuple(slopes), (HERE,) * len(fixed), tuple(events), 1, (len(events),))
 
 
+def test_one_sample_that_runs_is_an_answer() -> None:
+    """Whatever hangs on small things there: nothing is below it."""
+    footprint = generation(2, 8, 20_000_000, 2_000_000)
+    told = 0
+    for capacity in range(100 * MIB, 150 * MIB, MIB // 2):
+        found = largest(footprint, capacity_bytes=capacity, may_retry=True)
+        runs = simulate(footprint, 1, capacity_bytes=capacity, may_retry=True).sustained
+        assert (found is not None) == runs
+        more = simulate(footprint, 1, capacity_bytes=capacity, extra_bytes=0.002 * capacity, may_retry=True)
+        told += runs and not more.sustained
+    assert told, "none hangs on small things"
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(2, 5),

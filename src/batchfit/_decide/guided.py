@@ -114,7 +114,7 @@ def _first(state: State, bracket: Bracket) -> Ask:
     if bad is None:
         # An exact answer costs failures anyway: begin where a reading says more.
         size = bracket.place(state.start or (1 if state.tolerance else _EXACT_START) * sizes.first)
-    elif state.start is not None and bracket.setbacks == 1:
+    elif (state.start is not None or state.predicted is not None) and bracket.setbacks == 1:
         size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
     else:
         size = bracket.place(math.sqrt(sizes.first * bad))

@@ -179,9 +179,9 @@ def largest(
             return None
         checks = [(max(1, round(best * (1 - less))), more * capacity_bytes) for less, more in island]
         hole = next((size for size, more in checks if not run(size, more).sustained), None)
-        if hole is None:
+        if hole is None or best == 1:
             return run(best)
-        top = hole
+        top = 2 if hole == 1 and run(1).sustained else hole
         if may_retry:  # a replay takes a third of a second
             ran = (size for (size, more), one in tried.items() if one.sustained and not more)
             known = max((size for size in ran if size < top), default=0)

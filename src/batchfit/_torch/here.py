@@ -42,6 +42,7 @@ class Here:
         self.state_elements = count_elements(work.state)
         self.work = work
         self._owed: Owed | None = None  # what a step sends to other ranks
+        self._snapshot: Snapshot | None = None  # while trials are run
         self._low = 1  # a small size that all ranks have run
 
     def rehearse(self, ranks: Ranks, sizes: Sizes) -> None:
@@ -79,7 +80,7 @@ class Here:
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""
         work, first = self.work, True
-        snapshot = Snapshot.take(work.state)
+        snapshot = self._snapshot = Snapshot.take(work.state)
         parameters = self._parameters()
 
         def run_one(
@@ -118,15 +119,20 @@ class Here:
         collect_garbage(work, self.place)
         with self.place.limit(budget_bytes), QuickCollections() as collections:
             held_bytes = _held_bytes(self.place)
-            yield run_one
+            try:
+                yield run_one
+            finally:
+                self._snapshot = None
 
     def glimpse(self, brief: Workload, size: int) -> Trial:
-        """One step of less than the whole, while trials are run; what it changes is put back."""
+        """One step of less than the whole, over the same state, while trials are run; it is put back."""
+        if self._snapshot is None:
+            raise RuntimeError("a glimpse needs `trying`, which holds the snapshot")
         return run_trial(
             brief.step,
             size,
             device=self.place,
-            snapshot=Snapshot.take(brief.state),
+            snapshot=self._snapshot,
             parameters=self._parameters(),
             steps=1,
             generates=True,

@@ -84,14 +84,14 @@ class Trials:
 
     def to_the_end(self) -> None:
         """Ask, try and tell until the search is over, or the time is."""
-        while self.search.ask() is not None and self._may_begin():
+        while self.search.ask() is not None and self.may_begin():
             ask = self.search.ask()  # again: with less memory it may be another, or none
             if ask is not None:
                 self._tell(self._tried(ask))
 
     def attempt(self, ask: Ask) -> Told | None:
         """One trial, whether or not the search has asked for it; None where there is no time for it."""
-        return self._tell(self._tried(ask)) if self._may_begin() else None
+        return self._tell(self._tried(ask)) if self.may_begin() else None
 
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
@@ -103,7 +103,7 @@ class Trials:
                 *(format_bytes(reachable), self.runs.place.name, format_bytes(self.room.begun_bytes)),
             )
 
-    def _may_begin(self) -> bool:
+    def may_begin(self) -> bool:
         """Whether there is time for another trial; what is reachable is looked at on the way."""
         elapsed_s = time.perf_counter() - self.begun
         late = self._time_limit_s is not None and elapsed_s >= self._time_limit_s
