@@ -63,6 +63,7 @@ class Sight:
         self.corrections: list[int] = []
         self.budget_bytes = 32 * 2**20
         self.wrong: list[str] = []  # names of those that a real run does not bear out
+        self.glimpses = 0
 
     def of(self, work: batchfit.Workload, *, budget_bytes: int, name: str = "prediction") -> Seen:
         self.traces += 1
@@ -89,6 +90,7 @@ class Seen:
         assert (self.name, self.tokens, self.peak_bytes) == ("prediction", 16, 0)
         assert (other.name, other.tokens) == ("glimpse", 4)
         assert 8 * 4 * 2**14 <= other.peak_bytes < 8 * 6 * 2**14, "what four tokens need"
+        self.sight.glimpses += 1
         return self
 
     def largest(self, most: int | None = None) -> int:
@@ -169,7 +171,7 @@ class TestGlimpse:
         assert writer.noted() == [(8, 4), *[(123, 16)] * 3]
         assert tried(fit) == [(123, True)]
         assert fit.stopped_because == "predicted"
-        assert (self.sight.traces, self.sight.corrections) == (2, [8])
+        assert (self.sight.traces, self.sight.corrections, self.sight.glimpses) == (2, [8], 1)
 
     def test_what_it_changes_is_put_back(self) -> None:
         writer = Writer()
@@ -199,6 +201,7 @@ class TestGlimpse:
         work = batchfit.generation(write, lambda n: torch.zeros(n, 4), max_new_tokens=16)
         assert tried(find(work))[0] == (8, False)
         assert set(tokens) == {16}
+        assert self.sight.traces == 1
 
     def test_a_step_around_it_is_looked_at_as_it_is(self) -> None:
         work = generates(Writer())
