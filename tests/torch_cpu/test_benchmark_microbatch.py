@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from benchmark_scripts import imported, run
 
+LEAVES_BYTES = 2**18  # toma remembers what it ran
+
 
 @pytest.fixture
 def microbatch_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -14,6 +14,8 @@ from benchmark_scripts import imported, run
 
 import batchfit
 
+LEAVES_BYTES = 2**22  # toma remembers what it ran
+
 PACKAGES = {
     "accelerate": "accelerate",
     "lightning_power": "lightning.pytorch",

@@ -22,6 +22,8 @@ from batchfit._torch.stepping import step, warm
 from batchfit.errors import SnapshotError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty, virtual_memory
 
+LEAVES_BYTES = 2**14  # a compiled step keeps its constants
+
 optim = torch.optim
 
 
