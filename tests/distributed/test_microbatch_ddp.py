@@ -282,7 +282,10 @@ def test_the_example_runs_under_torchrun() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    if "terminate called without an active exception" in done.stderr and done.stdout.count(", step ") == 6:
+        # All is done and told; a thread of torch's own was not, as its process ended (once in a hundred runs).
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "rank 0, step 0: 2048, out of memory 0 times" in done.stdout
     assert "rank 1, step 0: 896 + 896, out of memory 1 times" in done.stdout
     assert "rank 1, step 9: no samples" in done.stdout
