@@ -28,6 +28,7 @@ class Blocks:
         self._loops: list[Loop] = []
         self._begins = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._shared: dict[int, int] = {}  # how many storages more hold a block
 
     def __contains__(self, tensor: Tensor) -> bool:
         return address_of(tensor) in self._known
@@ -38,10 +39,24 @@ class Blocks:
         address = storage._cdata
         if address in self._known:
             return
-        block = self.allocate(storage.nbytes() if size is None else size, origin)
+        self._hold(storage, self.allocate(storage.nbytes() if size is None else size, origin))
 
-        def freed(_: Any, block: int = block, address: int = address) -> None:
-            if self._known.pop(address, None) is not None:
+    def take_over(self, tensor: Tensor, from_: Tensor) -> None:
+        """A tensor is there that lies where another one does: their block is freed with the last of them."""
+        block = self._known[address_of(from_)][1]
+        self._shared[block] = self._shared.get(block, 0) + 1
+        self._hold(tensor.untyped_storage(), block)
+
+    def _hold(self, storage: Any, block: int) -> None:
+        address = storage._cdata
+
+        def freed(_: Any) -> None:
+            if self._known.pop(address, None) is None:
+                return
+            others = self._shared.pop(block, 0)
+            if others:
+                self._shared[block] = others - 1
+            else:
                 self._events.append(~block)
 
         self._known[address] = (weakref.ref(storage, freed), block)

@@ -77,7 +77,9 @@ class CudaRules:
         return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
 
     def _dropout(self, value: Tensor, p: float, train: bool) -> Any:
-        if self._here(value) and train and 0 < p < 1 and value.numel():
+        if not train or p == 0 or not value.numel():
+            return value  # nothing is dropped, and nothing copied
+        if self._here(value) and p < 1:
             return aten.native_dropout.default(value, p, True)[0]
         return aten.dropout.default.decompose(value, p, train)
 

@@ -27,11 +27,13 @@ from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch.blocks import Blocks, address_of
 from batchfit._torch.calling import calling_line, library_caller
 from batchfit._torch.cuda_rules import STAND_INS, CudaRules
+from batchfit._torch.extra import Extra
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import Generating
+from batchfit._torch.in_place import InPlace
 from batchfit._torch.known_values import KnownValues, written_by
 from batchfit._torch.whereabouts import Whereabouts
-from batchfit._torch.workspaces import Extra, extra_rule, is_gemm
+from batchfit._torch.workspaces import extra_rule, is_gemm
 from batchfit.errors import UntraceableError
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self.blocks = Blocks()
+        self.in_place = InPlace()
         self.generating = Generating()
         self._where = Whereabouts(faked.module_names, outside)
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
@@ -168,8 +171,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 return composite(*args, **kwargs)
         self._where.note_node()
         extra = None if known.takes is None else known.takes(args, self.rules.card)
+        into = self.in_place.written_into(func, args, depth=1)
         stand_in = known.stand_in
         out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        if into is not None and into in self.blocks:
+            self.blocks.take_over(out, into)
         self._record(known, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out

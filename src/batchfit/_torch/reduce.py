@@ -22,6 +22,8 @@ from typing import Any, Final, NamedTuple, final
 import torch
 import torch.distributed as dist
 
+from batchfit._torch.layouts import is_dense
+
 BUCKET_BYTES: Final = 25 << 20
 _SLOTS: Final = 4
 
@@ -85,7 +87,7 @@ class Reduction:
             gradient = tensor.grad if at < len(parameters) else None
             if size < cap_bytes:
                 small.setdefault(tensor.device, []).append(size)
-            elif not _is_dense(tensor) or (gradient is not None and gradient.stride() != tensor.stride()):
+            elif not is_dense(tensor) or (gradient is not None and gradient.stride() != tensor.stride()):
                 self._odd[id(tensor)] = torch.empty_like(tensor, memory_format=_format(tensor))
         most = len(buckets_of((*parameters, *buffers), cap_bytes))
         for device, sizes in small.items():
@@ -169,19 +171,7 @@ class _Flight(NamedTuple):
 
 
 def _format(like: torch.Tensor) -> torch.memory_format:
-    return torch.preserve_format if _is_dense(like) else torch.contiguous_format
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
+    return torch.preserve_format if is_dense(like) else torch.contiguous_format
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +185,7 @@ def _laid_out(slot: torch.Tensor, likes: Sequence[torch.Tensor]) -> tuple[torch.
     flat = slot[: total * likes[0].element_size()].view(likes[0].dtype)
     views, begin = [], 0
     for like in likes:
-        if _is_dense(like):
+        if is_dense(like):
             views.append(flat.as_strided(like.shape, like.stride(), begin))
         else:
             views.append(flat[begin : begin + like.numel()].view(like.shape))

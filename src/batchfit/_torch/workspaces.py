@@ -13,36 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from batchfit._decide.cards import Card
+from batchfit._torch.extra import Extra
+from batchfit._torch.kernel_copies import RULES as COPIES
+from batchfit._torch.kernel_copies import attention_gradient, counted, in_eights
+from batchfit._torch.layouts import bytes_of as _bytes
 
 aten = torch.ops.aten
 _FP32 = 4
 _LOW = (torch.float16, torch.bfloat16)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
-
-    `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
-    plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
-    it, which decides how memory falls into pieces. `outputs` corrects the bytes of results that the fake
-    kernel gets wrong. A rule that takes nothing at this size says 0, so that the stream of allocations is the
-    same at every size.
-    """
-
-    together: tuple[int, ...] = ()
-    after: dict[int, int] = field(default_factory=dict)
-    plans: dict[int, int] = field(default_factory=dict)
-    before: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
 
 
 def extra_rule(func: Any) -> Callable[[Any, Card], Extra | None] | None:
@@ -70,10 +54,6 @@ _GEMMS = frozenset(
         aten._addmm_activation.default,
     }
 )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 # -- reductions
@@ -149,47 +129,12 @@ def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
 
 def _sum(args: Any, card: Card) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
-    return Extra((_reduced(args[0], dims, card),))
+    return Extra((counted(args[0]), _reduced(args[0], dims, card)))
 
 
 def _vector_norm(args: Any, card: Card) -> Extra | None:
     dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
     return Extra((_reduced(args[0], dims, card),))
-
-
-# -- softmax, normalisation, embedding
-
-
-def _softmax_backward(args: Any, card: Card) -> Extra:
-    return Extra((_bytes(args[0]),))  # gradient times output, before the sum is taken off
-
-
-def _safe_softmax(args: Any, card: Card) -> Extra:
-    rows = args[0].numel() // max(args[0].shape[args[1]], 1)
-    return Extra((args[0].numel(), rows))  # which scores are -inf, and which rows are nothing else
-
-
-def _layer_norm(args: Any, card: Card) -> Extra | None:
-    return None if args[0].is_contiguous() else Extra((_bytes(args[0]),))
-
-
-def _layer_norm_backward(args: Any, card: Card) -> Extra | None:
-    copies = tuple(_bytes(one) for one in args[:2] if not one.is_contiguous())
-    return Extra(copies) if copies else None
-
-
-def _embedding_backward(args: Any, card: Card) -> Extra | None:
-    gradient, indices, weights = args[:3]
-    count = indices.numel()
-    if count <= 3072:  # embedding_dense_backward_cuda: few indices need no sorting
-        return Extra((0,) * 7)
-    width = gradient.shape[-1]
-    partial = (count // 10 + min(count, weights)) * width * _FP32
-    return Extra((*(8 * count,) * 6, partial))
-
-
-def _roll(args: Any, card: Card) -> Extra | None:
-    return Extra((_bytes(args[0]),)) if len(args[2]) > 1 else None  # one dimension after the other
 
 
 # -- attention
@@ -202,7 +147,7 @@ def _cudnn_attention_backward(args: Any, card: Card) -> Extra:
     size = rows * width * _FP32 + rows * _FP32 + 256  # the query's gradient in fp32, and row sums
     if key.shape[1] != heads:
         size += 2 * batch * heads * key.shape[2] * width * key.element_size()
-    return Extra((size,))
+    return Extra((attention_gradient(args), size))
 
 
 def _efficient_attention_backward(args: Any, card: Card) -> Extra:
@@ -250,7 +195,8 @@ def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride:
     if groups > 1 or _layout(tensor, weight) is not torch.contiguous_format:
         return 0
     if math.prod(weight.shape[2:]) > 1:
-        return in_bytes + out_bytes + _bytes(weight)
+        channels = tensor.shape[1]
+        return in_bytes // channels * in_eights(channels, tensor.dtype) + out_bytes + _bytes(weight)
     # A product of matrices, done in place where the pictures are large enough for that.
     in_place = all(step == 1 for step in stride) and math.prod(tensor.shape[2:]) > 196
     return 0 if in_place else in_bytes + out_bytes
@@ -318,17 +264,12 @@ def _rnn_backward(args: Any, card: Card) -> Extra:
 
 
 _RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
+    **COPIES,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mean.dim: _sum,
     aten.mean.default: _sum,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten._softmax_backward_data.default: _softmax_backward,
-    aten._safe_softmax.default: _safe_softmax,
-    aten.native_layer_norm.default: _layer_norm,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.embedding_dense_backward.default: _embedding_backward,
-    aten.roll.default: _roll,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,

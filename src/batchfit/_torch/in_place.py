@@ -1,0 +1,73 @@
+"""Where torch writes into memory that is there, and a trace would see a copy.
+
+torch keeps its hands off tensors of a class of somebody's own, such as a trace's fake ones: it then adds
+gradients and biases into new memory. A real run adds them in place, in two cases:
+
+- Backward: a gradient that comes second is added to the one that waits, if nobody else holds that one.
+- `linear` on an input that is not in one piece: the bias is added to the product.
+
+Rules: the operation itself stays as it is; its result is said to take over the block of what it would have
+been written into.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from batchfit._torch.layouts import is_dense
+
+aten: Any = torch.ops.aten
+_ADD = aten.add.Tensor
+_ENGINE = _engine_run_backward.__code__
+# How often a tensor and its storage are held when only the engine does: by it, by the call, by Python.
+_HELD, _STORED = 4, 2
+
+
+@final
+class InPlace:
+    """Tells, of an operation that a trace sees, into whose memory a real run would write the result."""
+
+    def __init__(self) -> None:
+        self._biases: list[int] = []
+
+    @contextlib.contextmanager
+    def active(self, key: str) -> Iterator[None]:
+        """Inside, it is known when `linear` runs."""
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                library.impl("linear", self._linear, key)
+            yield
+        finally:
+            library._destroy()
+
+    def _linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        self._biases.append(id(bias))
+        try:
+            return aten.linear.default.decompose(value, weight, bias)
+        finally:
+            self._biases.pop()
+
+    def written_into(self, func: Any, args: Any, *, depth: int) -> Tensor | None:
+        """The argument whose memory the result takes over; `depth` frames below is who called."""
+        if func is not _ADD or not isinstance(args[1], Tensor):
+            return None
+        waiting: Tensor = args[0]
+        if self._biases:
+            return waiting if id(args[1]) == self._biases[-1] else None
+        if torch._C._current_graph_task_id() == -1 or sys._getframe(depth + 1).f_code is not _ENGINE:
+            return None
+        if waiting.shape != args[1].shape or not is_dense(waiting):
+            return None
+        storage = waiting.untyped_storage()
+        held = waiting._use_count() <= _HELD and torch._C._storage_Use_Count(storage._cdata) <= _STORED
+        return waiting if held else None
