@@ -6,7 +6,7 @@ All rules were read off an H200 (`benchmarks/kernels_gpu.py`: each operation wit
 order, channels last, cut out of larger ones and expanded), and `tests/data/h200_kernels.json` holds what was
 seen.
 
-Rules: a rule says as many numbers at every size, so that the stream of allocations stays the same.
+Rules: how a tensor lies does not change with the batch size, so a copy that is not made is not written down.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def in_order(*which: int, early: int | None = None) -> Rule:
     """These arguments are copied unless they are contiguous; `early` before the result is made."""
 
-    def rule(args: Any, card: Card) -> Extra:
-        before = {} if early is None else {0: copied(args[early])}
-        return Extra(tuple(copied(args[index]) for index in which), before=before)
+    def rule(args: Any, card: Card) -> Extra | None:
+        return made(*(copied(args[index]) for index in which), first=_early(copied, args, early))
 
     return rule
 
@@ -40,11 +39,20 @@ def in_order(*which: int, early: int | None = None) -> Rule:
 def in_a_layout(*which: int, early: int | None = None) -> Rule:
     """As `in_order`, and channels last will do."""
 
-    def rule(args: Any, card: Card) -> Extra:
-        before = {} if early is None else {0: _laid_out(args[early])}
-        return Extra(tuple(_laid_out(args[index]) for index in which), before=before)
+    def rule(args: Any, card: Card) -> Extra | None:
+        return made(*(_laid_out(args[index]) for index in which), first=_early(_laid_out, args, early))
 
     return rule
+
+
+def made(*sizes: int, first: int = 0) -> Extra | None:
+    """Copies that are there together, one of them (`first`) before the result; None without any."""
+    found = tuple(size for size in sizes if size)
+    return Extra(found, before={0: first} if first else {}) if found or first else None
+
+
+def _early(size_of: Callable[[Tensor], int], args: Any, early: int | None) -> int:
+    return 0 if early is None else size_of(args[early])
 
 
 def copied(tensor: Tensor) -> int:
@@ -70,8 +78,8 @@ def _permuted(tensor: Tensor) -> bool:
 def product(*which: int) -> Rule:
     """cuBLAS reads rows or columns that lie in one piece; anything else is copied."""
 
-    def rule(args: Any, card: Card) -> Extra:
-        return Extra(tuple(_readable(args[index]) for index in which))
+    def rule(args: Any, card: Card) -> Extra | None:
+        return made(*(_readable(args[index]) for index in which))
 
     return rule
 
@@ -113,9 +121,10 @@ def _once(args: Any, card: Card) -> Extra:
 # -- softmax
 
 
-def _softmax_backward(args: Any, card: Card) -> Extra:
+def _softmax_backward(args: Any, card: Card) -> Extra | None:
     """Gradient times output, before the sum is taken off; in order."""
-    return Extra((bytes_of(args[0]), bytes_of(args[0]) if _permuted(args[0]) else 0))
+    size = bytes_of(args[0])
+    return made(size, size if _permuted(args[0]) else 0)
 
 
 def _safe_softmax(args: Any, card: Card) -> Extra:
@@ -134,7 +143,7 @@ def _partial_bytes(count: int, weights: int, width: int) -> int:
 def _embedding_backward(args: Any, card: Card) -> Extra:
     gradient, indices, weights = args[:3]
     count = indices.numel()
-    before = {0: copied(gradient)}
+    before = _before(gradient)
     if count <= 3072:  # embedding_dense_backward_cuda: few indices need no sorting
         return Extra((0,) * 7, before=before)
     partial = _partial_bytes(count, weights, gradient.shape[-1])
@@ -145,40 +154,45 @@ def _embedding_bag_backward(args: Any, card: Card) -> Extra:
     gradient, indices, weights = args[0], args[1], args[6]
     count = indices.numel()
     partial = _partial_bytes(count, weights, gradient.shape[-1])
-    return Extra((*(8 * count,) * 6, partial), before={0: copied(gradient)})
+    return Extra((*(8 * count,) * 6, partial), before=_before(gradient))
 
 
-def _index_put(args: Any, card: Card) -> Extra:
+def _before(gradient: Tensor) -> dict[int, int]:
+    return {} if gradient.is_contiguous() else {0: bytes_of(gradient)}
+
+
+def _index_put(args: Any, card: Card) -> Extra | None:
     adds = len(args) > 3 and args[3]
-    return Extra((copied(args[2]) if adds else 0,))
+    return made(copied(args[2])) if adds else None
 
 
-def _roll(args: Any, card: Card) -> Extra:
+def _roll(args: Any, card: Card) -> Extra | None:
     """One dimension after the other."""
-    return Extra((bytes_of(args[0]) if len(args[2]) > 1 else 0,), before={0: copied(args[0])})
+    return made(bytes_of(args[0]) if len(args[2]) > 1 else 0, first=copied(args[0]))
 
 
 # -- pictures
 
 
-def _rolled_out(args: Any, card: Card) -> Extra:
+def _rolled_out(args: Any, card: Card) -> Extra | None:
     """`unfold`: the picture is copied in any case."""
-    return Extra((copied(args[0]),), before={0: bytes_of(args[0])})
+    return made(copied(args[0]), first=bytes_of(args[0]))
 
 
 def _rolled_up(args: Any, card: Card) -> Extra:
     """`fold`: the picture stays in the memory of all its pieces."""
-    return Extra((copied(args[0]),), outputs={0: bytes_of(args[0])})
+    again = copied(args[0])
+    return Extra((again,) if again else (), outputs={0: bytes_of(args[0])})
 
 
-def _adaptive_max_backward(args: Any, card: Card) -> Extra:
+def _adaptive_max_backward(args: Any, card: Card) -> Extra | None:
     again = bytes_of(args[1]) if _permuted(args[1]) else 0
-    return Extra((copied(args[0]), copied(args[2]), again))
+    return made(copied(args[0]), copied(args[2]), again)
 
 
-def _batch_norm(args: Any, card: Card) -> Extra:
+def _batch_norm(args: Any, card: Card) -> Extra | None:
     """What has no layout that the kernel knows is taken over in fp32."""
-    return Extra((4 * args[0].numel() if _laid_out(args[0]) else 0,))
+    return made(4 * args[0].numel() if _laid_out(args[0]) else 0)
 
 
 # -- distances
@@ -194,16 +208,15 @@ def _pair_distance_backward(args: Any, card: Card) -> Extra:
     return Extra((bytes_of(args[1]) * (args[1].shape[0] - 1),))
 
 
-def attention_gradient(args: Any) -> int:
-    """cuDNN and flash attention take a gradient as it lies, unless it is an expanded one."""
-    gradient = args[0]
-    expanded = any(step == 0 and n > 1 for step, n in zip(gradient.stride(), gradient.shape, strict=True))
-    return bytes_of(gradient) if expanded else 0
+def expanded(gradient: Tensor) -> tuple[int, ...]:
+    """cuDNN's attention takes a gradient as it lies, unless it is an expanded one: that is copied."""
+    spread = any(step == 0 and n > 1 for step, n in zip(gradient.stride(), gradient.shape, strict=True))
+    return (bytes_of(gradient),) if spread else ()
 
 
-def counted(tensor: Tensor) -> int:
+def counted(tensor: Tensor) -> tuple[int, ...]:
     """The copy in int64 that a sum of yes and no makes first."""
-    return 8 * tensor.numel() if tensor.dtype is torch.bool else 0
+    return (8 * tensor.numel(),) if tensor.dtype is torch.bool else ()
 
 
 def in_eights(channels: int, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from batchfit._decide.cards import Card
 from batchfit._torch.extra import Extra
 from batchfit._torch.kernel_copies import RULES as COPIES
-from batchfit._torch.kernel_copies import attention_gradient, counted, in_eights
+from batchfit._torch.kernel_copies import counted, expanded, in_eights
 from batchfit._torch.layouts import bytes_of as _bytes
 
 aten = torch.ops.aten
@@ -129,7 +129,7 @@ def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
 
 def _sum(args: Any, card: Card) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
-    return Extra((counted(args[0]), _reduced(args[0], dims, card)))
+    return Extra((*counted(args[0]), _reduced(args[0], dims, card)))
 
 
 def _vector_norm(args: Any, card: Card) -> Extra | None:
@@ -147,7 +147,7 @@ def _cudnn_attention_backward(args: Any, card: Card) -> Extra:
     size = rows * width * _FP32 + rows * _FP32 + 256  # the query's gradient in fp32, and row sums
     if key.shape[1] != heads:
         size += 2 * batch * heads * key.shape[2] * width * key.element_size()
-    return Extra((attention_gradient(args), size))
+    return Extra((*expanded(args[0]), size))
 
 
 def _efficient_attention_backward(args: Any, card: Card) -> Extra:
