@@ -172,36 +172,11 @@ def run_explain(model: str, precision: str, cap: str) -> dict[str, Any]:
     }
 
 
-def OpLog() -> Any:  # noqa: N802
-    """A dispatch mode that writes down which operation made which allocations (counted from the start)."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Log(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops: list[Any] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = torch.cuda.memory_stats()["allocation.all.allocated"]
-            out = func(*args, **(kwargs or {}))
-            after = torch.cuda.memory_stats()["allocation.all.allocated"]
-            if after > before:
-                flat = torch.utils._pytree.tree_leaves((args, kwargs))
-                made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-                shapes = [
-                    [str(t.dtype)[6:], list(t.shape)] if isinstance(t, torch.Tensor) else repr(t)[:20]
-                    for t in flat
-                ]
-                outs = [[str(t.dtype)[6:], list(t.shape)] for t in made]
-                self.ops.append([str(func), before, after, shapes[:24], outs[:12]])
-            return out
-
-    return Log()
-
-
 def run_history(model: str, precision: str, cap: str, size: str, steps: str) -> dict[str, Any]:
-    """Every allocation and free from before the model is there to the end of the last step."""
+    """Every allocation and free from before the model is there to the end of the last step.
+
+    No dispatch mode is on: under one torch adds gradients and biases out of place, and this is the truth.
+    """
     import torch
 
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=4_000_000)
@@ -209,13 +184,10 @@ def run_history(model: str, precision: str, cap: str, size: str, steps: str) -> 
 
     workload = zoo.make(model, precision)
     marks, failed = [], False
-    log = OpLog()
     base = len(torch.cuda.memory._snapshot()["device_traces"][0])
     for _ in range(int(steps)):
-        log.ops.clear()
         try:
-            with log:
-                workload.step(int(size))
+            workload.step(int(size))
         except torch.OutOfMemoryError:
             failed = True
         torch.cuda.synchronize()
@@ -241,7 +213,6 @@ def run_history(model: str, precision: str, cap: str, size: str, steps: str) -> 
         "peak_requested": stats["requested_bytes.all.peak"],
         "retries": stats["num_alloc_retries"],
         "events": events,
-        "ops": log.ops,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import nn
 
 import batchfit
 from batchfit import errors
+from batchfit._decide.cards import card_named
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +66,58 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
     for size in (prediction.batch_size // 2, prediction.batch_size):
         measured = peak_of(workload, size)
         assert abs(prediction.peak_bytes_at(size) / measured - 1) < 0.02
+
+
+class Pictures(nn.Module):
+    """Residual, with what torch does otherwise in a trace: see the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+        self.norm, self.none, self.some = nn.LayerNorm(128), nn.Dropout(0.0), nn.Dropout(0.1)
+        self.to_classes = nn.Linear(128, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inside:
+            x = x + self.some(self.none(layer(self.norm(x))).relu())
+        x = self.to_classes(x.transpose(0, 1)).transpose(0, 1)  # not in one piece: the bias is added in place
+        low = x.transpose(1, 2).unflatten(2, (16, 16))
+        return nn.functional.interpolate(low, scale_factor=2, mode="bilinear")  # channels last
+
+
+@pytest.mark.parametrize("lossy", ["cross_entropy", "mse_loss"])
+@pytest.mark.parametrize("on", ["gpu", "cpu"])
+def test_a_trace_allocates_what_a_step_does(lossy: str, on: str) -> None:
+    """Gradients and biases added in place, copies for softmax and upsampling, a loss that keeps its all."""
+    torch.manual_seed(0)
+    model = Pictures().cuda()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        made = model(x)
+        if lossy == "mse_loss":
+            return nn.functional.mse_loss(made, torch.zeros_like(made))
+        return nn.functional.cross_entropy(made, torch.zeros(len(x), 32, 32, dtype=torch.long, device="cuda"))
+
+    workload = batchfit.training(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        loss_fn,
+        lambda n: torch.randn(n, 256, 128, device="cuda"),
+    )
+    card = None if on == "gpu" else card_named("h200")
+    found = trace(workload, 16, rules=rules_for(workload, card), steps=2)
+    last = found.events[found.step_ends[0] : found.step_ends[1]]
+    told = Counter(found.sizes[event] for event in last if event >= 0 and found.sizes[event] > 100_000)
+    workload.step(16)
+    record: Any = torch.cuda.memory._record_memory_history
+    record(enabled="all", context=None)
+    try:
+        workload.step(16)
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+    finally:
+        record(enabled=None)
+    done = Counter(e["size"] for e in events if e["action"] == "alloc" and e["size"] > 100_000)
+    assert told == done
 
 
 def test_two_small_runs_calibrate_and_change_nothing() -> None:

@@ -13,22 +13,23 @@ been written into.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._torch.layouts import is_dense
 
 aten: Any = torch.ops.aten
 _ADD = aten.add.Tensor
 _ENGINE = _engine_run_backward.__code__
-# How often a tensor and its storage are held when only the engine does: by it, by the call, by Python.
-_HELD, _STORED = 4, 2
 
 
 @final
@@ -37,6 +38,7 @@ class InPlace:
 
     def __init__(self) -> None:
         self._biases: list[int] = []
+        _alone()  # now, and not in the middle of a trace
 
     @contextlib.contextmanager
     def active(self, key: str) -> Iterator[None]:
@@ -64,10 +66,39 @@ class InPlace:
         waiting: Tensor = args[0]
         if self._biases:
             return waiting if id(args[1]) == self._biases[-1] else None
-        if torch._C._current_graph_task_id() == -1 or sys._getframe(depth + 1).f_code is not _ENGINE:
+        if torch._C._current_graph_task_id() == -1 or not _by_the_engine(depth + 1):
             return None
         if waiting.shape != args[1].shape or not is_dense(waiting):
             return None
-        storage = waiting.untyped_storage()
-        held = waiting._use_count() <= _HELD and torch._C._storage_Use_Count(storage._cdata) <= _STORED
-        return waiting if held else None
+        return waiting if _holds(waiting) == _alone() else None
+
+
+def _by_the_engine(depth: int) -> bool:
+    """Whether backward itself called, and no line of a program's own backward function."""
+    try:
+        return sys._getframe(depth + 1).f_code is _ENGINE
+    except ValueError:  # nobody: a thread of the engine's own, for a GPU
+        return True
+
+
+def _holds(tensor: Tensor) -> tuple[int, int]:
+    """How often a tensor is held, and its storage."""
+    storage, counted = tensor.untyped_storage(), cast(Any, tensor)
+    return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+@functools.cache
+def _alone() -> tuple[int, int]:
+    """As often as that where only backward holds them (and the call, and Python): seen in an example."""
+    seen = []
+
+    class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is _ADD and torch._C._current_graph_task_id() != -1:
+                seen.append(_holds(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with torch.enable_grad(), FakeTensorMode(), Look():  # type: ignore[no-untyped-call]
+        value = torch.empty(2, requires_grad=True) * 1
+        torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]
+    return seen[0] if seen else (0, 0)

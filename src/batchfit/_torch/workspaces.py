@@ -196,7 +196,10 @@ def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride:
         return 0
     if math.prod(weight.shape[2:]) > 1:
         channels = tensor.shape[1]
-        return in_bytes // channels * in_eights(channels, tensor.dtype) + out_bytes + _bytes(weight)
+        # Windows that overlap are read from a copy with channels by eights; patches are not (ViT).
+        overlap = any(size > step for size, step in zip(weight.shape[2:], stride, strict=False))
+        padded = in_eights(channels, tensor.dtype) if overlap else channels
+        return in_bytes // channels * padded + out_bytes + _bytes(weight)
     # A product of matrices, done in place where the pictures are large enough for that.
     in_place = all(step == 1 for step in stride) and math.prod(tensor.shape[2:]) > 196
     return 0 if in_place else in_bytes + out_bytes
