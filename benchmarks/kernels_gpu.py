@@ -249,7 +249,9 @@ def measured(call: Callable[[Tensor], Tensor], x: Tensor, how: str) -> Iterator[
                 else:
                     held -= live.pop(one["addr"], 0)
                 most = max(most, held)
-            yield {"op": name, "args": args, "results": results, "kept": held, "beside": most - held}
+            kept = max(held, results)  # what the results need, though they were dropped before the next one
+            beside = max(0, most - kept)
+            yield {"op": name, "args": args, "results": results, "kept": kept, "beside": beside}
 
 
 def main() -> None:

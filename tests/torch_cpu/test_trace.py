@@ -89,7 +89,7 @@ def zoo() -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp_bf16", "distilbert_fp32", "distilbert_bf16", "resnet50_bf16", "dcgan_fp32"]
+    "name", ["mlp_bf16", "distilbert_fp32", "distilbert_bf16", "resnet50_bf16", "swin_bf16", "dcgan_fp32"]
 )
 def test_a_trace_without_a_gpu_is_what_a_gpu_did(name: str) -> None:
     truth = DATA[name]

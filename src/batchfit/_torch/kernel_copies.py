@@ -101,10 +101,10 @@ def loss(reduction: int, *, held: int = 0, kept: bool = False) -> Rule:
     as the input, until it is dropped.
     """
 
-    def rule(args: Any, card: Card) -> Extra:
+    def rule(args: Any, card: Card) -> Extra | None:
         size = bytes_of(args[0])
-        if len(args) > reduction and args[reduction] == 0:
-            return Extra((0,) * held)
+        if len(args) > reduction and args[reduction] == 0:  # of every element: one temporary is the result
+            return Extra((size,) * (held - 1)) if held > 1 else None
         return Extra((size,) * held, outputs={0: size} if kept else {})
 
     return rule
@@ -183,6 +183,13 @@ def _rolled_up(args: Any, card: Card) -> Extra:
     """`fold`: the picture stays in the memory of all its pieces."""
     again = copied(args[0])
     return Extra((again,) if again else (), outputs={0: bytes_of(args[0])})
+
+
+def _adaptive_max(args: Any, card: Card) -> Extra | None:
+    """Results that are channels last are made in order first: the values, and where they were."""
+    tensor, kernel = args[:2]
+    results = math.prod((*tensor.shape[:-2], *kernel)) if _permuted(tensor) else 0
+    return made(results * tensor.element_size(), results * 8, copied(tensor))
 
 
 def _adaptive_max_backward(args: Any, card: Card) -> Extra | None:
@@ -266,7 +273,7 @@ RULES: dict[Any, Rule] = {
     aten.col2im.default: _rolled_up,
     aten._adaptive_avg_pool2d.default: in_a_layout(early=0),
     aten._adaptive_avg_pool2d_backward.default: in_a_layout(0),
-    aten.adaptive_max_pool2d.default: in_order(0),
+    aten.adaptive_max_pool2d.default: _adaptive_max,
     aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward,
     aten.avg_pool2d.default: in_a_layout(0),
     aten.avg_pool2d_backward.default: in_a_layout(1, 0),

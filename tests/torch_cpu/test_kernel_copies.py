@@ -1,0 +1,84 @@
+"""What kernels copy and hold: the rules of a trace against what an H200 was seen to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchfit._decide.cards import CARDS
+from batchfit._torch.extra import Extra
+from batchfit._torch.workspaces import extra_of
+
+aten = torch.ops.aten
+SEEN = Path(__file__).parents[1] / "data/h200_kernels.json.gz"
+# cuDNN chooses by heuristics of its own; a top-k of many rows counts digits in memory that no rule knows.
+INEXACT = {"aten.convolution.default", "aten.convolution_backward.default", "aten.topk.default"}
+NOISE = 256 << 10
+
+
+def rows_by_operation() -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for row in json.loads(gzip.decompress(SEEN.read_bytes()))["rows"]:
+        found[row["op"]].append(row)
+    return dict(found)
+
+
+ROWS = rows_by_operation()
+
+
+def read(value: Any) -> Any:
+    """An argument as it was: tensors without memory."""
+    if isinstance(value, dict):
+        dtype = getattr(torch, value["dtype"])
+        return torch.empty_strided(value["shape"], value["stride"], dtype=dtype, device="meta")
+    return [read(one) for one in value] if isinstance(value, list) else value
+
+
+def operation(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def told(row: dict[str, Any]) -> Extra:
+    return extra_of(operation(row["op"]), read(row["args"]), CARDS["h200"]) or Extra()
+
+
+def beside(extra: Extra) -> int:
+    brief = max([*extra.after.values(), *extra.plans.values()], default=0)
+    return sum(extra.together) + sum(extra.before.values()) + brief
+
+
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - INEXACT))
+def test_an_operation_holds_what_it_was_seen_to_hold(name: str) -> None:
+    for row in ROWS[name]:
+        extra = told(row)
+        longer = max(0, sum(extra.outputs.values()) - row["results"])
+        stays = row["kept"] - row["results"]
+        assert beside(extra) + longer == pytest.approx(row["beside"] + stays, rel=0.02, abs=NOISE), row
+        if stays > NOISE:  # the last result of a case is dropped with what it keeps
+            assert longer == pytest.approx(stays, rel=0.02), row
+
+
+def test_the_survey_reaches_what_is_told() -> None:
+    """Rows with and without a copy: a rule that always, or never, says one would be noticed."""
+    for name in ("aten._log_softmax.default", "aten.mm.default", "aten.avg_pool2d.default"):
+        copies = {row["beside"] > NOISE for row in ROWS[name]}
+        assert copies == {True, False}, name
+    assert sum(len(rows) for rows in ROWS.values()) > 2000
+
+
+def test_a_loss_of_every_element_keeps_nothing() -> None:
+    x = torch.empty(64, 64, device="meta")
+    whole = extra_of(aten.mse_loss.default, (x, x), CARDS["h200"])
+    each = extra_of(aten.mse_loss.default, (x, x, 0), CARDS["h200"])
+    assert whole is not None
+    assert whole.outputs == {0: 64 * 64 * 4}
+    assert each is None or not each.outputs
