@@ -47,12 +47,13 @@ class InPlace:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                library.impl("linear", self._linear, key)
+                library.impl("linear", self.linear, key)
             yield
         finally:
             library._destroy()
 
-    def _linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """torch's own, known to run."""
         self._biases.append(id(bias))
         try:
             return aten.linear.default.decompose(value, weight, bias)

@@ -36,6 +36,7 @@ from batchfit._torch.whereabouts import Whereabouts
 from batchfit._torch.workspaces import extra_rule, is_gemm
 from batchfit.errors import UntraceableError
 
+_LINEAR = torch.ops.aten.linear.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
@@ -165,7 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 return counted
         composite = known.composite
         if composite is None and known.is_composite and torch.is_inference_mode_enabled():
-            composite = func.decompose  # comes whole where autograd does not take it apart
+            # It comes whole where autograd does not take it apart.
+            composite = self.in_place.linear if func is _LINEAR else func.decompose
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
