@@ -34,6 +34,7 @@ from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
+_SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
 Budget = int | str
 
@@ -157,8 +158,21 @@ def calibration(
         - simulate(footprint, trial.size, capacity_bytes=None, rules=rules, steps=steps).peak_allocated_bytes
         for trial in trials
     ]
-    slope = max(0.0, (gaps[1] - gaps[0]) / (second - first))
-    return (gaps[1] - slope * second, slope), tuple(trials)
+    return residual_of(
+        (first, gaps[0]), (second, gaps[1]), small=_SMALL_GAP * (trials[1].peak_bytes or 0)
+    ), tuple(trials)
+
+
+def residual_of(first: tuple[int, int], second: tuple[int, int], *, small: float) -> tuple[float, float]:
+    """Fixed bytes and bytes a sample, from what two sizes needed beyond the trace.
+
+    A trace is a line near the largest size, and may say a little too much at a small one: that is no sign of
+    too little at the end. What is `small` at the larger size is taken for fixed: should it grow with the
+    size, it is as small a share at the end, and the margin covers it.
+    """
+    (a, more_a), (b, more_b) = ((size, max(0, more)) for size, more in (first, second))
+    slope = 0.0 if more_b <= small else max(0.0, (more_b - more_a) / (b - a))
+    return (more_b - slope * b if slope else float(max(more_a, more_b)), slope)
 
 
 def _prediction(
