@@ -51,6 +51,7 @@ CAPS = {
     "lstm": (16, 16),
     "dcgan": (16, 16),
     "mlp": (16, 16),
+    "segformer": (16, 16),
 }
 SOAK = 25
 
@@ -358,6 +359,8 @@ def page(found: dict[str, Any]) -> str:
             "its T5 is another program than the card's.",
             "",
         ]
+    for note in found["about"].get("notes", ()):
+        lines += [note, ""]
     if found["earlier"]:
         lines += ["Of an earlier run, with older code: the what-ifs and what was measured for them.", ""]
     every = [key for key in found["truth"] if "@" not in key]
