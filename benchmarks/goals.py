@@ -40,7 +40,7 @@ CAUSES = {  # (row, check): why it was missed
     ("loader with 4 workers", "steady throughput"): "where samples cost next to nothing to make, dealing "
     "indices shows; DataLoader against itself spreads by more",
     ("loader with 4 workers", "unplanned change"): "the first batch of the new size has to be made: of 40 ms "
-    "a worker takes 11 for its samples and 21 to write them into new shared memory, one alone as long as four",
+    "a worker takes 11 for its samples and 21 to write them into new shared memory, one alone as long",
 }
 
 

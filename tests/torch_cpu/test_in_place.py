@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit._decide.footprint import Trace
+from batchfit._torch import in_place
 from batchfit._torch.blocks import Blocks
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for
@@ -126,13 +131,86 @@ def again(x: Tensor, m: Any) -> Tensor:
     return (h + checkpoint(lambda y: m[1](y).relu() + y, h, use_reentrant=False)).pow(2).sum()
 
 
-@pytest.mark.parametrize(
-    "step",
-    [residual, branches, expanded, same_twice, tied, viewed, cut, joined, again],
-    ids=lambda f: f.__name__,
-)
+def squared(x: Tensor, m: Any) -> Tensor:
+    h = m[0](x)
+    return (h * h).exp().sum()  # both gradients of one node go to one place
+
+
+def spread(x: Tensor, m: Any) -> Tensor:
+    """The gradient that waits is one number for each row."""
+    h = m[0](x)
+    other = m[1](h).pow(2).sum()
+    return other + h.sum(1).pow(2).sum()
+
+
+def viewed_first(x: Tensor, m: Any) -> Tensor:
+    """The gradient that waits is a view of one that is gone."""
+    h = m[0](x)
+    other = m[1](h).pow(2).sum()
+    return other + h.view(3, 2, WIDTH).exp().sum() + h.t().tanh().sum()
+
+
+def spread_first(x: Tensor, m: Any) -> Tensor:
+    h = m[0](x)
+    other = m[1](h).pow(2).sum()
+    return other + h.view(3, 2, WIDTH).sum(2).pow(2).sum()
+
+
+def kept(x: Tensor, m: Any) -> Tensor:
+    """Somebody else holds the gradient that waits."""
+    held: list[Tensor] = []
+    h = m[0](x)
+    late = h.tanh()
+    late.register_hook(lambda gradient: held.append(gradient))
+    made = m[1](late) * late + late.exp()
+    made.register_hook(lambda gradient: held.append(gradient))
+    return (made + late).pow(2).sum()
+
+
+def hook_that_adds(x: Tensor, m: Any) -> Tensor:
+    h = m[0](x)
+    h.register_hook(functools.partial(torch.add, torch.ones(6, WIDTH)))
+    return h.pow(2).sum()
+
+
+def twice_differentiated(x: Tensor, m: Any) -> Tensor:
+    h = m[0](x)
+    (slope,) = torch.autograd.grad((h.sin() + h.cos() * h).sum(), m[0].weight, create_graph=True)
+    return slope.pow(2).sum() + h.pow(2).sum()
+
+
+def own_arithmetic(x: Tensor, m: Any) -> Tensor:
+    return m[0](x).logcumsumexp(1).pow(2).sum()  # its gradient is a sum of temporaries
+
+
+def decomposed(x: Tensor, m: Any) -> Tensor:
+    square = m[0].weight @ m[0].weight.t() + 4 * torch.eye(WIDTH)
+    return torch.linalg.cholesky(square).pow(2).sum() + m[1](x).sum()
+
+
+def again_reentrant(x: Tensor, m: Any) -> Tensor:
+    h = m[0](x)
+    return (h + checkpoint(lambda y: m[1](y).relu() + y, h, use_reentrant=True)).pow(2).sum()
+
+
+STEPS = [residual, branches, expanded, same_twice, tied, viewed, cut, joined, again, squared, spread]
+STEPS += [viewed_first, spread_first, kept, hook_that_adds, own_arithmetic, decomposed, again_reentrant]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda one: one.__name__)
 def test_gradients_are_added_where_a_real_run_adds_them(step: Step) -> None:
     check(step)
+
+
+def test_gradients_of_gradients_are_new_tensors() -> None:
+    """A sum that is differentiated itself is no sum in place."""
+    made, x = model(), torch.randn(6, WIDTH)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        twice_differentiated(x, made).backward()  # type: ignore[no-untyped-call]
+    events: Any = found.events()
+    with pytest.MonkeyPatch.context() as patch:
+        taken, _ = in_a_trace(twice_differentiated, patch)
+    assert taken == sum(one.name == "aten::add_" for one in events)
 
 
 def test_some_are_and_some_are_not() -> None:
@@ -196,6 +274,72 @@ def test_a_bias_is_added_where_a_real_run_adds_it(shape: tuple[int, ...], turned
     assert kept[0].taken == really_taken
 
 
+NOT_DECLARED = torch.zeros(WIDTH)
+
+
+def test_a_bias_that_the_state_does_not_hold() -> None:
+    def step(x: Tensor, m: Any) -> Tensor:
+        turned = x.view(2, 3, WIDTH).transpose(0, 1)
+        return nn.functional.linear(turned, m[0].weight, NOT_DECLARED).pow(2).sum()
+
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        step(torch.randn(6, WIDTH), model())
+    events: Any = found.events()
+    with pytest.MonkeyPatch.context() as patch:
+        taken, _ = in_a_trace(step, patch)
+    assert taken == sum(one.name == "aten::add_" for one in events) == 1
+
+
+def test_another_thread_that_trains_changes_no_trace() -> None:
+    stop = threading.Event()
+
+    def trains() -> None:
+        layer, x = nn.Linear(64, 64), torch.randn(3, 64, 64)
+        while not stop.is_set():
+            layer(x.transpose(0, 1)).sum().backward()
+
+    alone = check(residual)
+    other = threading.Thread(target=trains)
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    other.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            assert [in_a_trace(residual, patch)[0] for _ in range(10)] == [alone] * 10
+    finally:
+        stop.set()
+        other.join()
+        sys.setswitchinterval(switch)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [torch.inference_mode, torch.no_grad, torch.autograd.detect_anomaly],
+    ids=lambda one: one.__name__,
+)
+def test_a_first_trace_may_be_anywhere(around: Any) -> None:
+    in_place._alone.cache_clear()
+    made = nn.Linear(8, 8)
+    work = batchfit.Workload(lambda n: made(torch.randn(n, 8)), state=[made])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of anomaly detection
+        with around():
+            assert trace(work, 2, rules=rules_for(work), steps=1).events
+    assert in_place._alone() != (0, 0)
+
+
+def test_a_torch_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are then copies, and a trace is a trace."""
+    in_place._alone.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C, "_storage_Use_Count")
+        assert in_place._alone() == (0, 0)
+        taken, found = 0, in_a_trace(lambda x, m: m[0](x).sum(), patch)[1]
+    in_place._alone.cache_clear()
+    assert taken == 0
+    assert found.events
+
+
 class OwnSum(torch.autograd.Function):
     """A backward of one's own that adds out of place: its memory is its own."""
 
@@ -209,8 +353,15 @@ class OwnSum(torch.autograd.Function):
         return first + gradients[0] * 3
 
 
-def test_a_sum_of_the_programs_own_stays_one() -> None:
-    check(lambda x, m: OwnSum.apply(m[0](x)).pow(2).sum())
+class AddsToItsGradient(OwnSum):
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.add(*gradients, gradients[0].tanh())
+
+
+@pytest.mark.parametrize("own", [OwnSum, AddsToItsGradient])
+def test_a_sum_of_the_programs_own_stays_one(own: Any) -> None:
+    check(lambda x, m: own.apply(m[0](x)).pow(2).sum())
 
 
 def test_linear_is_torchs_again_after_a_trace() -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import batchfit
 from batchfit._decide.cards import CARDS
 from batchfit._torch.extra import Extra
+from batchfit._torch.kernel_copies import BY_SOURCE, RULES
+from batchfit._torch.trace import trace
+from batchfit._torch.tracing import rules_for
 from batchfit._torch.workspaces import extra_of
 
 aten = torch.ops.aten
@@ -73,6 +81,48 @@ def test_the_survey_reaches_what_is_told() -> None:
         copies = {row["beside"] > NOISE for row in ROWS[name]}
         assert copies == {True, False}, name
     assert sum(len(rows) for rows in ROWS.values()) > 2000
+
+
+def test_every_rule_was_seen_or_says_that_it_was_not() -> None:
+    seen = {operation(name) for name in ROWS}
+    assert set(RULES) - seen <= BY_SOURCE
+
+
+def test_few_digits_are_counted_beside_a_top_k() -> None:
+    """What no rule knows of it is no more than the survey saw: half of the input."""
+    for row in ROWS["aten.topk.default"]:
+        size = math.prod(row["args"][0]["shape"]) * getattr(torch, row["args"][0]["dtype"]).itemsize
+        assert beside(told(row)) <= row["beside"] + NOISE <= beside(told(row)) + 1.6 * size
+
+
+ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "roll of all": lambda x: x.roll(3),
+    "roll of a number": lambda x: x.sum().roll(1) + x,
+    "sum of a number": lambda x: x.sum().sum(0) + x.sum().sum(-1, keepdim=True) + x.sum().mean(0) + x,
+    "norm of a number": lambda x: torch.linalg.vector_norm(x.sum(), dim=0) + x,
+    "softmax of a number": lambda x: torch._safe_softmax(x.sum(), 0) + x.sum().softmax(0) + x,
+    "sparse product": lambda x: torch.eye(len(x)).to_sparse_csr() @ x,
+    "sum of small numbers": lambda x: x * (x > 0).to(torch.int32).sum(1, keepdim=True),
+    "nothing": lambda x: x[:0].softmax(0).sum() + x[:0].logsumexp(1).sum() + x,
+    "one index": lambda x: x.index_put((torch.zeros(1, dtype=torch.long),), x[:1], accumulate=True),
+    "vectors": lambda x: (x @ x[0]).outer(x[0]) + torch.mv(x, x[0])[:, None],
+    "loss without reduction": lambda x: nn.functional.mse_loss(x, x * 2, reduction="none"),
+    "loss of numbers": lambda x: nn.functional.mse_loss(x.sum(), x.sum() * 2) + x,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_uses_are_traced(name: str) -> None:
+    model = nn.Linear(6, 6)
+    work = batchfit.training(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda m, x: ODD[name](m(x)).sum(),
+        lambda n: torch.randn(n, 6),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of sparse tensors
+        assert trace(work, 4, rules=rules_for(work), steps=1).events
 
 
 def test_a_loss_of_every_element_keeps_nothing() -> None:

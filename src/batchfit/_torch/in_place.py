@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, cast, final
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchfit._torch.layouts import is_dense
 
 aten: Any = torch.ops.aten
+log = logging.getLogger("batchfit")
 _ADD = aten.add.Tensor
 _ENGINE = _engine_run_backward.__code__
 
@@ -37,7 +40,8 @@ class InPlace:
     """Tells, of an operation that a trace sees, into whose memory a real run would write the result."""
 
     def __init__(self) -> None:
-        self._biases: list[int] = []
+        self._running = threading.local()  # the biases of the `linear`s that run in a thread
+        self._made: dict[int, int] = {}  # by which node of backward a storage was made
         _alone()  # now, and not in the middle of a trace
 
     @contextlib.contextmanager
@@ -53,25 +57,61 @@ class InPlace:
             library._destroy()
 
     def linear(self, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """torch's own, known to run."""
-        self._biases.append(id(bias))
+        """torch's own, known to run in this thread."""
+        biases = self._biases()
+        biases.append(id(bias))
         try:
             return aten.linear.default.decompose(value, weight, bias)
         finally:
-            self._biases.pop()
+            biases.pop()
 
-    def written_into(self, func: Any, args: Any, *, depth: int) -> Tensor | None:
-        """The argument whose memory the result takes over; `depth` frames below is who called."""
+    def _biases(self) -> list[int]:
+        if not hasattr(self._running, "biases"):
+            self._running.biases = []
+        found: list[int] = self._running.biases
+        return found
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor has new memory: who made it, if it was backward."""
+        address = tensor.untyped_storage()._cdata
+        node = _node()
+        if node is None:
+            self._made.pop(address, None)
+        else:
+            self._made[address] = node._sequence_nr()
+
+    def written_into(self, func: Any, args: Any, given: Any, *, depth: int) -> Tensor | None:
+        """The argument whose memory the result takes over.
+
+        `given` are the arguments before they were made fake; `depth` frames below is who called.
+        """
         if func is not _ADD or not isinstance(args[1], Tensor):
             return None
         waiting: Tensor = args[0]
-        if self._biases:
-            return waiting if id(args[1]) == self._biases[-1] else None
-        if torch._C._current_graph_task_id() == -1 or not _by_the_engine(depth + 1):
+        biases = self._biases()
+        if biases:
+            return waiting if id(given[1]) == biases[-1] else None
+        if torch.is_grad_enabled() or not self._waits(waiting) or not _by_the_engine(depth + 1):
             return None
         if waiting.shape != args[1].shape or not is_dense(waiting):
             return None
         return waiting if _holds(waiting) == _alone() else None
+
+    def _waits(self, tensor: Tensor) -> bool:
+        """Whether a gradient may be one that waits for another, and is no part of a node's own arithmetic."""
+        node = _node()
+        maker = self._made.get(tensor.untyped_storage()._cdata)
+        if node is None or maker is None:
+            return False
+        if maker != node._sequence_nr():
+            return True
+        targets = [target for target in node.next_functions if target[0] is not None]
+        return len(set(targets)) < len(targets)  # two of its results go to one place
+
+
+def _node() -> Any:
+    """The node of backward that runs, or has just run."""
+    return torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
 
 
 def _by_the_engine(depth: int) -> bool:
@@ -90,7 +130,10 @@ def _holds(tensor: Tensor) -> tuple[int, int]:
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """As often as that where only backward holds them (and the call, and Python): seen in an example."""
+    """As often as that where only backward holds them (and the call, and Python): seen in an example.
+
+    Where a version of torch cannot be asked, sums are taken for copies, as a trace sees them.
+    """
     seen = []
 
     class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -99,7 +142,16 @@ def _alone() -> tuple[int, int]:
                 seen.append(_holds(args[0]))
             return func(*args, **(kwargs or {}))
 
-    with torch.enable_grad(), FakeTensorMode(), Look():  # type: ignore[no-untyped-call]
-        value = torch.empty(2, requires_grad=True) * 1
-        torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+            FakeTensorMode(),
+            Look(),  # type: ignore[no-untyped-call]
+        ):
+            value = torch.empty(2, requires_grad=True, device="cpu") * 1
+            torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AttributeError) as error:
+        log.info("gradients are traced as if they were never added in place: %s", str(error))
     return seen[0] if seen else (0, 0)

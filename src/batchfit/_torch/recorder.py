@@ -140,6 +140,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             raise UntraceableError("", "", "the trace takes too long")
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
+        given = args
         tensors: list[Tensor] = []
         _collect(args, tensors)
         if kwargs:
@@ -172,12 +173,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             with self:
                 return composite(*args, **kwargs)
         self._where.note_node()
-        extra = None if known.takes is None else known.takes(args, self.rules.card)
-        into = self.in_place.written_into(func, args, depth=1)
+        extra = None
+        if known.takes is not None and all(one.layout is torch.strided for one in tensors):
+            extra = known.takes(args, self.rules.card)
+        into = self.in_place.written_into(func, args, given, depth=1)
         stand_in = known.stand_in
         out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
         if into is not None and into in self.blocks:
             self.blocks.take_over(out, into)
+            self.in_place.note(out)
         self._record(known, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
@@ -323,6 +327,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 allocates = True
                 longer = extra.outputs.get(index) if extra is not None else None
                 self.blocks.see(tensor, self._where.origin("activations", name), longer)
+                self.in_place.note(tensor)
             if extra is not None and index in extra.after:
                 self.blocks.briefly((extra.after[index],), self._where.origin("workspaces", name))
             if extra is not None and index in extra.plans:

@@ -110,6 +110,8 @@ def _power(value: int, most: int) -> int:
 
 def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
     rank = tensor.dim()
+    if rank == 0:
+        return 0
     over = {d % rank for d in dims} if dims else set(range(rank))
     inputs = math.prod(tensor.shape[d] for d in over)
     outputs = tensor.numel() // max(inputs, 1)
