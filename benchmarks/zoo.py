@@ -428,14 +428,19 @@ def _gpt_neox(device: str) -> Any:
     return hf.GPTNeoXForCausalLM(config), _tokens(50432, 512, device), _hf_loss
 
 
-def _segformer(device: str) -> Any:
+def _segmented(device: str, side: int) -> MakeBatch:
     def make_batch(n: int) -> dict[str, torch.Tensor]:
         return {
-            "pixel_values": torch.randn(n, 3, 256, 256, device=device),
-            "labels": torch.randint(0, 150, (n, 256, 256), device=device),
+            "pixel_values": torch.randn(n, 3, side, side, device=device),
+            "labels": torch.randint(0, 150, (n, side, side), device=device),
         }
 
-    return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=150)), make_batch, _hf_loss
+    return make_batch
+
+
+def _segformer(device: str) -> Any:
+    model = hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=150))
+    return model, _segmented(device, 256), _hf_loss
 
 
 def _clip(device: str) -> Any:
@@ -472,13 +477,7 @@ def _wav2vec2(device: str) -> Any:
 
 
 def _dpt(device: str) -> Any:
-    def make_batch(n: int) -> dict[str, torch.Tensor]:
-        return {
-            "pixel_values": torch.randn(n, 3, 384, 384, device=device),
-            "labels": torch.randint(0, 150, (n, 384, 384), device=device),
-        }
-
-    return hf.DPTForSemanticSegmentation(hf.DPTConfig(num_labels=150)), make_batch, _hf_loss
+    return hf.DPTForSemanticSegmentation(hf.DPTConfig(num_labels=150)), _segmented(device, 384), _hf_loss
 
 
 def _videomae(device: str) -> Any:

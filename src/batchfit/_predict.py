@@ -20,7 +20,7 @@ import batchfit
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint
-from batchfit._decide.simulate import Simulation, largest, simulate
+from batchfit._decide.simulate import Simulation, largest, residual_of, simulate
 from batchfit._decide.units import parse_bytes
 from batchfit._oracle import Basis, Oracle, Oracles, allocator_rules, held_beside, is_recurrent, margin_of
 from batchfit._torch.device import resolve_device, tensors_in
@@ -161,18 +161,6 @@ def calibration(
     return residual_of(
         (first, gaps[0]), (second, gaps[1]), small=_SMALL_GAP * (trials[1].peak_bytes or 0)
     ), tuple(trials)
-
-
-def residual_of(first: tuple[int, int], second: tuple[int, int], *, small: float) -> tuple[float, float]:
-    """Fixed bytes and bytes a sample, from what two sizes needed beyond the trace.
-
-    A trace is a line near the largest size, and may say a little too much at a small one: that is no sign of
-    too little at the end. What is `small` at the larger size is taken for fixed: should it grow with the
-    size, it is as small a share at the end, and the margin covers it.
-    """
-    (a, more_a), (b, more_b) = ((size, max(0, more)) for size, more in (first, second))
-    slope = 0.0 if more_b <= small else max(0.0, (more_b - more_a) / (b - a))
-    return (more_b - slope * b if slope else float(max(more_a, more_b)), slope)
 
 
 def _prediction(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import batchfit
@@ -17,7 +15,7 @@ from batchfit._decide.cards import CARDS, DEFAULT, Card
 from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import simulate, upper_bound
 from batchfit._oracle import MARGINS, Foresight, allocator_rules
-from batchfit._predict import calibration, residual_of
+from batchfit._predict import calibration
 from batchfit._torch import generating, tracing
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.trace import trace
@@ -338,39 +336,6 @@ def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[0] for text in said] == ["no prediction, measuring"] * 2
     assert said[1].endswith("KeyError: 'a bug of ours'")
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "wanted"),
-    [
-        ((8, 0), (24, 0), (0.0, 0.0)),
-        ((8, 10 * MIB), (24, 10 * MIB), (10.0 * MIB, 0.0)),  # a workspace
-        ((8, 40 * MIB), (24, 120 * MIB), (0.0, 5.0 * MIB)),  # of each sample
-        ((8, 20 * MIB), (24, 100 * MIB), (-20.0 * MIB, 5.0 * MIB)),
-        ((8, -99 * MIB), (24, -48 * MIB), (0.0, 0.0)),  # a trace that says too much at small sizes
-        ((8, -99 * MIB), (24, 5 * MIB), (5.0 * MIB, 0.0)),
-        ((8, 90 * MIB), (24, 30 * MIB), (90.0 * MIB, 0.0)),
-    ],
-)
-def test_what_two_runs_say(first: Any, second: Any, wanted: tuple[float, float]) -> None:
-    assert residual_of(first, second, small=25 * MIB) == pytest.approx(wanted)
-
-
-@given(
-    st.integers(1, 100),
-    st.integers(1, 100),
-    st.integers(-(2**30), 2**30),
-    st.integers(-(2**30), 2**30),
-)
-def test_both_runs_are_covered_and_the_trace_is_never_lowered(a: int, more: int, low: int, high: int) -> None:
-    small = 2**26
-    fixed, slope = residual_of((a, low), (a + more, high), small=small)
-    for size, gap in ((a, low), (a + more, high)):
-        assert fixed + slope * size >= min(gap, max(0, high)) - 1e-3
-    assert fixed + slope * (a + more) >= max(0, high) - 1e-3
-    assert slope >= 0
-    if high <= small:
-        assert slope == 0
 
 
 def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchfit._decide.allocator import CachingAllocator, Rules, replay
 from batchfit._decide.footprint import OPTIONAL, Footprint, Origin
-from batchfit._decide.simulate import STEPS, Simulation, largest, simulate, upper_bound
+from batchfit._decide.simulate import STEPS, Simulation, largest, residual_of, simulate, upper_bound
 
 MIB = 2**20
 HERE = Origin("activations", "forward")
@@ -307,3 +308,36 @@ def test_generation_is_told_a_size_that_does_not_hang_on_small_things(
         held = more * capacity
         assert simulate(footprint, size, capacity_bytes=capacity, extra_bytes=held, may_retry=True).sustained
     assert found.size <= upper_bound(footprint, capacity)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wanted"),
+    [
+        ((8, 0), (24, 0), (0.0, 0.0)),
+        ((8, 10 * MIB), (24, 10 * MIB), (10.0 * MIB, 0.0)),  # a workspace
+        ((8, 40 * MIB), (24, 120 * MIB), (0.0, 5.0 * MIB)),  # of each sample
+        ((8, 20 * MIB), (24, 100 * MIB), (-20.0 * MIB, 5.0 * MIB)),
+        ((8, -99 * MIB), (24, -48 * MIB), (0.0, 0.0)),  # a trace that says too much at small sizes
+        ((8, -99 * MIB), (24, 5 * MIB), (5.0 * MIB, 0.0)),
+        ((8, 90 * MIB), (24, 30 * MIB), (90.0 * MIB, 0.0)),
+    ],
+)
+def test_what_two_runs_say(first: Any, second: Any, wanted: tuple[float, float]) -> None:
+    assert residual_of(first, second, small=25 * MIB) == pytest.approx(wanted)
+
+
+@given(
+    st.integers(1, 100),
+    st.integers(1, 100),
+    st.integers(-(2**30), 2**30),
+    st.integers(-(2**30), 2**30),
+)
+def test_both_runs_are_covered_and_the_trace_is_never_lowered(a: int, more: int, low: int, high: int) -> None:
+    small = 2**26
+    fixed, slope = residual_of((a, low), (a + more, high), small=small)
+    for size, gap in ((a, low), (a + more, high)):
+        assert fixed + slope * size >= min(gap, max(0, high)) - 1e-3
+    assert fixed + slope * (a + more) >= max(0, high) - 1e-3
+    assert slope >= 0
+    if high <= small:
+        assert slope == 0

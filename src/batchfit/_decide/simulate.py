@@ -229,3 +229,15 @@ def upper_bound(
         elif fixed > capacity_bytes:
             return 0
     return int(min(max(bound, 0.0), 2**30))
+
+
+def residual_of(first: tuple[int, int], second: tuple[int, int], *, small: float) -> tuple[float, float]:
+    """Fixed bytes and bytes a sample, from what two sizes needed beyond the trace.
+
+    A trace is a line near the largest size, and may say a little too much at a small one: that is no sign of
+    too little at the end. What is `small` at the larger size is taken for fixed: should it grow with the
+    size, it is as small a share at the end, and the margin covers it.
+    """
+    (a, more_a), (b, more_b) = ((size, max(0, more)) for size, more in (first, second))
+    slope = 0.0 if more_b <= small else max(0.0, (more_b - more_a) / (b - a))
+    return (more_b - slope * b if slope else float(max(more_a, more_b)), slope)

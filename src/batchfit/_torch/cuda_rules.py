@@ -38,6 +38,11 @@ class CudaRules:
         """Without a GPU the program's own tensors are on the CPU, which stands for the card."""
         return self.device.type == "cpu"
 
+    @property
+    def autograd_key(self) -> str:
+        """Where torch's dispatcher is told of another way through an operation, for the time of a trace."""
+        return "AutogradCPU" if self.host_means_device else "AutogradCUDA"
+
     def renamed(self, device: Any) -> Any:
         """The traced device for "cuda", anything else as it is."""
         if device is None or not self.host_means_device:
@@ -48,7 +53,6 @@ class CudaRules:
     def active(self) -> Iterator[None]:
         """Inside, operations on the traced device are CUDA's."""
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        key = "AutogradCPU" if self.host_means_device else "AutogradCUDA"
         kernels: dict[str, Any] = {f"{name}.input": self._recurrent(name) for name in _RECURRENT}
         if self.host_means_device:
             kernels |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
@@ -56,7 +60,7 @@ class CudaRules:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 for name, kernel in kernels.items():
-                    library.impl(name, kernel, key)
+                    library.impl(name, kernel, self.autograd_key)
             with cuda_lists(self.device) if self.host_means_device else contextlib.nullcontext():
                 yield
         finally:

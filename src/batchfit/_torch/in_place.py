@@ -95,7 +95,8 @@ class InPlace:
             return None
         if waiting.shape != args[1].shape or not is_dense(waiting):
             return None
-        return waiting if _holds(waiting) == _alone() else None
+        alone = _alone()
+        return waiting if alone is not None and _holds(waiting) == alone else None
 
     def _waits(self, tensor: Tensor) -> bool:
         """Whether a gradient may be one that waits for another, and is no part of a node's own arithmetic."""
@@ -129,10 +130,10 @@ def _holds(tensor: Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _alone() -> tuple[int, int]:
+def _alone() -> tuple[int, int] | None:
     """As often as that where only backward holds them (and the call, and Python): seen in an example.
 
-    Where a version of torch cannot be asked, sums are taken for copies, as a trace sees them.
+    None where a version of torch cannot be asked: sums are then copies, as a trace sees them.
     """
     seen = []
 
@@ -154,4 +155,5 @@ def _alone() -> tuple[int, int]:
             torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, AttributeError) as error:
         log.info("gradients are traced as if they were never added in place: %s", str(error))
-    return seen[0] if seen else (0, 0)
+        return None
+    return seen[0] if seen else None

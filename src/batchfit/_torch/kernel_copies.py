@@ -56,9 +56,9 @@ def _early(size_of: Callable[[Tensor], int], args: Any, early: int | None) -> in
     return 0 if early is None else size_of(args[early])
 
 
-def copied(tensor: Tensor) -> int:
-    """Bytes of the copy that a kernel makes to have it in order."""
-    return 0 if tensor.is_contiguous() else bytes_of(tensor)
+def copied(tensor: Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+    """Bytes of the copy that a kernel makes to have it in order, or in another layout."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)
 
 
 def _laid_out(tensor: Tensor) -> int:
@@ -220,11 +220,6 @@ def counted(tensor: Tensor) -> tuple[int, ...]:
     dtype = tensor.dtype
     whole = not (dtype.is_floating_point or dtype.is_complex)
     return (8 * tensor.numel(),) if whole and dtype is not torch.int64 else ()
-
-
-def in_eights(channels: int, dtype: torch.dtype) -> int:
-    """In 16 bits cuDNN's own layout has channels by eights."""
-    return math.ceil(channels / 8) * 8 if dtype.itemsize == 2 else channels
 
 
 RULES: dict[Any, Rule] = {

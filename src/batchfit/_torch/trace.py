@@ -69,8 +69,7 @@ def trace(
             for change in changes:
                 stack.enter_context(change(workload, faked))
             recorder = Recorder(faked, rules, outside=_run.__code__, limit_s=limit_s)
-            key = "AutogradCPU" if rules.host_means_device else "AutogradCUDA"
-            stack.enter_context(recorder.in_place.active(key))
+            stack.enter_context(recorder.in_place.active(rules.autograd_key))
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
             stack.callback(recorder.put_back_written)
             stack.enter_context(not_called_a_trace(recorder.knows))

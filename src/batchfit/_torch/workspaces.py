@@ -21,7 +21,7 @@ from torch import Tensor
 from batchfit._decide.cards import Card
 from batchfit._torch.extra import Extra
 from batchfit._torch.kernel_copies import RULES as COPIES
-from batchfit._torch.kernel_copies import counted, expanded, in_eights
+from batchfit._torch.kernel_copies import copied, counted, expanded
 from batchfit._torch.layouts import bytes_of as _bytes
 
 aten = torch.ops.aten
@@ -200,15 +200,11 @@ def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride:
         channels = tensor.shape[1]
         # Windows that overlap are read from a copy with channels by eights; patches are not (ViT).
         overlap = any(size > step for size, step in zip(weight.shape[2:], stride, strict=False))
-        padded = in_eights(channels, tensor.dtype) if overlap else channels
+        padded = -(-channels // 8) * 8 if overlap and tensor.dtype in _LOW else channels
         return in_bytes // channels * padded + out_bytes + _bytes(weight)
     # A product of matrices, done in place where the pictures are large enough for that.
     in_place = all(step == 1 for step in stride) and math.prod(tensor.shape[2:]) > 196
     return 0 if in_place else in_bytes + out_bytes
-
-
-def _copied(tensor: Tensor, layout: torch.memory_format) -> int:
-    return 0 if tensor.is_contiguous(memory_format=layout) else _bytes(tensor)
 
 
 def _convolution(args: Any, card: Card) -> Extra | None:
@@ -232,7 +228,7 @@ def _convolution(args: Any, card: Card) -> Extra | None:
         channels = weight.shape[0]
     out_bytes = tensor.shape[0] * channels * math.prod(length) * tensor.element_size()
     plan = _plan(_bytes(tensor), out_bytes, tensor, weight, stride, groups)
-    return Extra((_copied(tensor, layout), _copied(weight, layout)), plans={0: plan})
+    return Extra((copied(tensor, layout), copied(weight, layout)), plans={0: plan})
 
 
 def _convolution_backward(args: Any, card: Card) -> Extra | None:
@@ -242,7 +238,7 @@ def _convolution_backward(args: Any, card: Card) -> Extra | None:
     plan = _plan(_bytes(tensor), _bytes(gradient), tensor, weight, stride, groups)
     plans = {index: plan for index in (0, 1) if wanted[index]}
     after = {2: _reduced(gradient, [0, *range(2, gradient.dim())], card)} if wanted[2] else {}
-    return Extra((_copied(gradient, layout), _copied(tensor, layout)), after, plans)
+    return Extra((copied(gradient, layout), copied(tensor, layout)), after, plans)
 
 
 # -- recurrent layers
