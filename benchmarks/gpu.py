@@ -50,6 +50,7 @@ class Part:
 
 QUICK_FIND = ("--models", "gpt2", "--finders", "batchfit_predict", "accelerate")
 QUICK_RAGGED = ("--ways", "ours", "fixed_8", "--flags", "default")
+QUICK_PREDICTION = ("--models", "gpt2", "--precisions", "bf16")
 PREDICT = ("predict", "--workers", "3", "--mode")
 PARTS = (
     Part("microbatch", "microbatch_gpu", ("run",), "microbatch", quick=("--parts", "overhead/eager")),
@@ -63,12 +64,17 @@ PARTS = (
         "integrations", "integrations_gpu", ("run",), "integrations", quick=("--rows", "lightning/ours/find")
     ),
     Part("loader", "loader", ("run", "--rounds", "5"), "loader"),  # the machine's cores, not its card
-    Part("sweep", "sweep_gpu", ("run",), "sweep"),
+    Part("sweep", "sweep_gpu", ("run",), "sweep", quick=("--rows", "guided/2048")),
     Part("schedules", "schedules_gpu", ("run",), "schedules"),
-    Part("prediction", "prediction_gpu", ("truth", "--workers", "5", "--room", "100"), "truth", alone=False),
-    Part("prediction", "prediction_gpu", (*PREDICT, "gpu"), "gpu", alone=False),
-    Part("prediction", "prediction_gpu", (*PREDICT, "calibrated", "--room", "25"), "calibrated", alone=False),
-    Part("prediction", "prediction_gpu", (*PREDICT, "none"), "none", alone=False),
+    *(
+        Part("prediction", "prediction_gpu", arguments, out, alone=False, quick=QUICK_PREDICTION)
+        for arguments, out in (
+            (("truth", "--workers", "5", "--room", "100"), "truth"),
+            ((*PREDICT, "gpu"), "gpu"),
+            ((*PREDICT, "calibrated", "--room", "25"), "calibrated"),
+            ((*PREDICT, "none"), "none"),
+        )
+    ),
     Part("prediction", "prediction_gpu", ("explain", "--workers", "1"), "explain", alone=False),
 )
 LEFT = re.compile(r"(\d+) (?:rows|parts|runs|cases) left")
