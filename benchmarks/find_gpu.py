@@ -439,7 +439,8 @@ def run(given: argparse.Namespace) -> None:
             now = untimed_jobs(results, pairs)[number]
             side_by_side(now, ends, note, workers=given.workers, room_gib=given.room_gib)
     save()
-    left = len(timed_jobs(results, pairs, given.finders)) + sum(map(len, untimed_jobs(results, pairs)))
+    left = 0 if given.only == "untimed" else len(timed_jobs(results, pairs, given.finders))
+    left += 0 if given.only == "timed" else sum(map(len, untimed_jobs(results, pairs)))
     print(f"{time.monotonic() - begun:.0f} s, {left} runs left", flush=True)
 
 

@@ -47,6 +47,8 @@ def refused(read: Read) -> bool:
         (lambda d, x: torch.zeros(3, device=d, dtype=int).add_(2)[1].item(), 2),
         (lambda d, x: torch.ones(2, 2, device=d, dtype=int).tril().tolist(), [[1, 0], [1, 1]]),
         (lambda d, x: bool(torch.ones_like(x, dtype=torch.bool).all()), True),
+        (lambda d, x: bool(torch.ones(2, 4, device=d).all()), True),
+        (lambda d, x: torch.ones(1, 3, device=d).cumsum(1).long().tolist(), [[1, 2, 3]]),
         (lambda d, x: x.new_full((2,), 7, dtype=torch.long).sum().item(), 14),
         (lambda d, x: (torch.arange(6, device=d).view(2, 3) > 2).nonzero().shape, (3, 2)),
         (lambda d, x: torch.full((), 3, device=d).item(), 3),

@@ -19,9 +19,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
+from batchfit._decide.cards import card_named
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for, trace_workload, unseen
@@ -520,8 +523,6 @@ def test_a_cached_mask_is_made_in_each_trace_anew() -> None:
 
 def test_attention_takes_the_kernel_of_the_card() -> None:
     def operations(card: str, dtype: torch.dtype, head: int = 64, mask: bool = False) -> set[str]:
-        from batchfit._decide.cards import card_named
-
         layer = nn.Linear(head, head).to(dtype)
 
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -547,6 +548,63 @@ def test_attention_takes_the_kernel_of_the_card() -> None:
     assert operations("h100", FP32, head=6) == set()  # no whole vectors: products and a softmax
     assert operations("h100", BF16, head=256) == {"flash"}
     assert operations("v100-16gb", BF16) == set()
+
+
+def test_a_mask_of_truths_becomes_numbers_as_torch_does_it() -> None:
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(str(func))
+            return func(*args, **kwargs or {})
+
+    def traced(dtype: torch.dtype) -> set[str]:
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            heads = model(batch)[:, None]
+            mask = batch.new_empty(8, 8).to(dtype)
+            return F.scaled_dot_product_attention(heads, heads, heads, mask).sum()
+
+        work = batchfit.training(nn.Linear(8, 8), None, loss, lambda n: torch.randn(n, 8, 8))
+        found = trace(work, 2, rules=rules_for(work, card_named("h100")), steps=1)
+        assert any("efficient_attention" in o.operation for o in found.origins)
+        return {o.operation for o in found.origins}
+
+    own = []
+    for dtype in (torch.bool, torch.float32):
+        seen: set[str] = set()
+        heads, mask = torch.randn(2, 1, 8, 8), torch.zeros(8, 8).to(dtype)
+        with Log(), sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(heads, heads, heads, mask)
+        own.append(seen)
+    assert own[0] - own[1]
+    assert traced(torch.bool) - traced(torch.float32) - {"aten._to_copy.default"} == own[0] - own[1]
+
+
+def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out() -> None:
+    hf = pytest.importorskip("transformers", reason="needs transformers")
+    sides = {"layers": 1, "ffn_dim": 16, "attention_heads": 2}
+    named = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in sides.items()}
+    model = hf.BartForConditionalGeneration(
+        hf.BartConfig(vocab_size=64, d_model=16, use_cache=False, **named)
+    )
+
+    def kept(hidden: int) -> list[int]:
+        def batch(n: int) -> dict[str, torch.Tensor]:
+            ids = torch.full((n, 32), 5)
+            if not hidden:
+                return {"input_ids": ids, "labels": ids}
+            return {
+                "input_ids": ids,
+                "labels": ids,
+                "decoder_attention_mask": torch.arange(32).expand(n, -1) > 3,
+            }
+
+        work = batchfit.training(model, None, lambda model, given: model(**given).loss, batch)
+        found = trace(work, 2, rules=rules_for(work, card_named("h100")), steps=1)
+        return [
+            n for n, o in zip(found.sizes, found.origins, strict=True) if o.operation == "aten.where.self"
+        ]
+
+    assert 2 * 32 * 32 * 4 in kept(hidden=3)
+    assert kept(hidden=0) == []
 
 
 # ---------------------------------------------------------------- what cannot be traced

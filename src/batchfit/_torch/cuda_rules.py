@@ -214,7 +214,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as the numbers that torch adds to the scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    hidden = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
+    return torch.where(mask, 0.0, hidden)
 
 
 def _padded(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

@@ -48,6 +48,7 @@ _LIKE = frozenset(
     }
 )
 _BOTH = _MAKERS | _LIKE
+_ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 
 
 @final
@@ -83,9 +84,12 @@ class KnownValues:
         """After an operation: the values of its results, or that they are no longer known."""
         known: list[Tensor] | None = []
         if func in _BOTH:
-            # Positions, masks and counters: what is large or a fraction is a computation.
-            small = isinstance(out, Tensor) and (out.numel() == 1 or not out.dtype.is_floating_point)
-            if not small:
+            # Positions, masks and counters: what is large or a fraction is a computation, but for a mask of
+            # ones, a row for each sample (as OPT and BART make one for themselves).
+            if not isinstance(out, Tensor):
+                return
+            is_mask = func in _ONES and out.dim() == 2
+            if out.numel() != 1 and out.dtype.is_floating_point and not is_mask:
                 return
             if func in _LIKE:
                 if out.numel() <= _LARGEST:
