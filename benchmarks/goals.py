@@ -28,11 +28,6 @@ CAUSES = {  # (row, check): why it was missed
         "exact, every curve",
     ): "the misses are curves with noise: what 3 % of it leaves "
     "open must be bisected, and a bisection that is told the curve needs nearly as many trials",
-    (
-        "prediction",
-        "size, calibrated",
-    ): "Mamba in bf16: what two small runs needed beyond the trace was drawn "
-    "out to the largest size, though the trace had said too much there; mended since, and not run again yet",
     ("prediction", "seconds of a trace"): "a trace grows with the number of operations, and torch's fake "
     "tensors are most of it; these models have the most operations",
     ("microbatching", "DDP, sync=safe, one microbatch"): VOTED,

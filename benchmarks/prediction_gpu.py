@@ -52,6 +52,7 @@ CAPS = {
     "dcgan": (16, 16),
     "mlp": (16, 16),
     "segformer": (16, 16),
+    "bart": (16, 16),
 }
 SOAK = 25
 
@@ -430,21 +431,41 @@ def page(found: dict[str, Any]) -> str:
             ),
             "",
         ]
-    finds = {key: one["find"] for key, one in found["truth"].items() if "find" in one}
-    lines += [
+    lines += [*found_sizes(found["truth"]), "", *told_and_true(found), "", PUBLISHED]
+    return "\n".join(lines) + "\n"
+
+
+def found_sizes(truths: dict[str, Any]) -> list[str]:
+    """What find answered in each case, of what lasts, and at what cost."""
+    told = {key: one for key, one in truths.items() if "find" in one and "sustained" in one}
+    cases = {key: one for key, one in told.items() if "@" not in key}  # without what explain advised
+
+    def gap(one: dict[str, Any]) -> int:
+        return int(one["sustained"] - one["find"]["answer"])
+
+    low = [k for k, one in cases.items() if gap(one) > max(1, 0.02 * one["sustained"])]
+    ran_out = [k for k, one in cases.items() if one["find"]["ooms"]]
+    many = [
+        f"{k} ({len(f['sizes'])})"
+        for k, f in ((k, o["find"]) for k, o in cases.items())
+        if len(f["sizes"]) > 2
+    ]
+    lines = [
         "## Find, which begins with the prediction",
+        "",
+        f"Of {len(cases)} cases (without programs that explain's advice changed): with an OOM "
+        f"{', '.join(ran_out) or 'none'}; after more than two sizes {', '.join(many) or 'none'}; below 98 % "
+        f"of what lasts, by more than one sample, {', '.join(low) or 'none'}.",
         "",
         "| case | answer | of the sustained maximum | sizes tried | OOMs |",
         "|---|---|---|---|---|",
     ]
-    for key, one in finds.items():
-        best = found["truth"].get(key, {}).get("sustained")
-        share = f"{one['answer'] / best:.1%}" if best else "-"
-        lines.append(
-            f"| {key} | {one['answer']} | {share} | {', '.join(map(str, one['sizes']))} | {one['ooms']} |"
-        )
-    lines += ["", *told_and_true(found), "", PUBLISHED]
-    return "\n".join(lines) + "\n"
+    for key, one in told.items():
+        find = one["find"]
+        share = f"{find['answer'] / one['sustained']:.1%}"
+        sizes = ", ".join(map(str, find["sizes"]))
+        lines.append(f"| {key} | {find['answer']} | {share} | {sizes} | {find['ooms']} |")
+    return lines
 
 
 def child(arguments: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit._decide.cards import card_named
-from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace
+from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for, trace_workload, unseen
+from batchfit._torch.tracing import glance, rules_for, trace_workload, unseen
 from batchfit.errors import UntraceableError
 from conftest import need
 
@@ -605,6 +605,28 @@ def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out
 
     assert 2 * 32 * 32 * 4 in kept(hidden=3)
     assert kept(hidden=0) == []
+
+
+def test_a_glance_looks_again_where_the_end_is_far_beyond_what_it_expected() -> None:
+    """Copies of weights look as if they grew, so the first end is too small; all against all is a square."""
+    budget = 256 * 2**20
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return (out @ out.T).logsumexp(1).sum()
+
+    model = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
+    work = batchfit.training(model, None, loss, lambda n: torch.randn(n, 256), autocast=torch.bfloat16)
+    rules = rules_for(work, card_named("h100"))
+    small = trace(work, 2, rules=rules, steps=1)
+    expected = expected_end(small, budget)
+    found = glance(work, rules=rules, budget_bytes=budget)
+    end = found.sizes[-1]
+    assert end > 1.4 * expected
+    true = trace(work, end, rules=rules).peak_bytes
+    assert found.footprint is not None
+    assert found.footprint.peak_bytes(end) == true
+    assert Footprint.through(small, trace(work, expected, rules=rules)).peak_bytes(end) < 0.9 * true
 
 
 # ---------------------------------------------------------------- what cannot be traced

@@ -35,6 +35,7 @@ from batchfit.workload import Workload
 SMALL = (2, 3)
 STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
 _HOST_BYTES = 2**28  # the largest batch that a trace makes on the host
+_FAR = 1.4  # times beyond its sizes a glance draws its lines again
 _EACH_SIZE_S = (
     60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
 )
@@ -217,18 +218,27 @@ def glance(
 ) -> Traced:
     """The footprint from one step of a few samples and two steps near the end: half the time, no check.
 
-    For those who compare it with a real run before they trust it.
+    For those who compare it with a real run before they trust it. Where the end turns out to be far beyond
+    what one step let expect, the lines are drawn again from there: what is not quite a line in the size (all
+    samples against all, staging) shows most at the end.
     """
     begun = time.perf_counter()
     small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s)
     sample = small.batch_bytes / small.size
-    high = min(expected_end(small, budget_bytes), int(_HOST_BYTES / sample) if sample else 2**30)
+    most = int(_HOST_BYTES / sample) if sample else 2**30
+    high = min(expected_end(small, budget_bytes), most)
+
+    def through(size: int) -> Footprint:
+        steps = _steps_of(workload)
+        return Footprint.through(small, trace(workload, size, rules=rules, steps=steps, limit_s=limit_s))
+
     try:
         if high <= SMALL[1]:
             raise ShapeChangedError("too few samples fit to tell lines from two sizes")
-        footprint = Footprint.through(
-            small, trace(workload, high, rules=rules, steps=_steps_of(workload), limit_s=limit_s)
-        )
+        footprint = through(high)
+        end = upper_bound(footprint, budget_bytes, most=most)
+        if end > _FAR * high and workload.kind != "generation":  # whose traces take long
+            footprint, high = through(end), end
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
     took_s = time.perf_counter() - begun
