@@ -272,14 +272,17 @@ def _foreseen(trying: Trials) -> Search:
         return search
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
     few = search.max_trials is not None and search.max_trials - len(search.told) < 3
-    if few and runs.work._brief(_GLIMPSE) is None:
+    brief = runs.work._brief(_GLIMPSE)
+    if few and brief is None:
         return search
     sight = Foresight.of(runs.work, budget_bytes=search.budget_bytes or 0)
     if sight is None:
         return search
     look = sight.look_first()
     if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
-        seen = _glimpsed(sight, runs, look) if trying.may_begin() else None
+        seen = None
+        if brief is not None and trying.may_begin():
+            seen = _glimpsed(sight, runs, brief, look)
         if seen is None:
             learned = None if few else trying.attempt(Ask(look, False))
             if learned is None:
@@ -295,18 +298,15 @@ def _foreseen(trying: Trials) -> Search:
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
 
 
-def _glimpsed(sight: Foresight, runs: Here, look: int) -> Foresight | None:
+def _glimpsed(sight: Foresight, runs: Here, brief: Workload, look: int) -> Foresight | None:
     """A prediction of generation, compared with a real run of a few tokens; None where that tells nothing.
 
     A small trial would make every token, and the first call of `generate` at a size is slow, however small:
     on an H200 it was a third of the search. What is wrong with a step comes out of a trial, not of a glimpse,
     but for what leaves no device to try on.
     """
-    brief = runs.work._brief(_GLIMPSE)
-    short = None
-    if brief is not None:
-        short = Foresight.of(brief, budget_bytes=sight.budget_bytes, name="glimpse")
-    if brief is None or short is None:
+    short = Foresight.of(brief, budget_bytes=sight.budget_bytes, name="glimpse")
+    if short is None:
         return None
     try:
         trial = runs.glimpse(brief, look)

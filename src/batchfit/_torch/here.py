@@ -80,7 +80,7 @@ class Here:
     def trying(self, budget_bytes: int) -> Iterator[RunOne]:
         """Inside, a function that runs one trial under the budget."""
         work, first = self.work, True
-        snapshot = self._snapshot = Snapshot.take(work.state)
+        snapshot = Snapshot.take(work.state)
         parameters = self._parameters()
 
         def run_one(
@@ -119,6 +119,7 @@ class Here:
         collect_garbage(work, self.place)
         with self.place.limit(budget_bytes), QuickCollections() as collections:
             held_bytes = _held_bytes(self.place)
+            self._snapshot = snapshot
             try:
                 yield run_one
             finally:
