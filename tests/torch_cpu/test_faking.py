@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import random
 import sys
@@ -500,3 +501,103 @@ def test_a_model_that_talks_to_other_ranks_is_refused() -> None:
     work = batchfit.training(model, None, lambda m, b: m.module(b).sum(), lambda n: torch.randn(n, 4))
     with pytest.raises(UntraceableError, match="is Wrapped, which talks to other ranks"):
         trace(work, 2, rules=rules_for(work))
+
+
+def test_parameters_in_a_list_of_the_programs_are_those_of_the_model() -> None:
+    model = nn.Linear(3, 3)
+    listed = list(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    before = [one.grad for one in listed]
+    seen = []
+
+    def step(n: int) -> None:
+        model(torch.randn(n, 3)).sum().backward()
+        seen.append([one.grad is not None for one in listed])
+        for one in listed:
+            one.grad = None
+        seen.append([one.grad is not None for one in model.parameters()])
+
+    work = batchfit.Workload(step, state=[model])
+    trace(work, 2, rules=rules_for(work), steps=2)
+    assert seen == [[True, True], [False, False]] * 2
+    assert all(a is b for a, b in zip(listed, model.parameters(), strict=True))
+    assert all(one.grad is grad for one, grad in zip(listed, before, strict=True))
+
+
+def test_a_gradient_that_the_step_takes_in_a_way_of_its_own_is_put_back() -> None:
+    model = nn.Linear(3, 3)
+    model(torch.ones(1, 3)).sum().backward()
+    weight, before = model.weight, model.weight.grad
+
+    def step(n: int) -> None:
+        model(torch.randn(n, 3)).sum().backward()
+        weight.grad = None
+
+    work = batchfit.Workload(step, state=[model])
+    trace(work, 2, rules=rules_for(work))
+    assert model.weight is weight
+    assert weight.grad is before
+
+
+def test_an_optimizer_that_steps_in_backward_is_traced() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizers = {one: torch.optim.Adam([one]) for one in model.parameters()}
+    halved = []
+
+    def update(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    handles = [one.register_post_accumulate_grad_hook(update) for one in model.parameters()]
+    handles.append(model[0].weight.register_hook(lambda gradient: halved.append(1) or gradient * 0.5))
+    work = batchfit.Workload(
+        lambda n: model(torch.randn(n, 64)).sum().backward(), state=[model, *optimizers.values()]
+    )
+    found = trace(work, 2, rules=rules_for(work))
+    kept = sum(n for n, o in zip(found.sizes, found.origins, strict=True) if o.kind == "optimizer")
+    assert kept >= 2 * 4 * sum(one.numel() for one in model.parameters())
+    assert len(halved) == 2
+    assert list(map(id, optimizers)) == list(map(id, model.parameters()))
+    for handle in handles:  # torch keeps what they close over
+        handle.remove()
+
+
+@functools.cache
+def cached_ones(n: int) -> torch.Tensor:
+    return torch.ones(n, n, device=Cached.device)
+
+
+class Cached(nn.Module):
+    """Keeps masks where all its instances find them."""
+
+    device: Any = None
+    masks: dict[int, torch.Tensor] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def lower(n: int) -> torch.Tensor:
+        return torch.ones(n, n, device=Cached.device).tril()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Cached.device = x.device
+        if 8 not in Cached.masks:
+            Cached.masks[8] = torch.eye(8, device=x.device)
+        out: torch.Tensor = self.layer(x) @ Cached.masks[8] @ self.lower(8) @ cached_ones(8)
+        return out
+
+
+def test_caches_of_classes_and_functions_hold_no_fakes_afterwards() -> None:
+    work = batchfit.training(Cached(), None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 8))
+    trace(work, 2, rules=rules_for(work))
+    assert not Cached.masks
+    work.step(2)
+    trace(work, 2, rules=rules_for(work))
+    work.step(2)
+    assert not any(isinstance(one, FakeTensor) for one in Cached.masks.values())
+    Cached.masks.clear()
+    Cached.lower.cache_clear()
+    cached_ones.cache_clear()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+
 import batchfit
 from batchfit._torch.known_values import written_by
 from batchfit._torch.trace import trace
@@ -107,6 +108,110 @@ def test_known_values_are_followed_through_writes() -> None:
 
     assert told(view) == [0, 5, 5, 0]
     assert refused(foreach)
+
+
+def test_a_value_that_is_replaced_or_written_in_silence_is_unknown() -> None:
+    def by_data(device: torch.device, data: torch.Tensor) -> Any:
+        known = torch.ones(2, 3, device=device)
+        known.data = data.detach() * 0
+        return known.all()
+
+    def by_a_norm(device: torch.device, data: torch.Tensor) -> Any:
+        variance = torch.ones(1, 3, device=device).view(-1)
+        nn.functional.batch_norm(data.detach(), torch.zeros(3, device=device), variance, training=True)
+        return (variance == 1).all()
+
+    assert all(refused(read) for read in (by_data, by_a_norm))
+
+
+def test_ones_lie_in_memory_as_what_they_are_like() -> None:
+    def turned(device: torch.device, data: torch.Tensor) -> Any:
+        like = torch.ones_like(data.t())
+        like[0] = 0
+        flat = (torch.ones_like(data.t()).t().view(-1) * data.view(-1)).shape
+        return like.as_strided((6,), (1,)).tolist(), tuple(flat)
+
+    assert told(turned) == ([0, 1, 1, 0, 1, 1], (6,))
+
+
+def test_operations_of_others_are_not_run_to_know_their_result() -> None:
+    lib = torch.library.Library("batchfit_test_known", "DEF")
+    try:
+        lib.define("blocks(Tensor mask) -> Tensor")
+        torch.library.register_fake("batchfit_test_known::blocks")(lambda mask: torch.empty_like(mask))
+
+        def blocks(device: torch.device, data: torch.Tensor) -> Any:
+            return torch.ops.batchfit_test_known.blocks(torch.ones(2, 3, device=device))
+
+        # There is no kernel of the host.
+        assert told(lambda device, data: tuple(blocks(device, data).shape)) == (2, 3)
+        assert refused(lambda device, data: blocks(device, data).all())
+    finally:
+        lib._destroy()
+
+
+@pytest.mark.parametrize("way", ["item", "copy", "running", "foreach"])
+def test_a_tensor_of_the_host_that_holds_what_the_device_made_is_not_read(way: str) -> None:
+    history, one, running = torch.zeros(10), torch.zeros(()), torch.zeros(3)
+
+    def read(device: torch.device, data: torch.Tensor) -> Any:
+        made = data.detach()
+        if way == "item":
+            history[0] = made.mean()
+            return history[0] > 0
+        if way == "copy":
+            one.copy_(made.mean())
+            return one > 0
+        if way == "running":
+            running.mul_(0.9).add_(made.mean(0))
+        else:
+            torch._foreach_mul_([running], [made.mean(0)])
+        return running.sum() > 0
+
+    assert refused(read)
+    assert not any(tensor.any() for tensor in (history, one, running))
+
+
+def test_it_may_be_shown() -> None:
+    history = torch.zeros(10)
+
+    def read(device: torch.device, data: torch.Tensor) -> Any:
+        history[0] = data.detach().mean()
+        return f"{history[0].item():.3f}"
+
+    assert told(read) == "?"
+
+
+def test_a_refusal_that_the_program_catches_is_one_all_the_same() -> None:
+    def read(device: torch.device, data: torch.Tensor) -> Any:
+        try:
+            return bool((data.detach() > 0).all())
+        except Exception:  # noqa: BLE001
+            return False
+
+    def shaped(device: torch.device, data: torch.Tensor) -> Any:
+        try:
+            return len(data.detach().nonzero())
+        except Exception:  # noqa: BLE001
+            return 0
+
+    def compared(device: torch.device, data: torch.Tensor) -> Any:
+        try:
+            return data.detach().sum().item() > 0
+        except Exception:  # noqa: BLE001
+            return False
+
+    assert all(refused(one) for one in (read, shaped, compared))
+
+
+def test_a_tensor_times_a_number_that_nobody_knows_is_a_tensor() -> None:
+    shape = told(lambda d, x: tuple((x.detach() * (1 / (x.detach().norm().item() + 1))).shape))
+    assert shape == (2, 3)
+
+
+def test_memory_of_the_device_is_not_handed_out() -> None:
+    with pytest.raises(UntraceableError, match="another library"):
+        told(lambda d, x: torch.from_dlpack(x.detach()).clone())
 
 
 def test_a_branch_on_a_mask_is_taken_as_it_would_be() -> None:

@@ -64,7 +64,13 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
-        return cls(list(parts_of(workload)), device, _reached(workload.step)[1])
+        parts, containers = list(parts_of(workload)), _reached(workload.step)[1]
+        for hook in _hooks_of(parts):
+            more, held = _reached(hook)
+            known = {id(one) for one in parts}
+            parts += [one for one in more if id(one) not in known]
+            containers += held
+        return cls(parts, device, containers)
 
     def __enter__(self) -> Self:
         try:
@@ -126,8 +132,16 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             for name, value in vars(real).items():
                 if not isinstance(value, Tensor):
                     setattr(fake, name, value)
+            if real.requires_grad:
+                hooked: Any = fake
+                for hook in dict(real._backward_hooks or {}).values():
+                    hooked.register_hook(hook)
+                for hook in dict(real._post_accumulate_grad_hooks or {}).values():
+                    hooked.register_post_accumulate_grad_hook(hook)
         elif real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)
+        if real.requires_grad and real.is_leaf:
+            self._undo.append(functools.partial(_put_gradient, real, real.grad))
         self._fakes[id(real)] = fake
         self._real.append(real)
         return fake
@@ -162,6 +176,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
             self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
+            for held in _of_classes(type(one)):
+                self._keep_from_fakes(held)
             tables: tuple[tuple[dict[str, Any], str], ...] = (
                 (one._parameters, "weights"),
                 (one._buffers, "weights"),
@@ -277,21 +293,75 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
     def _keep_from_fakes(self, value: Any) -> None:
         """Later puts back what a container of the program's holds now, if the trace has left something in it.
 
-        Only itself: what is inside was found by itself, or is data.
+        Only itself: what is inside was found by itself, or is data. Parameters in it (a list of those to
+        clip, a table with an optimizer for each) are fakes meanwhile.
         """
+        if id(value) in self._kept:
+            return
+        self._kept.add(id(value))
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._undo.append(functools.partial(_clear_if_filled, value, value.cache_info().misses))
+            return
         items = value.copy()
+        refill = value.extend if isinstance(value, list | deque) else value.update
 
         def put_back() -> None:
-            held = value.values() if isinstance(value, dict) else value
+            held = [*value, *value.values()] if isinstance(value, dict) else value
             if any(isinstance(one, FakeTensor | Unread) for one in held):
                 value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(items)
+                refill(items)
 
         self._undo.append(put_back)
+        held = [*items, *items.values()] if isinstance(items, dict) else items
+        if not any(isinstance(one, Tensor) and id(one) in self._fakes for one in held):
+            return
+
+        def faked(one: Any) -> Any:
+            return self._fakes.get(id(one), one) if isinstance(one, Tensor) else one
+
+        value.clear()
+        if isinstance(items, dict):
+            value.update({faked(key): faked(one) for key, one in items.items()})
+        else:
+            refill([faked(one) for one in items])
 
     def _keep_inner(self, value: Any) -> None:
         if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:
             self._keep(value)
+
+
+def _hooks_of(parts: list[Any]) -> list[Any]:
+    """What a program has hung on its parameters: an optimizer that steps in backward."""
+    tensors = (one for part in parts if isinstance(part, nn.Module) for one in part.parameters())
+    tables = (table for one in tensors for table in (one._backward_hooks, one._post_accumulate_grad_hooks))
+    return list({id(hook): hook for table in tables for hook in dict(table or {}).values()}.values())
+
+
+def _put_gradient(real: Tensor, before: Tensor | None) -> None:
+    """The gradient as it was, if the step reached the tensor by a way of its own and took it."""
+    if real.grad is not before:
+        real.grad = before
+
+
+def _clear_if_filled(cached: Any, misses: int) -> None:
+    """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
+    if cached.cache_info().misses != misses:
+        cached.cache_clear()
+
+
+def _of_classes(kind: type) -> Iterator[Any]:
+    """What the program's own classes keep for all their instances: tables of masks, cached functions."""
+    for one in kind.__mro__:
+        if _is_installed(one.__module__):
+            continue
+        for value in vars(one).values():
+            inner = getattr(value, "__func__", value)  # of a static method
+            used = [inner]
+            if isinstance(inner, FunctionType):
+                used = [inner.__globals__.get(name) for name in _globals_in(inner.__code__)]
+            yield from (held for held in used if isinstance(held, functools._lru_cache_wrapper))
+            if type(value) in _CONTAINERS:
+                yield value
 
 
 def parts_of(workload: Workload) -> Iterator[Any]:
@@ -321,7 +391,7 @@ def _reached(step: Any) -> tuple[list[Any], list[Any]]:
         if depth > _SEARCHED or id(value) in seen:
             return
         seen.add(id(value))
-        if type(value) in _CONTAINERS:
+        if type(value) in _CONTAINERS or isinstance(value, functools._lru_cache_wrapper):
             containers.append(value)
         elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
             containers.append(vars(value))
@@ -352,6 +422,8 @@ def _reached_from(value: Any, depth: int) -> Iterator[Any]:
             yield from (named[name] for name in _globals_in(value.__code__) if name in named)
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield value.__wrapped__
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, final
@@ -49,6 +50,9 @@ _LIKE = frozenset(
 )
 _BOTH = _MAKERS | _LIKE
 _ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+_HEAVY = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"})
+# Statistics that normalisations write into without saying so.
+_STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 @final
@@ -56,17 +60,23 @@ class KnownValues:
     """The known values, by the fake tensor that stands for them."""
 
     def __init__(self) -> None:
-        self._values: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._values: dict[int, tuple[weakref.ref[Tensor], Tensor, int]] = {}
 
     def of(self, fake: Any) -> Tensor | None:
         """The value of a fake tensor, where it is known."""
         found = self._values.get(id(fake))
-        return found[1] if found is not None and found[0]() is fake else None
+        if found is None or (living := found[0]()) is None or living is not fake:
+            return None
+        return found[1] if living.untyped_storage()._cdata == found[2] else None  # or `fake.data = other`
 
     def put(self, fake: Tensor, value: Tensor) -> None:
-        """From now on `fake` has this value."""
+        """From now on `fake` has this value, which lies in memory as `fake` does."""
         key = id(fake)
-        self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value)
+        if value.layout is not torch.strided or not _is_laid_out_as(value, fake):
+            self._values.pop(key, None)
+            return
+        address = fake.untyped_storage()._cdata
+        self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value, address)
 
     def see(self, fake: Tensor, real: Tensor, *, is_index: bool) -> None:
         """A tensor of the host comes in as `fake`: known if it is an index, or a whole number all over."""
@@ -119,8 +129,17 @@ class KnownValues:
         return found
 
     def _compute(self, func: Any, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
-        with unset_fake_temporarily():
-            value = func(*self._real(args), **self._real(kwargs))
+        name = func._schema.name
+        # Operations of others may do anything, by chance too; and a product of matrices is no mask.
+        if not name.startswith(("aten::", "prims::")) or name in _HEAVY:
+            self._forget(func, args, kwargs)
+            return
+        try:
+            with unset_fake_temporarily():
+                value = func(*self._real(args), **self._real(kwargs))
+        except Exception:  # noqa: BLE001  what the host has no kernel for is not known, and no error
+            self._forget(func, args, kwargs)
+            return
         for out, one in zip(outs, value if isinstance(value, list | tuple) else (value,), strict=True):
             if isinstance(one, Tensor):
                 self.put(out, one)
@@ -129,7 +148,8 @@ class KnownValues:
         """These look at a shape only; the values of what they are like do not matter."""
         with unset_fake_temporarily():
             shaped = torch.zeros(args[0].shape, dtype=args[0].dtype)
-            self.put(out, func(shaped, *self._real(args[1:]), **self._real(kwargs)))
+            value = func(shaped, *self._real(args[1:]), **self._real(kwargs))
+            self.put(out, torch.empty_strided(out.shape, out.stride(), dtype=value.dtype).copy_(value))
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -143,9 +163,8 @@ class KnownValues:
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         for written in written_by(func, args, kwargs):
             address = written.untyped_storage()._cdata
-            for key, (fake, _) in list(self._values.items()):
-                living = fake()
-                if living is None or living.untyped_storage()._cdata == address:
+            for key, (fake, _, before) in list(self._values.items()):
+                if fake() is None or before == address:
                     self._values.pop(key, None)
 
 
@@ -154,14 +173,25 @@ def _is_constant(real: Tensor) -> bool:
     return bool((real == first).all())
 
 
+def _is_laid_out_as(value: Tensor, fake: Tensor) -> bool:
+    if value.shape != fake.shape or value.dtype != fake.dtype:
+        return False
+    steps = zip(value.shape, value.stride(), fake.stride(), strict=True)
+    return all(one == two for length, one, two in steps if length > 1)
+
+
+@functools.cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which of its arguments an operation writes into: number and name."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, one.name) for i, one in arguments if one.is_write or one.name in _STATISTICS)
+
+
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation writes into: its own, a list's, or those given as `out`."""
-    if not func._schema.is_mutable:
-        return []
     found: list[Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            several = value if isinstance(value, list | tuple) else (value,)
-            found += [one for one in several if isinstance(one, Tensor) and one.layout is torch.strided]
+    for index, name in _written(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        several = value if isinstance(value, list | tuple) else (value,)
+        found += [one for one in several if isinstance(one, Tensor) and one.layout is torch.strided]
     return found

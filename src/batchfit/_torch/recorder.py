@@ -19,7 +19,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._decide.cards import Card
@@ -78,6 +83,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.faked = faked
         self.rules = rules
         self.operation: Any = ""
+        self.refused: list[UntraceableError] = []  # the program may have caught them
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self.blocks = Blocks()
@@ -89,6 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._known: dict[Any, _Operation] = {}
         self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
+        self._filled: dict[int, tuple[Any, bool]] = {}  # host storages with values of the device, by address
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
             self.blocks.see(tensor, Origin(kind, "held", module=name))
@@ -146,12 +153,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if kwargs:
             _collect(kwargs.values(), tensors)
         fakes = [type(one) for one in tensors].count(FakeTensor)
-        if not fakes:
+        if not fakes and not (self._filled and self._any_filled(tensors)):
             place = kwargs.get("device")
             place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
             if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
                 return self._on_host(func, args, kwargs)
         if fakes < len(tensors):
+            if fakes:
+                self._note_filled(func, args, kwargs)
             args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
             tensors = []
             _collect((*args, *kwargs.values()), tensors)
@@ -178,7 +187,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             extra = known.takes(args, self.rules.card)
         into = self.in_place.written_into(func, args, given, depth=1)
         stand_in = known.stand_in
-        out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        try:
+            out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self.refused.append(
+                UntraceableError(known.name, calling_line(), "its result depends on the data")
+            )
+            raise
         if into is not None and into in self.blocks:
             self.blocks.take_over(out, into)
             self.in_place.note(out)
@@ -270,19 +285,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
         return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
 
+    def _note_filled(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What of the program's is written with values that are not there: who reads it must not see its own.
+
+        It was copied from the device, or is itself what would be on the device.
+        """
+        for one in written_by(func, args, kwargs):
+            if isinstance(one, FakeTensor):
+                continue
+            address = address_of(one)
+            forget = functools.partial(_forget, self._filled, address)
+            self._filled[address] = (weakref.ref(one.untyped_storage(), forget), func in _MOVES)
+
+    def _any_filled(self, tensors: list[Tensor]) -> bool:
+        plain = (one for one in tensors if one.layout is torch.strided)
+        return any(address_of(one) in self._filled for one in plain)
+
     def _adopt(self, real: Tensor, *, as_host: bool, is_index: bool) -> Tensor:
         """The fake that stands for a real tensor from now on."""
         key = id(real)
         found = self._adopted.get(key)
         if found is not None and found[0]() is real:
             return found[1]
+        filled = self._filled.get(address_of(real)) if self._filled and real.layout is torch.strided else None
+        if filled is not None:
+            as_host = filled[1]
         on_device = real.device.type != "cpu" or (self.rules.host_means_device and not as_host)
         with unset_fake_temporarily():
             place = self.rules.device if on_device else torch.device("cpu")
             fake = self.faked.shaped_like(real.detach(), place)
-            if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
-                fake.constant = real.detach().clone()  # type: ignore[attr-defined]
-            self._values.see(fake, real, is_index=is_index)
+            if filled is None:
+                if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
+                    fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+                self._values.see(fake, real, is_index=is_index)
         if as_host and not on_device:
             return fake
         if on_device:
@@ -306,9 +341,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             return 1.0
         if caller == "grad_scaler" and not decides:
             return 0.0
-        raise UntraceableError(
+        error = UntraceableError(
             ".item()", calling_line(), "the program reads a value that depends on the data"
         )
+        self.refused.append(error)
+        raise error
 
     def _record(self, known: _Operation, out: Any, extra: Extra | None) -> None:
         made: list[Tensor] = []

@@ -76,7 +76,7 @@ def trace(
             # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
             jit: Any = torch.jit
             stack.enter_context(jit.optimized_execution(False))
-            stack.enter_context(values_unread(recorder.knows))
+            stack.enter_context(values_unread(recorder.knows, recorder.refused))
             with recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)
@@ -108,6 +108,8 @@ def _run(workload: Workload, size: int, recorder: Recorder) -> None:
             # nn.LSTM looks whether its weights lie side by side, and is answered that they do not.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             workload.step(size)
+        if recorder.refused:  # and the program went another way than it would have gone
+            raise recorder.refused[0]
     except UntraceableError:
         raise
     except Exception as error:

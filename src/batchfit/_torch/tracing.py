@@ -228,19 +228,22 @@ def glance(
     most = int(_HOST_BYTES / sample) if sample else 2**30
     high = min(expected_end(small, budget_bytes), most)
 
-    def through(size: int) -> Footprint:
+    def through(size: int, limit_s: float | None) -> Footprint:
         steps = _steps_of(workload)
         return Footprint.through(small, trace(workload, size, rules=rules, steps=steps, limit_s=limit_s))
 
     try:
         if high <= SMALL[1]:
             raise ShapeChangedError("too few samples fit to tell lines from two sizes")
-        footprint = through(high)
-        end = upper_bound(footprint, budget_bytes, most=most)
-        if end > _FAR * high and workload.kind != "generation":  # whose traces take long
-            footprint, high = through(end), end
+        footprint = through(high, limit_s)
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
+    end = upper_bound(footprint, budget_bytes, most=most)
+    left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
+    if end > _FAR * high and workload.kind != "generation":  # whose traces take long
+        # What is slow or fails that far out leaves the first lines, which a run will be compared with.
+        with contextlib.suppress(ShapeChangedError, UntraceableError):
+            footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
     return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
 

@@ -25,7 +25,10 @@ from batchfit.errors import UntraceableError
 class Unread:
     """A number that nobody knows."""
 
-    __slots__ = ()
+    __slots__ = ("_refused",)
+
+    def __init__(self, refused: list[UntraceableError]) -> None:
+        self._refused = refused
 
     def __format__(self, _: str) -> str:
         return "?"
@@ -33,13 +36,15 @@ class Unread:
     def __repr__(self) -> str:
         return "?"
 
-    def _same(self, *_: Any) -> Unread:
-        return self
+    def _same(self, other: Any = None, *_: Any) -> Any:
+        return other * 1.0 if isinstance(other, Tensor) else self  # a tensor times it is a new tensor
 
     def _refuse(self, *_: Any) -> Any:
-        raise UntraceableError(
+        error = UntraceableError(
             ".item()", calling_line(), "the program decides by a value that depends on the data"
         )
+        self._refused.append(error)
+        raise error
 
     def _as_float(self) -> Any:
         return float("nan") if _is_written(sys._getframe(1)) else self._refuse()
@@ -72,10 +77,13 @@ def _is_written(caller: FrameType) -> bool:
 
 
 @contextlib.contextmanager
-def values_unread(known: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside, `item()` of a fake tensor whose value is not `known` gives an `Unread`."""
+def values_unread(known: Callable[[Any], bool], refused: list[UntraceableError]) -> Iterator[None]:
+    """Inside, `item()` of a fake tensor whose value is not `known` gives an `Unread`.
+
+    What it refuses to do is noted in `refused`: the program may catch the error.
+    """
     fake: Any = FakeTensor
-    names = ("item", "__format__")
+    names = ("item", "__format__", "__dlpack__")
     own = {name: fake.__dict__[name] for name in names if name in fake.__dict__}
 
     def item(self: Any) -> Any:
@@ -84,12 +92,16 @@ def values_unread(known: Callable[[Any], bool]) -> Iterator[None]:
         listed = sys._getframe(1).f_code.co_filename.endswith("fake_tensor.py")
         if known(self) or getattr(self, "constant", None) is not None or listed or library_caller():
             return Tensor.item(self)
-        return Unread()
+        return Unread(refused)
 
     def formatted(self: Any, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
 
-    fake.item, fake.__format__ = item, formatted
+    def handed_out(self: Any, *_: Any, **__: Any) -> Any:
+        """Its memory, which another library would read: there is none."""
+        raise UntraceableError("__dlpack__", calling_line(), "another library is given memory of the device")
+
+    fake.item, fake.__format__, fake.__dlpack__ = item, formatted, handed_out
     try:
         yield
     finally:
