@@ -214,6 +214,8 @@ def find_batch_size(
         ahead = predict and strategy == "guided" and start is None
         earlier_s = 0.0 if file is None else file.earlier_s
         fit = _search(trying, predict=ahead, known=before.known, earlier_s=earlier_s)
+        if work is not None:
+            fit = fit.model_copy(update={"samples": work._samples})
         if asked_bytes is None or trying.room.begun_bytes < asked_bytes:
             trying.tell_of_growth()
         return before.keep(fit)

@@ -94,6 +94,8 @@ class FitResult(Result):
     `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
     `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
     meanwhile; `budget_bytes` is then what was left, and the answer is for that.
+    `samples`: how many samples the dataset has, where the workload was made with one; a trial of more takes
+    some of them again.
     """
 
     kind: Literal["fit"] = "fit"
@@ -113,6 +115,7 @@ class FitResult(Result):
     from_store: bool = False
     stored_age_s: float | None = None
     shrunk_from_bytes: int | None = None
+    samples: int | None = None
 
     @property
     def sustained(self) -> bool:
@@ -140,7 +143,7 @@ class FitResult(Result):
             f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
             f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
             f"{self.resumed}; "
-            f"stopped because {self.reason}"
+            f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"
         )
 
     @property
@@ -161,6 +164,13 @@ class FitResult(Result):
 
         table = html_table(TRIAL_COLUMNS, rows, caption=self.summary)
         return table + as_cell(memory_chart(Memory(fits=(("", self),))))
+
+
+def few_samples(batch_size: int, samples: int | None) -> str:
+    """What to know where a batch of that size is more than the whole dataset; empty where it is not."""
+    if samples is None or batch_size <= samples:
+        return ""
+    return f"; the dataset has {samples} samples, so that no batch of it is larger"
 
 
 def trial_row(trial: Trial, budget_bytes: int | None) -> tuple[str, ...]:

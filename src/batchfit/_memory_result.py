@@ -14,7 +14,7 @@ from pydantic import Field
 
 from batchfit._decide.units import format_bytes
 from batchfit._draw import as_text
-from batchfit._fit_result import Trial
+from batchfit._fit_result import Trial, few_samples
 from batchfit._result import SCHEMA_VERSION, Result
 from batchfit._screen import headline, memory_lines
 from batchfit._tables import html_table, text_table
@@ -43,7 +43,8 @@ class Prediction(Result):
     """What `predict_batch_size` answers: the largest size, and memory at any size. Nothing was run.
 
     `based_on` says how: "no GPU", "GPU, not run" or "calibrated" (two small sizes were run). `margin` is
-    the share of the budget that was left free. `unseen` names what the trace could not see.
+    the share of the budget that was left free. `unseen` names what the trace could not see. `samples`: how
+    many samples the dataset has, where the workload was made with one.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -68,6 +69,7 @@ class Prediction(Result):
     elapsed_s: float = 0.0
     batchfit_version: str = ""
     torch_version: str = ""
+    samples: int | None = None
 
     def peak_bytes_at(self, size: float) -> int:
         """Predicted peak of live bytes at any size: between the points of `curve`, and on from the last."""
@@ -95,7 +97,7 @@ class Prediction(Result):
         return (
             f"batch size {self.batch_size} on {self.card}, predicted peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)} in {self.peak_phase}; {self.based_on}, {share}; "
-            f"{self.elapsed_s:.1f} s"
+            f"{self.elapsed_s:.1f} s{few_samples(self.batch_size, self.samples)}"
         )
 
     def __str__(self) -> str:

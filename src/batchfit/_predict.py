@@ -208,6 +208,7 @@ def _prediction(
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
+        samples=traced.workload._samples,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from batchfit._torch import phase
-from batchfit._torch.batches import BatchSource, CollateFn, batch_source, takes_arguments
+from batchfit._torch.batches import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._torch.structure import to_device
 from batchfit._torch.workload_parts import (
     check_full_length,
@@ -79,6 +79,12 @@ class Workload:
         twin = self.with_step(step)
         twin._set(_parts=self._parts)
         return twin
+
+    @property
+    def _samples(self) -> int | None:
+        """How many samples its dataset has; None where it has none, or makes batches without one."""
+        source = self._parts.get("source")
+        return len(source) if isinstance(source, Longest) else None
 
     def _brief(self, new_tokens: int) -> Workload | None:
         """This generation, of fewer tokens; None where that is not much less, or the step is not our own."""

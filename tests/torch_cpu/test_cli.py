@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -88,6 +89,16 @@ def plain():
 
 if __name__ == "__main__":
     raise SystemExit("the main part ran")
+"""
+
+
+META = """
+import batchfit, torch
+
+def make():
+    with torch.device("meta"):
+        model = torch.nn.Linear(4096, 4096)
+    return batchfit.training(model, None, lambda m, x: m(x).sum(), lambda n: torch.zeros(n, 4096))
 """
 
 
@@ -212,8 +223,50 @@ class TestFlags:
             "4.00 GiB went to other programs meanwhile; the size is for what is left"
         )
 
+    def test_a_batch_larger_than_the_dataset_and_an_interrupted_search_are_not_to_be_used(self) -> None:
+        from batchfit._cli.answer import facts
+
+        trial = batchfit.Trial(size=8, outcome="fits", steps_run=25, soak=True)
+        fit = FitResult(
+            batch_size=8, trials=(trial,), survived_steps=25, stopped_because="bracketed",
+            budget_bytes=20 * 2**30, peak_bytes=None, device="cuda:0", strategy="guided", elapsed_s=1.0,
+        )  # fmt: skip
+        assert dict(facts(fit, saved=None))["use it"] == "DataLoader(dataset, batch_size=8)"
+        told = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
+        assert told["use it"] == "DataLoader(dataset, batch_size=5)"
+        assert told["dataset"] == "it has 5 samples: no batch of it is larger"
+        assert "dataset" not in dict(facts(fit.model_copy(update={"samples": 8}), saved=None))
+        stopped = fit.model_copy(update={"stopped_because": "interrupted"})
+        assert "use it" not in dict(facts(stopped, saved=None))
+        assert dict(facts(stopped, saved=None, kept="s.json"))["go on"].endswith("the search is in s.json")
+
 
 class TestFind:
+    @pytest.mark.parametrize("name", ["find", "profile"])
+    def test_a_model_without_memory_cannot_be_run(self, project: Path, name: str) -> None:
+        (project / "meta.py").write_text(META)
+        ran = run(project, name, "meta.py:make", "--budget", "8MiB")
+        assert ran.returncode == Code.USAGE
+        assert "not on the meta device: predict and explain answer" in ran.stderr
+        assert "Traceback" not in ran.stderr
+
+    def test_a_search_that_cannot_be_kept_is_not_begun(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit import _resume
+        from batchfit._cli import main
+
+        def full(path: Path, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.chdir(project)
+        monkeypatch.setattr(_resume, "write_whole", full)
+        monkeypatch.setattr(sys, "argv", ["batchfit", "find", "train.py:make", *QUICK, "--resume", "s.json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == Code.BROKEN
+        assert "the search cannot be kept in s.json: No space left on device" in capsys.readouterr().err
+
     def test_finds_and_says_so_in_plain_text(self, project: Path) -> None:
         ran = run(project, "find", "train.py:make", *QUICK, "--output", "fit.json")
         assert ran.returncode == Code.FOUND, ran.stderr

@@ -534,3 +534,19 @@ def test_a_failed_attempts_tensors_are_gone_before_the_next(cycle: bool) -> None
     assert fit.batch_size == 10
     assert sum(not trial.fits for trial in fit.trials) >= 2
     assert set(at_start) == {0}
+
+
+def test_how_many_samples_there_are_is_told_where_the_answer_is_more() -> None:
+    model = nn.Linear(4, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(10, 4))
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        return model(batch[0]).sum()
+
+    work = batchfit.training(model, None, loss, data)
+    fit = batchfit.find_batch_size(work, budget="64KiB", soak_steps=0)
+    assert fit.batch_size > 10
+    assert fit.samples == 10
+    assert fit.summary.endswith("the dataset has 10 samples, so that no batch of it is larger")
+    assert "samples, so" not in batchfit.find_batch_size(work, budget="64KiB", max_size=10).summary
+    assert "has 10 samples" in batchfit.predict_batch_size(work, budget="8GiB", gpu="h100").summary

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-
 import batchfit
 from batchfit._torch.known_values import written_by
 from batchfit._torch.trace import trace

@@ -35,7 +35,7 @@ def headline(fit: FitResult) -> str:
 
 
 def facts(
-    fit: FitResult, *, saved: Path | None, next_command: str = "", ranks: int = 1
+    fit: FitResult, *, saved: Path | None, next_command: str = "", ranks: int = 1, kept: str | None = None
 ) -> list[tuple[str, str]]:
     """What the answer rests on, and how to use it: (label, text) pairs."""
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
@@ -50,8 +50,13 @@ def facts(
     lines += [
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),
-        ("use it", f"DataLoader(dataset, batch_size={fit.batch_size}){each}"),
     ]
+    if fit.samples is not None and fit.batch_size > fit.samples:
+        lines.append(("dataset", f"it has {fit.samples} samples: no batch of it is larger"))
+    if fit.stopped_because != "interrupted":
+        lines.append(("use it", use_it(fit.batch_size, fit.samples) + each))
+    elif kept is not None:
+        lines.append(("go on", f"the same command again: the search is in {kept}"))
     if fit.from_store:
         age = format_age(fit.stored_age_s or 0.0)
         lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
@@ -60,6 +65,11 @@ def facts(
     if next_command:
         lines.append(("next", next_command))
     return lines
+
+
+def use_it(batch_size: int, samples: int | None) -> str:
+    """The answer as a line of a program; a batch that is larger than the dataset would never be full."""
+    return f"DataLoader(dataset, batch_size={min(batch_size, samples or batch_size)})"
 
 
 def _reason(fit: FitResult) -> str:
@@ -87,12 +97,13 @@ def show_answer(
     saved: Path | None,
     next_command: str = "",
     ranks: int = 1,
+    kept: str | None = None,
 ) -> None:
     """Write the end of a search to a stream, in colour where it is a terminal."""
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, told below at length
-    rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks)
+    rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks, kept=kept)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")
@@ -107,7 +118,7 @@ def show_answer(
     colour = "bold green" if fit.stopped_because != "interrupted" else "bold yellow"
     console.print(Text("\n" + headline(fit), style=colour))
     for label, text in rows:
-        strong = "bold" if label in ("use it", "next") else ""
+        strong = "bold" if label in ("use it", "next", "go on") else ""
         console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
 
 

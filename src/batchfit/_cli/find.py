@@ -213,6 +213,9 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) or failure.raised_by_step(error):
             raise job.explain(error) from None
+        if isinstance(error, OSError) and settings["resume"] is not None and not watch.started:
+            text = f"the search cannot be kept in {settings['resume']}: {error.strerror or error}"
+            raise CommandFailed(Code.BROKEN, text) from None
         if isinstance(error, ValueError | TypeError) and not watch.started:
             raise _wrong_flag(error) from None
         raise
@@ -265,7 +268,7 @@ def _deliver(
             write_whole(output, text)
         except OSError as error:
             lost = error
-    saved = None if lost else output
+    saved, kept = None if lost else output, job.settings["resume"]
     from torch import distributed
 
     launched = distributed.is_available() and distributed.is_initialized()
@@ -273,11 +276,17 @@ def _deliver(
     if as_json:
         stdout.write(text)
         stdout.flush()
-        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks)
+        show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks, kept=kept)
     else:
         with_table = not (rows_stand and is_terminal(stdout))
         show_answer(
-            fit, stdout, with_table=with_table, saved=saved, next_command=job.next_command, ranks=ranks
+            fit,
+            stdout,
+            with_table=with_table,
+            saved=saved,
+            next_command=job.next_command,
+            ranks=ranks,
+            kept=kept,
         )
     if lost:
         raise CommandFailed(

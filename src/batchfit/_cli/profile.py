@@ -54,7 +54,12 @@ def profile_target(text: str, settings: ProfileSettings, *, delivery: Delivery, 
 
     def work(workload: Workload, progress: Progress) -> Told:
         from batchfit._profile import profile_throughput
+        from batchfit._torch.device import resolve_device
 
+        try:
+            resolve_device(settings["device"], near=(*workload.state, workload.model))
+        except ValueError as error:
+            raise wrong_flag(error, "profile") from None
         progress.doing("timing the first size")
         watched = workload._watched(_watched(workload.step, progress))
         code = Code.FOUND

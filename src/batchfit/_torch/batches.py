@@ -184,6 +184,9 @@ class Longest:
         self._has_plain_rows: bool | None = None
         self._host_only = False  # known once a trace has watched it
 
+    def __len__(self) -> int:
+        return self._length
+
     def lengths(self) -> tuple[int, ...]:
         """Element counts of the samples looked at, longest first: all that their memory depends on."""
         if self._order is None:

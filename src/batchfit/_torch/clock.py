@@ -151,7 +151,7 @@ def _attempted(
         kind = oom.classify(error, ambient=ambient)
         if kind in ("error", "fatal") or (kind == "ambiguous" and raise_ambiguous):
             number = len(run.warmup_s) + len(run.times_s) + 1
-            error.add_note(_note(run.size, number, phase.current(), kind))
+            error.add_note(_note(run.size, number, phase.current(), kind, error))
             raise
         run.outcome = "too_large" if kind == "too_large" else "oom"
         run.message = oom.describe(error, ambient=ambient)

@@ -198,11 +198,18 @@ def _remedy(kind: str) -> str:
 
 def _device_near(near: Iterable[object]) -> torch.device | None:
     first: torch.device | None = None
+    only_meta = False
     for tensor in tensors_in(near):
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
         if tensor.device.type == "cpu" and first is None:
             first = tensor.device
+        only_meta = first is None
+    if only_meta:
+        raise ValueError(
+            "the model must be on a device that runs it, not on the meta device: predict and explain "
+            "answer for such a model, everything else has to run it"
+        )
     return first
 
 

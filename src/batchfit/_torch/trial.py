@@ -193,7 +193,7 @@ def _run_steps(
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):
-            error.add_note(_note(size, len(readings.step_s) + 1, phase.current(), verdict))
+            error.add_note(_note(size, len(readings.step_s) + 1, phase.current(), verdict, error))
             raise
         # The text, never the exception: its traceback holds the tensors of the failed step.
         return _Failure(verdict, oom.describe(error, ambient=ambient), phase.current())
@@ -258,9 +258,11 @@ def lazy_kind(returned: object) -> str:
     return ""
 
 
-def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict) -> str:
+def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict, error: BaseException) -> str:
     where = f"step {step_number}, {at}" if at else f"step {step_number}"
     note = f"{NOTE} {size} ({where})"
+    if size == 1 and "more than 1 value per channel" in str(error):
+        note += "; batch normalization needs two samples: min_size=2, or --min-size 2"
     if verdict == "fatal":
         note += "; the device context is dead, so state could not be put back: restart the process"
     if verdict == "ambiguous":
