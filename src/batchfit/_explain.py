@@ -36,7 +36,7 @@ from batchfit._torch.changes import (
     update_changes,
 )
 from batchfit._torch.cuda_rules import CudaRules
-from batchfit._torch.device import resolve_device
+from batchfit._torch.device import device_to_run
 from batchfit._torch.faking import parts_of
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import Traced, rules_for, trace_workload, unseen
@@ -433,4 +433,4 @@ def _budget(given: int | None, card: Card | None, on_gpu: Workload | None) -> in
         return card.usable_bytes
     if on_gpu is None:
         return None
-    return resolve_device(None, near=(*on_gpu.state, on_gpu.model)).budget_bytes()
+    return device_to_run(on_gpu).budget_bytes()

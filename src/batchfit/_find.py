@@ -33,7 +33,7 @@ from batchfit._resume import ResumeFile
 from batchfit._torch import oom
 from batchfit._torch.conclude import fit_result as fit_result
 from batchfit._torch.conclude import told as told
-from batchfit._torch.device import Device, DeviceSpec, resolve_device
+from batchfit._torch.device import Device, DeviceSpec, device_to_run
 from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.here import Here
 from batchfit._torch.isolate import Children, Factory
@@ -164,7 +164,7 @@ def find_batch_size(
             named = str(device) if type(device) is int else device
             runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s, ranks=ranks))
         elif work is not None:
-            runs = Here(work, resolve_device(device, near=(*work.state, work.model)))
+            runs = Here(work, device_to_run(work, device))
         place = runs.place
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]

@@ -23,7 +23,7 @@ from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import Simulation, largest, residual_of, simulate
 from batchfit._decide.units import parse_bytes
 from batchfit._oracle import Basis, Oracle, Oracles, allocator_rules, held_beside, is_recurrent, margin_of
-from batchfit._torch.device import resolve_device, tensors_in
+from batchfit._torch.device import device_to_run, tensors_in
 from batchfit._torch.joint import joint
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
@@ -127,7 +127,7 @@ def calibration(
     footprint, work = traced.footprint, traced.workload
     if footprint is None:
         return (0.0, 0.0), ()
-    place = resolve_device(None, near=(*work.state, work.model))
+    place = device_to_run(work)
     budget_bytes = min(budget_bytes, place.budget_bytes())  # what is asked about may be a larger card
     end = largest(
         footprint,
@@ -264,7 +264,7 @@ def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[in
             return [card.usable_bytes]
         if on_gpu is None:
             raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-        return [resolve_device(None, near=(*on_gpu.state, on_gpu.model)).budget_bytes()]
+        return [device_to_run(on_gpu).budget_bytes()]
     if isinstance(budget, str | int) or not isinstance(budget, Sequence):
         return [parse_bytes(budget)]
     found = [parse_bytes(one) for one in budget]

@@ -32,7 +32,7 @@ from batchfit._profile_words import Room, accumulation, notes, reason
 from batchfit._torch.bench import Bench
 from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
 from batchfit._torch.clock import Run
-from batchfit._torch.device import CudaDevice, Device, DeviceSpec, resolve_device
+from batchfit._torch.device import CudaDevice, Device, DeviceSpec, device_to_run
 from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import NothingFitsError, SearchStoppedError
@@ -96,7 +96,7 @@ def profile_throughput(
         knee = _checked(smallest, largest, sizes, within)
         _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)
         asked_bytes = None if budget is None else parse_bytes(budget)
-        place = resolve_device(device, near=(*work.state, work.model))
+        place = device_to_run(work, device)
         ranks.same([knee.to_json(), target_batch_size, diagnose, loader is None], doing="the settings")
         budget_bytes = ranks.minimum(usable_bytes(place, budget, asked_bytes), doing="the budget")
         if not work.declared and ranks.is_main:

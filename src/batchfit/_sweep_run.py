@@ -44,7 +44,7 @@ from batchfit._sweep_result import SweepRecord
 from batchfit._target import make_workload, parse_target
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
-from batchfit._torch.device import CudaDevice, Device, XpuDevice, resolve_device
+from batchfit._torch.device import CudaDevice, Device, XpuDevice, device_to_run
 from batchfit._torch.ranks import Ranks, join_launched
 from batchfit._torch.rng import global_states
 from batchfit._torch.trial import NOTE
@@ -151,7 +151,7 @@ def _run(make: Callable[[], Workload], measure: Measure | None, settings: Settin
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=_A_DAY_S)
     course.stage = "search"
-    course.device = resolve_device(settings.device, near=(*work.state, work.model))
+    course.device = device_to_run(work, settings.device)
     course.known.update(
         device=course.device.name,
         device_model=_model(course.device),
@@ -218,7 +218,7 @@ def _start(work: Workload, settings: Settings, course: Course) -> tuple[int | No
 def _predicted(work: Workload, settings: Settings) -> int | None:
     """What a trace says; None where there is none to be had, since a search can do without."""
     try:
-        device = resolve_device(settings.device, near=(*work.state, work.model))
+        device = device_to_run(work, settings.device)
         budget = device.budget_bytes() if settings.budget is None else settings.budget
         return predict_batch_size(work, budget=budget, max_size=settings.batch_size).batch_size
     except Exception as error:  # noqa: BLE001  what is wrong with the step comes out of the first trial

@@ -161,7 +161,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     progress.doing("loading torch")
     from batchfit import _find
     from batchfit._recall import check_store
-    from batchfit._torch.device import resolve_device
+    from batchfit._torch.device import device_to_run, resolve_device
     from batchfit._torch.isolate import Factory
 
     def loaded(device: str, available_bytes: int) -> None:
@@ -192,7 +192,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
             workload = job.make()
             join_launched()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
-            device = resolve_device(settings["device"], near=(*workload.state, workload.model))
+            device = device_to_run(workload, settings["device"])
             loaded(device.name, device.budget_bytes())
             watched = watch.over(workload)
     except (ValueError, TypeError) as error:

@@ -54,10 +54,10 @@ def profile_target(text: str, settings: ProfileSettings, *, delivery: Delivery, 
 
     def work(workload: Workload, progress: Progress) -> Told:
         from batchfit._profile import profile_throughput
-        from batchfit._torch.device import resolve_device
+        from batchfit._torch.device import device_to_run
 
         try:
-            resolve_device(settings["device"], near=(*workload.state, workload.model))
+            device_to_run(workload, settings["device"])
         except ValueError as error:
             raise wrong_flag(error, "profile") from None
         progress.doing("timing the first size")

@@ -36,7 +36,7 @@ from batchfit import _failure as failure
 from batchfit._decide.rounds import steps_of
 from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
 from batchfit._torch import oom
-from batchfit._torch.device import Device, optimizers_in, resolve_device, tensors_in
+from batchfit._torch.device import Device, device_to_run, optimizers_in, resolve_device, tensors_in
 from batchfit._torch.process import Message
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.trial import run_trial
@@ -74,7 +74,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         made_at = source_line(factory)
         work = make_workload(target, factory)
         stage = "place"
-        place = resolve_device(request["device"], near=(*work.state, work.model))
+        place = device_to_run(work, request["device"])
         say(
             "loaded",
             device=place.name,

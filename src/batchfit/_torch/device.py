@@ -16,7 +16,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -26,6 +26,9 @@ from batchfit._torch.caching_memory import CudaDevice, XpuDevice
 from batchfit._torch.device_memory import Device, Peaks, _set_by_us, check_budget, fraction_of
 from batchfit._torch.plain_memory import CpuDevice, MpsDevice
 from batchfit._torch.ram import read_ram
+
+if TYPE_CHECKING:
+    from batchfit.workload import Workload
 
 __all__ = [
     "CpuDevice",
@@ -132,6 +135,18 @@ def resolve_device(spec: DeviceSpec | Device | None, *, near: Iterable[object] =
     raise ValueError(f"device must be {_available()}, not {asked!r}{_remedy(wanted.type)}")
 
 
+def device_to_run(work: Workload, spec: DeviceSpec | Device | None = None) -> Device:
+    """The device on which a workload runs: the one named, else where its state is; it must be a real one."""
+    parts = (*work.state, work.model)
+    places = {tensor.device.type for tensor in tensors_in(parts)}
+    if places == {"meta"}:
+        raise ValueError(
+            "the model must be on a device that runs it, not on the meta device: predict and explain "
+            "answer for such a model, everything else has to run it"
+        )
+    return resolve_device(spec, near=parts)
+
+
 def _parse(spec: object) -> torch.device:
     if isinstance(spec, bool) or not isinstance(spec, str | int | torch.device):
         raise TypeError(
@@ -198,18 +213,11 @@ def _remedy(kind: str) -> str:
 
 def _device_near(near: Iterable[object]) -> torch.device | None:
     first: torch.device | None = None
-    only_meta = False
     for tensor in tensors_in(near):
         if tensor.device.type not in ("cpu", "meta"):
             return tensor.device
         if tensor.device.type == "cpu" and first is None:
             first = tensor.device
-        only_meta = first is None
-    if only_meta:
-        raise ValueError(
-            "the model must be on a device that runs it, not on the meta device: predict and explain "
-            "answer for such a model, everything else has to run it"
-        )
     return first
 
 
