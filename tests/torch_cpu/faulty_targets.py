@@ -58,7 +58,7 @@ def on_a_shared_card() -> batchfit.Workload:
     device = CudaDevice(0, backend=cuda)
     cuda.allocate(10 * MiB)
     child._PATIENCE_S = 0.1
-    child.resolve_device = lambda *_, **__: device
+    child.device_to_run = lambda *_, **__: device
 
     def step(batch_size: int) -> None:
         leave_word(f"step {batch_size}")
