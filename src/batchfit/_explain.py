@@ -37,7 +37,7 @@ from batchfit._torch.changes import (
 )
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.device import device_to_run
-from batchfit._torch.faking import parts_of
+from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import Traced, rules_for, trace_workload, unseen
 from batchfit.errors import UntraceableError

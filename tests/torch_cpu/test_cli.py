@@ -102,6 +102,14 @@ def make():
 """
 
 
+def of_eight() -> FitResult:
+    trial = batchfit.Trial(size=8, outcome="fits", steps_run=25, soak=True)
+    return FitResult(
+        batch_size=8, trials=(trial,), survived_steps=25, stopped_because="bracketed",
+        budget_bytes=20 * 2**30, peak_bytes=None, device="cuda:0", strategy="guided", elapsed_s=1.0,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
@@ -212,11 +220,7 @@ class TestFlags:
     def test_memory_that_went_is_told_with_the_answer(self) -> None:
         from batchfit._cli.answer import facts
 
-        trial = batchfit.Trial(size=8, outcome="fits", steps_run=25, soak=True)
-        fit = FitResult(
-            batch_size=8, trials=(trial,), survived_steps=25, stopped_because="bracketed",
-            budget_bytes=20 * 2**30, peak_bytes=None, device="cuda:0", strategy="guided", elapsed_s=1.0,
-        )  # fmt: skip
+        fit = of_eight()
         assert "gone" not in dict(facts(fit, saved=None))
         shrunk = fit.model_copy(update={"shrunk_from_bytes": 24 * 2**30})
         assert dict(facts(shrunk, saved=None))["gone"] == (
@@ -226,11 +230,7 @@ class TestFlags:
     def test_a_batch_larger_than_the_dataset_and_an_interrupted_search_are_not_to_be_used(self) -> None:
         from batchfit._cli.answer import facts
 
-        trial = batchfit.Trial(size=8, outcome="fits", steps_run=25, soak=True)
-        fit = FitResult(
-            batch_size=8, trials=(trial,), survived_steps=25, stopped_because="bracketed",
-            budget_bytes=20 * 2**30, peak_bytes=None, device="cuda:0", strategy="guided", elapsed_s=1.0,
-        )  # fmt: skip
+        fit = of_eight()
         assert dict(facts(fit, saved=None))["use it"] == "DataLoader(dataset, batch_size=8)"
         told = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
         assert told["use it"] == "DataLoader(dataset, batch_size=5)"

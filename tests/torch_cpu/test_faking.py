@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import batchfit
 from batchfit._torch import phase
-from batchfit._torch.faking import Faked, used_by
+from batchfit._torch.faking import Faked
+from batchfit._torch.reach import used_by
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import rules_for
 from batchfit.errors import UntraceableError

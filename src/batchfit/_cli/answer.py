@@ -51,10 +51,8 @@ def facts(
         ("trials", f"{len(fit.trials)} in {fit.elapsed_s:.1f} s{fit.resumed}, {_failures(fit)}"),
         ("stopped", f"because {_reason(fit)}"),
     ]
-    if fit.samples is not None and fit.batch_size > fit.samples:
-        lines.append(("dataset", f"it has {fit.samples} samples: no batch of it is larger"))
     if fit.stopped_because != "interrupted":
-        lines.append(("use it", use_it(fit.batch_size, fit.samples) + each))
+        lines += how_to_use(fit.batch_size, fit.samples, each=each)
     elif kept is not None:
         lines.append(("go on", f"the same command again: the search is in {kept}"))
     if fit.from_store:
@@ -67,9 +65,13 @@ def facts(
     return lines
 
 
-def use_it(batch_size: int, samples: int | None) -> str:
+def how_to_use(batch_size: int, samples: int | None, *, each: str = "") -> list[tuple[str, str]]:
     """The answer as a line of a program; a batch that is larger than the dataset would never be full."""
-    return f"DataLoader(dataset, batch_size={min(batch_size, samples or batch_size)})"
+    told = []
+    if samples is not None and batch_size > samples:
+        told.append(("dataset", f"it has {samples} samples: no batch of it is larger"))
+        batch_size = samples
+    return [*told, ("use it", f"DataLoader(dataset, batch_size={batch_size}){each}")]
 
 
 def _reason(fit: FitResult) -> str:

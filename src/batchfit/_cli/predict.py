@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from batchfit._cli.answer import use_it
+from batchfit._cli.answer import how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import Progress
 from batchfit._cli.tracing import Delivery, Told, tell, wrong_flag
@@ -254,10 +254,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     elapsed_s = sum(one.elapsed_s for one in found.predictions)
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
     if len(found.rows) == 1:
-        size = found.rows[0].batch_size
-        if first.samples is not None and size > first.samples:
-            facts.append(("dataset", f"it has {first.samples} samples: no batch of it is larger"))
-        facts.append(("use it", use_it(size, first.samples)))
+        facts += how_to_use(found.rows[0].batch_size, first.samples)
     if next_command:
         facts.append(("next", next_command))
     return [line for label, told in facts for line in fact(label, told, width)]

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._decide.cards import Card
-from batchfit._torch.faking import Faked, parts_of
+from batchfit._torch.faking import Faked
+from batchfit._torch.reach import parts_of
 from batchfit._torch.structure import children, rebuilt
 from batchfit.workload import Workload
 

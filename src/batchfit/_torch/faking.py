@@ -2,21 +2,17 @@
 
 Rules: tensors that share memory share it as fakes (tied weights); what was there before is put back object
 for object, so that neither a value nor an identity changes; nothing real is copied or allocated. What a
-module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Modules and
-optimizers that the step uses and nobody declared (a frozen teacher) are found where the step finds them: in
-what its functions close over, in globals that they name, on the object whose method they are. Lists and
-attributes that are found there (a history of losses) hold no fakes afterwards, but what they held before.
+module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Lists and
+attributes that the step reaches (a history of losses) hold no fakes afterwards, but what they held before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Self, final
 
 import torch
@@ -25,20 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.parallel import is_parallel
+from batchfit._torch.reach import hooks_of, kept_by_classes, parts_of, reached
 from batchfit._torch.rng import undo_generator
 from batchfit._torch.unread import Unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 Undo = Callable[[], object]
-_PARTS = (
-    nn.Module,
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-_SEARCHED = 4  # how deep a step's surroundings are searched for these
 
 
 @final
@@ -64,9 +53,9 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
-        parts, containers = list(parts_of(workload)), _reached(workload.step)[1]
-        for hook in _hooks_of(parts):
-            more, held = _reached(hook)
+        parts, containers = list(parts_of(workload)), reached(workload.step)[1]
+        for hook in hooks_of(parts):
+            more, held = reached(hook)
             known = {id(one) for one in parts}
             parts += [one for one in more if id(one) not in known]
             containers += held
@@ -176,7 +165,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
             self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
-            for held in _of_classes(type(one)):
+            for held in kept_by_classes(type(one)):
                 self._keep_from_fakes(held)
             tables: tuple[tuple[dict[str, Any], str], ...] = (
                 (one._parameters, "weights"),
@@ -330,13 +319,6 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             self._keep(value)
 
 
-def _hooks_of(parts: list[Any]) -> list[Any]:
-    """What a program has hung on its parameters: an optimizer that steps in backward."""
-    tensors = (one for part in parts if isinstance(part, nn.Module) for one in part.parameters())
-    tables = (table for one in tensors for table in (one._backward_hooks, one._post_accumulate_grad_hooks))
-    return list({id(hook): hook for table in tables for hook in dict(table or {}).values()}.values())
-
-
 def _put_gradient(real: Tensor, before: Tensor | None) -> None:
     """The gradient as it was, if the step reached the tensor by a way of its own and took it."""
     if real.grad is not before:
@@ -347,115 +329,6 @@ def _clear_if_filled(cached: Any, misses: int) -> None:
     """Forget what a cache was given in a trace: fakes; what it held before is made again when asked for."""
     if cached.cache_info().misses != misses:
         cached.cache_clear()
-
-
-def _of_classes(kind: type) -> Iterator[Any]:
-    """What the program's own classes keep for all their instances: tables of masks, cached functions."""
-    for one in kind.__mro__:
-        if _is_installed(one.__module__):
-            continue
-        for value in vars(one).values():
-            inner = getattr(value, "__func__", value)  # of a static method
-            used = [inner]
-            if isinstance(inner, FunctionType):
-                used = [inner.__globals__.get(name) for name in _globals_in(inner.__code__)]
-            yield from (held for held in used if isinstance(held, functools._lru_cache_wrapper))
-            if type(value) in _CONTAINERS:
-                yield value
-
-
-def parts_of(workload: Workload) -> Iterator[Any]:
-    """What a step works on: its declared state, and what its functions close over."""
-    seen: set[int] = set()
-    for part in (*workload.state, workload.model, workload.optimizer, *used_by(workload.step)):
-        if part is not None and id(part) not in seen:
-            seen.add(id(part))
-            yield part
-
-
-def used_by(step: Any) -> list[Any]:
-    """The modules, optimizers, schedulers and scalers that a function can reach, its own and its helpers'."""
-    return _reached(step)[0]
-
-
-def _reached(step: Any) -> tuple[list[Any], list[Any]]:
-    """What a function can reach: parts of a training program, and what else holds things there."""
-    found: dict[int, Any] = {}
-    containers: list[Any] = []
-    seen: set[int] = set()
-
-    def visit(value: Any, depth: int) -> None:
-        if isinstance(value, _PARTS):
-            found.setdefault(id(value), value)
-            return
-        if depth > _SEARCHED or id(value) in seen:
-            return
-        seen.add(id(value))
-        if type(value) in _CONTAINERS or isinstance(value, functools._lru_cache_wrapper):
-            containers.append(value)
-        elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
-            containers.append(vars(value))
-        for one in _reached_from(value, depth):
-            visit(one, depth + 1)
-
-    visit(step, 0)
-    return list(found.values()), containers
-
-
-def _is_own(value: Any) -> bool:
-    """An object of the program's own classes."""
-    if isinstance(value, type | FunctionType | MethodType | ModuleType | Tensor):
-        return False
-    module = type(value).__module__
-    return not _is_installed(module) and module.partition(".")[0] != "batchfit"
-
-
-def _reached_from(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, FunctionType):
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                yield cell.cell_contents
-        if not _is_installed(value.__module__):
-            named = value.__globals__
-            yield from (named[name] for name in _globals_in(value.__code__) if name in named)
-    elif isinstance(value, MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, functools._lru_cache_wrapper):
-        yield value.__wrapped__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, list | tuple):
-        yield from value[:_FEW]
-    elif isinstance(value, dict):
-        yield from list(value.values())[:_FEW]
-    elif not isinstance(value, type | Tensor) and not _is_installed(type(value).__module__):
-        yield from getattr(value, "__dict__", {}).values()
-        if depth == 0 and callable(value):
-            yield type(value).__call__
-
-
-_FEW = 64  # a longer list is data
-
-
-@functools.lru_cache(maxsize=1024)
-def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """The names that a function asks for beyond its own, its inner functions' too."""
-    own = tuple(
-        one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return (*own, *(name for one in inner for name in _globals_in(one)))
-
-
-def _is_installed(module: str | None) -> bool:
-    """Code of a library, which knows nothing of the program's own models."""
-    root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names:
-        return root != "__main__"
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return root != "batchfit" and ("site-packages" in file or "dist-packages" in file)
 
 
 def _chooses_foreach(optimizer: torch.optim.Optimizer) -> bool:

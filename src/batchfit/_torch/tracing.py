@@ -27,7 +27,7 @@ from batchfit._decide.cards import DEFAULT, Card
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, check_same_stream, expected_end
 from batchfit._decide.simulate import upper_bound
 from batchfit._torch.cuda_rules import CudaRules
-from batchfit._torch.faking import parts_of
+from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import STEPS, trace
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload

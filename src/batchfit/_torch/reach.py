@@ -1,0 +1,144 @@
+"""What a step can reach: the parts of a training program that it uses, and what else keeps things there.
+
+Modules and optimizers that nobody declared (a frozen teacher) are found where the step finds them: in what
+its functions close over, in globals that they name, on the object whose method they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from batchfit.workload import Workload
+
+_PARTS = (
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_SEARCHED = 4  # how deep a step's surroundings are searched for these
+_FEW = 64  # a longer list is data
+
+
+def parts_of(workload: Workload) -> Iterator[Any]:
+    """What a step works on: its declared state, and what its functions close over."""
+    seen: set[int] = set()
+    for part in (*workload.state, workload.model, workload.optimizer, *used_by(workload.step)):
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+
+
+def used_by(step: Any) -> list[Any]:
+    """The modules, optimizers, schedulers and scalers that a function can reach, its own and its helpers'."""
+    return reached(step)[0]
+
+
+def reached(step: Any) -> tuple[list[Any], list[Any]]:
+    """What a function can reach: parts of a training program, and what else holds things there."""
+    found: dict[int, Any] = {}
+    containers: list[Any] = []
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if isinstance(value, _PARTS):
+            found.setdefault(id(value), value)
+            return
+        if depth > _SEARCHED or id(value) in seen:
+            return
+        seen.add(id(value))
+        if type(value) in _CONTAINERS or isinstance(value, functools._lru_cache_wrapper):
+            containers.append(value)
+        elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
+            containers.append(vars(value))
+        for one in _reached_from(value, depth):
+            visit(one, depth + 1)
+
+    visit(step, 0)
+    return list(found.values()), containers
+
+
+def _reached_from(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a name that is not bound yet
+                yield cell.cell_contents
+        if not _is_installed(value.__module__):
+            named = value.__globals__
+            yield from (named[name] for name in _globals_in(value.__code__) if name in named)
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield value.__wrapped__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, list | tuple):
+        yield from value[:_FEW]
+    elif isinstance(value, dict):
+        yield from list(value.values())[:_FEW]
+    elif not isinstance(value, type | Tensor) and not _is_installed(type(value).__module__):
+        yield from getattr(value, "__dict__", {}).values()
+        if depth == 0 and callable(value):
+            yield type(value).__call__
+
+
+def hooks_of(parts: list[Any]) -> list[Any]:
+    """What a program has hung on its parameters: an optimizer that steps in backward."""
+    tensors = (one for part in parts if isinstance(part, nn.Module) for one in part.parameters())
+    tables = (table for one in tensors for table in (one._backward_hooks, one._post_accumulate_grad_hooks))
+    return list({id(hook): hook for table in tables for hook in dict(table or {}).values()}.values())
+
+
+def kept_by_classes(kind: type) -> Iterator[Any]:
+    """What the program's own classes keep for all their instances: tables of masks, cached functions."""
+    for one in kind.__mro__:
+        if _is_installed(one.__module__):
+            continue
+        for value in vars(one).values():
+            inner = getattr(value, "__func__", value)  # of a static method
+            used = [inner]
+            if isinstance(inner, FunctionType):
+                used = [inner.__globals__.get(name) for name in _globals_in(inner.__code__)]
+            yield from (held for held in used if isinstance(held, functools._lru_cache_wrapper))
+            if type(value) in _CONTAINERS:
+                yield value
+
+
+def _is_own(value: Any) -> bool:
+    """An object of the program's own classes."""
+    if isinstance(value, type | FunctionType | MethodType | ModuleType | Tensor):
+        return False
+    module = type(value).__module__
+    return not _is_installed(module) and module.partition(".")[0] != "batchfit"
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_in(code: CodeType) -> tuple[str, ...]:
+    """The names that a function asks for beyond its own, its inner functions' too."""
+    own = tuple(
+        one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return (*own, *(name for one in inner for name in _globals_in(one)))
+
+
+def _is_installed(module: str | None) -> bool:
+    """Code of a library, which knows nothing of the program's own models."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return root != "__main__"
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root != "batchfit" and ("site-packages" in file or "dist-packages" in file)
