@@ -19,6 +19,7 @@ from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card
 from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
 from batchfit._torch.device import own_bytes, tensors_in
+from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import uncollected
 from batchfit._torch.tracing import Traced, glance, rules_for, trace_workload
 from batchfit.errors import UntraceableError
@@ -218,7 +219,7 @@ def held_beside(work: Workload, card: Card) -> tuple[int, int]:
     What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off. Where
     more is held than that, it is unsure how much of it this was.
     """
-    parts = (*work.state, work.model)
+    parts = tuple(parts_of(work))  # as the trace has them: a teacher that nobody declared is in it
     device = next((one.device for one in tensors_in(parts) if one.device.type == "cuda"), None)
     if device is None:
         return 0, 0

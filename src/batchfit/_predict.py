@@ -64,7 +64,8 @@ def predict_batch_size(
         max_size: the largest size that is wanted.
         margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
             not run, 1 % calibrated; 5 % where there are recurrent layers.
-        calibrate: run two small sizes on the GPU; default: where the workload is on one.
+        calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
+            declared, so that it can be put back.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says.
 
     Raises:
@@ -99,7 +100,7 @@ def _predicted(
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
-    if here and calibrate is not False:
+    if here and (work.declared if calibrate is None else calibrate):
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
         if trials:  # else what is held beside the workload still counts
             residual, basis = measured, "calibrated"

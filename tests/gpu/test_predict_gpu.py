@@ -174,6 +174,27 @@ def test_find_begins_with_the_prediction() -> None:
     assert fit.batch_size >= 0.97 * alone.batch_size
 
 
+def test_a_plain_step_is_predicted_for_its_gpu_and_not_run() -> None:
+    known = classifier()
+    model, optimizer = known.model, known.optimizer
+
+    def step(n: int) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            ids = torch.randint(0, 8192, (n, 128)).cuda()
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    prediction = batchfit.predict_batch_size(step, budget=BUDGET)
+    assert (prediction.based_on, dict(optimizer.state)) == ("GPU, not run", {})
+    declared = batchfit.predict_batch_size(known, budget=BUDGET, calibrate=False)
+    assert abs(prediction.batch_size - declared.batch_size) <= 1
+    fit = batchfit.find_batch_size(step, budget="2GiB")
+    assert all(trial.fits for trial in fit.trials)
+    assert len({trial.size for trial in fit.trials}) <= 3
+
+
 def test_a_recurrent_layer_runs_before_and_after_its_trace() -> None:
     workload = classifier(recurrent=True)
     prediction = batchfit.predict_batch_size(workload, budget=BUDGET, calibrate=False)
@@ -194,6 +215,22 @@ def test_what_cannot_be_traced_is_measured() -> None:
     with pytest.raises(errors.UntraceableError, match=r"test_predict_gpu\.py"):
         batchfit.predict_batch_size(other, budget=BUDGET)
     assert batchfit.find_batch_size(other, budget="2GiB").sustained
+
+
+def test_a_model_that_learns_and_that_nobody_finds_is_refused() -> None:
+    """Its gradient would be a fake, and the real parameter's."""
+    known, hidden = nn.Linear(64, 64).cuda(), nn.Linear(64, 64).cuda()
+    models = iter([hidden] * 9)
+
+    def step(n: int) -> None:
+        next(models)(known(torch.randn(n, 64, device="cuda"))).sum().backward()
+
+    workload = batchfit.Workload(step)
+    rules = rules_for(workload)
+    assert rules.device.type == "cuda"  # of a model that was found, not declared
+    with pytest.raises(errors.UntraceableError, match=r"state=\[model, optimizer\]"):
+        trace(workload, 2, rules=rules)
+    assert all(one.grad is None for one in [*known.parameters(), *hidden.parameters()])
 
 
 def test_another_card_is_traced_without_this_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import math
 import random
 import sys
 import types
@@ -529,15 +530,77 @@ def test_a_gradient_that_the_step_takes_in_a_way_of_its_own_is_put_back() -> Non
     model = nn.Linear(3, 3)
     model(torch.ones(1, 3)).sum().backward()
     weight, before = model.weight, model.weight.grad
+    found = iter([weight] * 9)  # where no search finds it
 
     def step(n: int) -> None:
         model(torch.randn(n, 3)).sum().backward()
-        weight.grad = None
+        next(found).grad = None
 
     work = batchfit.Workload(step, state=[model])
     trace(work, 2, rules=rules_for(work))
     assert model.weight is weight
     assert weight.grad is before
+
+
+COUNT, LAST = 0, None
+
+
+def test_names_stand_for_fakes_in_a_trace_and_for_what_they_stood_for_after_it() -> None:
+    """The state of a recurrent net from step to step, a sum of losses, weights by names of their own."""
+    model = nn.GRU(4, 4)
+    weight, both = model.weight_ih_l0, (model.weight_hh_l0, "and a text")
+    hidden: Any = None
+    total = 0.0
+    steps = []
+
+    def step(n: int) -> None:
+        nonlocal hidden, total, late
+        global COUNT, LAST
+        out, state = model(torch.randn(5, n, 4), hidden)
+        hidden = state.detach()
+        loss = out.sum() + weight.sum() + both[0].sum()
+        loss.backward()
+        steps.append((weight.grad is model.weight_ih_l0.grad, both[0].grad is model.weight_hh_l0.grad))
+        model.zero_grad()
+        total += loss.item()
+        late = LAST = loss
+        COUNT += 1
+
+    late: Any = None
+    del late
+    was = both
+    work = batchfit.Workload(step, state=[model])
+    trace(work, 2, rules=rules_for(work))
+    assert steps == [(True, True)] * 2
+    assert (hidden, total, COUNT) == (None, 0.0, 0)
+    assert (LAST, both is was, weight is model.weight_ih_l0) == (None, True, True)
+    with pytest.raises(NameError):
+        late  # noqa: B018, F821
+    step(3)
+    assert (type(hidden), COUNT) == (torch.Tensor, 1)
+    assert math.isfinite(total)
+
+
+def test_a_tensor_that_only_an_optimizer_knows_is_counted() -> None:
+    prompt = torch.zeros(1000, 8, requires_grad=True)
+    prompt.sum().backward()
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    optimizer = torch.optim.Adam([prompt])
+
+    def step(n: int) -> None:
+        (frozen(torch.randn(n, 8)) @ prompt.T).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    work = batchfit.Workload(step, state=[frozen, optimizer])
+    grad = prompt.grad
+    found = trace(work, 2, rules=rules_for(work))
+    kinds: dict[str, int] = defaultdict(int)
+    for size, origin in zip(found.sizes, found.origins, strict=True):
+        kinds[origin.kind] += size
+    own = prompt.numel() * 4
+    assert (kinds["weights"] - own, kinds["gradients"], kinds["optimizer"]) == (4 * 72, 2 * own, 2 * own)
+    assert (prompt.grad is grad, type(prompt), dict(optimizer.state)) == (True, torch.Tensor, {})
 
 
 def test_an_optimizer_that_steps_in_backward_is_traced() -> None:

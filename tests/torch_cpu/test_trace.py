@@ -335,6 +335,40 @@ def test_a_gradient_scaler(clip: float | None) -> None:
     assert scaler._scale is None
 
 
+def test_a_scaler_that_steps_keeps_its_scale() -> None:
+    """`if scaler.get_scale() >= before: schedule.step()`: the step was not skipped."""
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scales = []
+
+    def step(n: int) -> None:
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(model, make_batch(n))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+
+    traced(batchfit.Workload(step, state=[model, optimizer]), steps=3)
+    assert scales == [65536.0, 131072.0, 131072.0]
+
+
+def test_a_schedule_that_watches_the_loss() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+    def step(n: int, *, read: bool = True) -> None:
+        loss = loss_fn(model, make_batch(n))
+        loss.backward()
+        optimizer.step()
+        schedule.step(loss.item() if read else loss.detach())
+
+    for read in (True, False):
+        work = batchfit.Workload(partial(step, read=read), state=[model, optimizer])
+        assert traced(work).peak_bytes > 0
+    assert (optimizer.param_groups[0]["lr"], schedule.best) == (0.1, float("inf"))
+
+
 def test_a_scaler_for_cuda_switches_itself_off_here() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         scaler = torch.amp.GradScaler("cuda")

@@ -3,7 +3,8 @@
 Rules: tensors that share memory share it as fakes (tied weights); what was there before is put back object
 for object, so that neither a value nor an identity changes; nothing real is copied or allocated. What a
 module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Lists and
-attributes that the step reaches (a history of losses) hold no fakes afterwards, but what they held before.
+attributes that the step reaches (a history of losses) hold no fakes afterwards, but what they held before;
+names of outer functions and modules stand for what they stood for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.parallel import is_parallel
-from batchfit._torch.reach import hooks_of, kept_by_classes, parts_of, reached
+from batchfit._torch.reach import Place, hooks_of, kept_by_classes, parts_of, reached
 from batchfit._torch.rng import undo_generator
 from batchfit._torch.unread import Unread
 from batchfit.errors import UntraceableError
@@ -34,7 +35,13 @@ Undo = Callable[[], object]
 class Faked(contextlib.AbstractContextManager["Faked"]):
     """The state of a workload, replaced by fakes on `device` inside the `with` block."""
 
-    def __init__(self, parts: list[Any], device: torch.device, containers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        parts: list[Any],
+        device: torch.device,
+        containers: Sequence[Any] = (),
+        places: Sequence[Place] = (),
+    ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # a trace keeps results itself, at a tenth of the cost
         self.results = FakeResults(self.mode)
@@ -42,6 +49,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self.module_names: dict[int, str] = {}
         self._parts = parts
         self._containers = containers
+        self._places = places
         self._fakes: dict[int, Tensor] = {}  # by the id of the real tensor, which `_real` keeps alive
         self._real: list[Tensor] = []
         self._bases: dict[int, Tensor] = {}  # by the address of the real storage
@@ -53,13 +61,14 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
-        parts, containers = list(parts_of(workload)), reached(workload.step)[1]
+        parts, (_, containers, places) = list(parts_of(workload)), reached(workload.step)
         for hook in hooks_of(parts):
-            more, held = reached(hook)
+            more = reached(hook)
             known = {id(one) for one in parts}
-            parts += [one for one in more if id(one) not in known]
-            containers += held
-        return cls(parts, device, containers)
+            parts += [one for one in more.parts if id(one) not in known]
+            containers += more.containers
+            places += more.places
+        return cls(parts, device, containers, places)
 
     def __enter__(self) -> Self:
         try:
@@ -75,6 +84,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     self._keep(part)  # LR schedulers and the like
             for one in self._containers:
                 self._keep_from_fakes(one)
+            for place in self._places:
+                self._keep_place(place)
         except BaseException as error:
             self.__exit__()
             if isinstance(error, UntraceableError) or not isinstance(error, Exception):
@@ -91,7 +102,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         """What is on the device before the first step: name, tensor, kind."""
         for name, tensor, kind in self._held:
             # Asked for here and not kept, so that an old gradient goes when the step lets it go.
-            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            if tensor.is_leaf and tensor.grad is not None:
                 yield name, tensor.grad, "gradients"
             yield name, tensor, kind
 
@@ -167,21 +178,22 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
             for held in kept_by_classes(type(one)):
                 self._keep_from_fakes(held)
-            tables: tuple[tuple[dict[str, Any], str], ...] = (
-                (one._parameters, "weights"),
-                (one._buffers, "weights"),
-            )
-            for table, kind in tables:
+            tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
+            for table in tables:
                 for name, tensor in list(table.items()):
                     if tensor is None or isinstance(tensor, FakeTensor):
                         continue
-                    fake = self.fake_of(tensor)
-                    if tensor.grad is not None and tensor.is_leaf:
-                        fake.grad = self.shaped_like(tensor.grad, self.device)
-                    table[name] = fake
-                    if isinstance(fake, nn.Parameter):
-                        self._parameters[id(fake)] = fake
-                    self._held.append((f"{path}.{name}".lstrip("."), fake, kind))
+                    table[name] = self.fake_of(tensor)
+                    self._hold(tensor, f"{path}.{name}".lstrip("."), learns=name in one._parameters)
+
+    def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
+        """It is on the device before the first step, and its gradient if it has one."""
+        fake = self.fake_of(real)
+        if real.is_leaf and real.grad is not None:
+            fake.grad = self.shaped_like(real.grad, self.device)
+        if learns:
+            self._parameters[id(fake)] = fake
+        self._held.append((name, fake, "weights"))
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -202,6 +214,9 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._undo.append(put_back)
         chooses = _chooses_foreach(optimizer)
         for group, values in saved:
+            for index, one in enumerate(values["params"]):
+                if id(one) not in self._fakes:  # of no module: a prompt, a temperature
+                    self._hold(one, f"parameter {index}", learns=True)
             group["params"] = [self.fake_of(one) for one in values["params"]]
             for name, value in values.items():
                 if isinstance(value, Tensor):
@@ -304,15 +319,29 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         held = [*items, *items.values()] if isinstance(items, dict) else items
         if not any(isinstance(one, Tensor) and id(one) in self._fakes for one in held):
             return
-
-        def faked(one: Any) -> Any:
-            return self._fakes.get(id(one), one) if isinstance(one, Tensor) else one
-
         value.clear()
         if isinstance(items, dict):
-            value.update({faked(key): faked(one) for key, one in items.items()})
+            value.update({self._stand_in(key): self._stand_in(one) for key, one in items.items()})
         else:
-            refill([faked(one) for one in items])
+            refill([self._stand_in(one) for one in items])
+
+    def _keep_place(self, place: Place) -> None:
+        """Later puts back what a name stands for now; a parameter is a fake meanwhile, in a tuple too."""
+        before = place.held()
+        self._undo.append(functools.partial(place.put, before))
+        meanwhile = before
+        if type(before) is tuple:
+            inside = [self._stand_in(one) for one in before]
+            if any(one is not other for one, other in zip(inside, before, strict=True)):
+                meanwhile = tuple(inside)
+        else:
+            meanwhile = self._stand_in(before)
+        if meanwhile is not before:
+            place.put(meanwhile)
+
+    def _stand_in(self, value: Any) -> Any:
+        """The fake of a tensor that has one; anything else as it is."""
+        return self._fakes.get(id(value), value) if isinstance(value, Tensor) else value
 
     def _keep_inner(self, value: Any) -> None:
         if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:

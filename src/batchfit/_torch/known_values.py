@@ -7,6 +7,7 @@ so that such a branch is taken as it would be and not guessed.
 Rules:
 - A value is known only if everything it was made of is known. What came from the batch, from a weight or from
   a random generator is not, but for the mask of a batch that hides nothing: whole numbers, all the same.
+- A gradient scaler finds no infinities: it steps, and its scale goes on as after a step.
 - A tensor that is written with something unknown is unknown from then on.
 """
 
@@ -50,6 +51,7 @@ _LIKE = frozenset(
 )
 _BOTH = _MAKERS | _LIKE
 _ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
+_UPDATE_SCALE = aten._amp_update_scale_.default
 _HEAVY = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"})
 # Statistics that normalisations write into without saying so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -93,6 +95,9 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""
         known: list[Tensor] | None = []
+        if func is _UPDATE_SCALE:
+            with unset_fake_temporarily():
+                self.put(args[2], torch.zeros(args[2].shape))
         if func in _BOTH:
             # Positions, masks and counters: what is large or a fraction is a computation, but for a mask of
             # ones, a row for each sample (as OPT and BART make one for themselves).

@@ -6,14 +6,13 @@ its functions close over, in globals that they name, on the object whose method 
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,47 @@ _PARTS = (
 _CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _SEARCHED = 4  # how deep a step's surroundings are searched for these
 _FEW = 64  # a longer list is data
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+
+
+@final
+class Place(NamedTuple):
+    """A name that a function uses, by which a program may hold a tensor: of an outer function or a module."""
+
+    holder: CellType | dict[str, Any]
+    name: str = ""
+
+    def held(self) -> Any:
+        """What is there; `UNBOUND` where nothing is."""
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.name, UNBOUND)
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return UNBOUND
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, dict):
+            if value is UNBOUND:
+                self.holder.pop(self.name, None)
+            else:
+                self.holder[self.name] = value
+        elif value is not UNBOUND:
+            self.holder.cell_contents = value
+        elif self.held() is not UNBOUND:
+            del self.holder.cell_contents
+
+
+UNBOUND: Any = object()
+
+
+@final
+class Reached(NamedTuple):
+    """What a function can reach."""
+
+    parts: list[Any]  # of a training program
+    containers: list[Any]  # what else holds things there
+    places: list[Place]
 
 
 def parts_of(workload: Workload) -> Iterator[Any]:
@@ -42,13 +82,14 @@ def parts_of(workload: Workload) -> Iterator[Any]:
 
 def used_by(step: Any) -> list[Any]:
     """The modules, optimizers, schedulers and scalers that a function can reach, its own and its helpers'."""
-    return reached(step)[0]
+    return reached(step).parts
 
 
-def reached(step: Any) -> tuple[list[Any], list[Any]]:
-    """What a function can reach: parts of a training program, and what else holds things there."""
+def reached(step: Any) -> Reached:
+    """What a function can reach, its own and its helpers'."""
     found: dict[int, Any] = {}
     containers: list[Any] = []
+    places: list[Place] = []
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
@@ -62,23 +103,26 @@ def reached(step: Any) -> tuple[list[Any], list[Any]]:
             containers.append(value)
         elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
             containers.append(vars(value))
+        if isinstance(value, FunctionType):
+            places.extend(_places_of(value))
         for one in _reached_from(value, depth):
             visit(one, depth + 1)
 
     visit(step, 0)
-    return list(found.values()), containers
+    return Reached(list(found.values()), containers, places)
+
+
+def _places_of(function: FunctionType) -> Iterator[Place]:
+    yield from (Place(cell) for cell in function.__closure__ or ())
+    if not _is_installed(function.__module__):
+        yield from (Place(function.__globals__, name) for name in _globals_in(function.__code__))
 
 
 def _reached_from(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, FunctionType):
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a name that is not bound yet
-                yield cell.cell_contents
-        if not _is_installed(value.__module__):
-            named = value.__globals__
-            yield from (named[name] for name in _globals_in(value.__code__) if name in named)
+        yield from (held for place in _places_of(value) if (held := place.held()) is not UNBOUND)
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, functools._lru_cache_wrapper):
@@ -128,9 +172,7 @@ def _is_own(value: Any) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _globals_in(code: CodeType) -> tuple[str, ...]:
     """The names that a function asks for beyond its own, its inner functions' too."""
-    own = tuple(
-        one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    )
+    own = tuple(one.argval for one in dis.get_instructions(code) if one.opname in _GLOBAL)
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return (*own, *(name for one in inner for name in _globals_in(one)))
 

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Never, final
 
 import torch
 from torch import Tensor, nn
@@ -252,19 +252,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         return fake
 
     def _is_host(self, tensors: list[Tensor]) -> bool:
+        if any(one.device.type != "cpu" for one in tensors):
+            return False
         for one in tensors:
-            if one.device.type != "cpu":
-                return False
             # A frozen one as well: without a GPU its model would really be computed, and not be counted.
             learns = one.requires_grad and one.is_leaf
             if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
-                raise UntraceableError(
-                    str(self.operation),
-                    calling_line(),
-                    "it uses a parameter of a model that is not in the workload's state: declare it, "
-                    "batchfit.Workload(step, state=[model, optimizer])",
-                )
+                self._refuse_undeclared()
         return True
+
+    def _refuse_undeclared(self) -> Never:
+        raise UntraceableError(
+            str(self.operation),
+            calling_line(),
+            "it uses a parameter of a model that is not in the workload's state: declare it, "
+            "batchfit.Workload(step, state=[model, optimizer])",
+        )
 
     def _faked_arguments(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
         """Real tensors beside fake ones: from the host, or the program's own on the device."""
@@ -277,12 +280,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 return self._adopt(value, as_host=moves or value.dim() == 0, is_index=func is _INDEX)
             return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
 
-        if any(
-            one.requires_grad and isinstance(one, nn.Parameter)
-            for one in tensors
-            if not isinstance(one, FakeTensor)
-        ):
-            self._is_host([one for one in tensors if not isinstance(one, FakeTensor)])
+        real = [one for one in tensors if not isinstance(one, FakeTensor)]
+        learning = [one for one in real if isinstance(one, nn.Parameter) and one.requires_grad]
+        if learning and not self._is_host(real) and torch.is_grad_enabled():
+            self._refuse_undeclared()  # its gradient would be the real parameter's
         return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
 
     def _note_filled(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -292,7 +292,7 @@ def unseen(workload: Workload) -> Iterator[str]:
 
 
 def _cuda_device(workload: Workload) -> torch.device | None:
-    for part in (workload.model, *workload.state):
+    for part in parts_of(workload):
         if isinstance(part, nn.Module):
             for tensor in part.parameters():
                 if tensor.device.type == "cuda":
