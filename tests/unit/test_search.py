@@ -355,6 +355,15 @@ def test_guided_begins_at_the_smallest_size_and_needs_no_failure() -> None:
     assert done.stopped_because == "within_tolerance"
 
 
+@pytest.mark.parametrize("capacity", [20, 100, 3000])
+def test_a_step_of_nothing_but_activations_fails_once(capacity: int) -> None:
+    """All of the first reading is a sample's own: beyond the ray from zero nothing fits."""
+    done = play(Search(budget_bytes=BUDGET), capacity, linear(capacity, fixed=0.0))
+    assert sum(not one.fits for one in done.told) <= 1
+    assert len(done.told) <= 4
+    assert (done.best or 0) >= 0.95 * capacity
+
+
 def test_guided_uses_an_estimate() -> None:
     done = play(Search(budget_bytes=BUDGET, start=990), 1000, linear(1000, held=True))
     assert done.told[0].size == 990

@@ -215,6 +215,8 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
             # Good readings that promised a size which then failed are a little off, and once only.
             near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
             target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
+            if len(curve.readings) == 1 and not curve.floor_bytes and not exact and base < bad:
+                target = base  # nothing is fixed: what was bold was too bold
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
         if target <= good:
