@@ -24,6 +24,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+class Notes(list[Any]):
+    """What a test writes down inside a step: of a plain list a trace leaves what was in it before."""
+
+
 Plain = int | float | complex | str | bytes | bool | None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from state_judge import Bag, fingerprint, rich_model
+from state_judge import Bag, Notes, fingerprint, rich_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -49,7 +49,7 @@ class World:
         self.model[3].eval()
         self.model[0].weight.mark = "mine"  # type: ignore[assignment]
         self.model.register_forward_hook(lambda *_: None)
-        self.seen: list[Any] = []
+        self.seen = Notes()
         self.model[0].register_forward_hook(lambda module, args, out: self.seen.append(type(out)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
@@ -217,7 +217,7 @@ def test_transformers_is_told_the_truth_again(monkeypatch: pytest.MonkeyPatch) -
     fake = types.ModuleType("transformers.utils.import_utils")
     fake.is_fake_tensor = original = lambda value: isinstance(value, FakeTensor)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers.utils.import_utils", fake)
-    told = []
+    told = Notes()
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(3, device=model.weight.device)
@@ -510,7 +510,7 @@ def test_parameters_in_a_list_of_the_programs_are_those_of_the_model() -> None:
     listed = list(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     before = [one.grad for one in listed]
-    seen = []
+    seen = Notes()
 
     def step(n: int) -> None:
         model(torch.randn(n, 3)).sum().backward()
@@ -551,7 +551,7 @@ def test_names_stand_for_fakes_in_a_trace_and_for_what_they_stood_for_after_it()
     weight, both = model.weight_ih_l0, (model.weight_hh_l0, "and a text")
     hidden: Any = None
     total = 0.0
-    steps = []
+    steps = Notes()
 
     def step(n: int) -> None:
         nonlocal hidden, total, late
@@ -603,10 +603,95 @@ def test_a_tensor_that_only_an_optimizer_knows_is_counted() -> None:
     assert (prompt.grad is grad, type(prompt), dict(optimizer.state)) == (True, torch.Tensor, {})
 
 
+@pytest.mark.parametrize("way", ["name", "declared", "table", "declared table"])
+def test_a_tensor_that_learns_by_hand_is_counted(way: str) -> None:
+    weight = torch.zeros(1000, 8, requires_grad=True)
+    table = {"weight": weight}
+    steps = Notes()
+
+    def by_name(n: int) -> None:
+        (torch.randn(n, 8) @ weight.T).sum().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad, alpha=0.1)
+        weight.grad = None
+
+    def by_table(n: int) -> None:
+        (torch.randn(n, 8) @ table["weight"].T).sum().backward()
+        with torch.no_grad():
+            table["weight"] -= 0.1 * table["weight"].grad  # type: ignore[operator]
+        steps.append(type(table["weight"]))
+
+    step, state = {
+        "name": (by_name, []),
+        "declared": (by_name, [weight]),
+        "table": (by_table, []),
+        "declared table": (by_table, [table]),
+    }[way]
+    work = batchfit.Workload(step, state=state)
+    found = trace(work, 2, rules=rules_for(work))
+    held = [n for n, o in zip(found.sizes, found.origins, strict=True) if o.kind == "weights"]
+    assert held == [4 * weight.numel()]
+    assert found.peak_bytes > 2 * 4 * weight.numel()
+    assert (table["weight"] is weight, type(weight), weight.grad) == (True, torch.Tensor, None)
+    assert not weight.any()
+
+
+class Inside(torch.optim.Optimizer):
+    """As SAM and Lookahead are: with another optimizer inside, and its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def test_an_optimizer_inside_another_is_left_as_it_was() -> None:
+    model = nn.Linear(8, 8)
+    outer = Inside(model.parameters())
+
+    def step(n: int) -> None:
+        outer.zero_grad()
+        model(torch.randn(n, 8)).sum().backward()
+        outer.step()
+
+    before = fingerprint(model, outer.base, outer)
+    work = batchfit.Workload(step, state=[model, outer])
+    found = trace(work, 2, rules=rules_for(work))
+    kept = sum(n for n, o in zip(found.sizes, found.origins, strict=True) if o.kind == "optimizer")
+    assert kept == 4 * sum(one.numel() for one in model.parameters())
+    assert fingerprint(model, outer.base, outer) == before
+    step(2)
+    assert len(outer.base.state) == 2
+
+
+def test_lists_tables_and_queues_hold_what_they_held() -> None:
+    """Lines of a log, samples that were taken from a queue, counts."""
+    model = nn.Linear(4, 4)
+    lines, counts, ids = ["begun"], {"steps": 3, "other": 1}, {1}
+    waiting = deque(torch.randn(2, 4) for _ in range(9))
+    first = waiting[0]
+
+    def step(n: int) -> None:
+        loss = model(waiting.popleft()).sum()
+        loss.backward()
+        lines.append(f"loss {loss.item():.2f}")
+        counts["steps"] += 1
+        counts["new"] = counts.pop("other", 1)
+        ids.add(n)
+
+    work = batchfit.Workload(step, state=[model])
+    trace(work, 2, rules=rules_for(work))
+    assert (lines, list(counts.items()), ids) == (["begun"], [("steps", 3), ("other", 1)], {1})
+    assert (len(waiting), waiting[0] is first) == (9, True)
+
+
 def test_an_optimizer_that_steps_in_backward_is_traced() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     optimizers = {one: torch.optim.Adam([one]) for one in model.parameters()}
-    halved = []
+    halved = Notes()
 
     def update(parameter: nn.Parameter) -> None:
         optimizers[parameter].step()

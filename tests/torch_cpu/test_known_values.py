@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_judge import Notes
 from torch import nn
 
 import batchfit
@@ -21,7 +22,7 @@ Read = Callable[[torch.device, torch.Tensor], Any]
 
 def told(read: Read) -> Any:
     """What a step learns when it reads a value on the device; `data` is a tensor of ones that it must not."""
-    found: list[Any] = []
+    found = Notes()
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         out = model(batch)
@@ -283,7 +284,7 @@ def test_a_counter_in_a_buffer_counts() -> None:
             seen.append(int(self.calls))
             return self.layer(x)
 
-    seen: list[int] = []
+    seen = Notes()
     model = Counting()
     work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.ones(n, 3))
     trace(work, 2, rules=rules_for(work))

@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_judge import Notes
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit._decide.cards import card_named
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expected_end
+from batchfit._torch import cuda_rules
 from batchfit._torch.trace import trace
 from batchfit._torch.tracing import glance, rules_for, trace_workload, unseen
 from batchfit.errors import UntraceableError
@@ -269,7 +272,7 @@ def test_two_optimizers_in_one_step() -> None:
 
 
 def dtypes_of(work_options: dict[str, Any]) -> list[torch.dtype]:
-    seen: list[torch.dtype] = []
+    seen = Notes()
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         out = model(batch[0])
@@ -339,7 +342,7 @@ def test_a_scaler_that_steps_keeps_its_scale() -> None:
     """`if scaler.get_scale() >= before: schedule.step()`: the step was not skipped."""
     model, scaler = mlp(), torch.amp.GradScaler("cpu", growth_interval=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scales = []
+    scales = Notes()
 
     def step(n: int) -> None:
         optimizer.zero_grad()
@@ -428,6 +431,101 @@ def test_an_lstm_is_cudnns(autocast: Any) -> None:
     operations = {o.operation for o in found.origins}
     assert {"aten._cudnn_rnn.default", "aten._cudnn_rnn_backward.default"} <= operations
     assert len(found.events) < 400  # whole layers, not one operation for each token
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_packed_sequence_has_the_shape_that_its_lengths_on_the_host_give(kind: Any, first: bool) -> None:
+    model = kind(8, 16, num_layers=2, batch_first=first, bidirectional=True)
+    shapes = Notes()
+    lengths = [5, 7, 2]
+
+    def step(n: int) -> None:
+        x = torch.randn(n, 7, 8)
+        packed = rnn.pack_padded_sequence(
+            x if first else x.transpose(0, 1),
+            torch.tensor(lengths[:n]),
+            batch_first=first,
+            enforce_sorted=False,
+        )
+        out = model(packed)[0]
+        padded, counts = rnn.pad_packed_sequence(out, batch_first=first)
+        padded.square().mean().backward()
+        shapes.append([packed.data.shape, packed.batch_sizes.tolist(), out.data.shape, padded.shape])
+        shapes[-1].append(counts.tolist())
+
+    work = batchfit.Workload(step, state=[model])
+    told = traced(work, 3, steps=1)
+    work.step(3)
+    assert shapes[0] == shapes[1]
+    assert "aten._cudnn_rnn.default" in {o.operation for o in told.origins}
+
+
+def test_rows_are_packed_as_torch_packs_them() -> None:
+    for first, shape in ((True, (4, 9, 3)), (False, (9, 4, 3))):
+        x, lengths = torch.randn(shape), torch.tensor([9, 9, 4, 1])
+        data, sizes = cuda_rules.packed(x, lengths.tolist(), first)
+        real = torch._pack_padded_sequence(x, lengths, first)
+        assert torch.equal(data, real[0])
+        assert sizes == real[1].tolist()
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_loss_of_transcripts_keeps_its_table(listed: bool, reduction: str) -> None:
+    model = nn.Linear(8, 20)
+
+    def step(n: int) -> None:
+        times, places = ((30,) * n, (6,) * n) if listed else (torch.full((n,), 30), torch.full((n,), 6))
+        told = model(torch.randn(30, n, 8)).log_softmax(-1)
+        made = F.ctc_loss(
+            told, torch.ones(n, 6, dtype=torch.long), times, places, reduction=reduction, zero_infinity=True
+        )
+        made.sum().backward()
+
+    found = traced(batchfit.Workload(step, state=[model]), 5, steps=1)
+    table = 5 * 30 * 13 * 4
+    ours = [size for size, o in zip(found.sizes, found.origins, strict=True) if "ctc_loss" in o.operation]
+    gradient = 30 * 5 * 20 * 4
+    assert ours == [5 * 4, table, table, gradient]  # backward has one from the other end too
+
+
+def test_arguments_of_a_distribution_are_valid() -> None:
+    model = nn.Linear(8, 4)
+
+    def step(n: int) -> None:
+        policy = torch.distributions.Categorical(logits=model(torch.randn(n, 8)))
+        policy.log_prob(policy.sample()).mean().backward()
+
+    assert traced(batchfit.Workload(step, state=[model])).peak_bytes > 0
+
+
+PLACES = Notes()
+
+
+class Queued(nn.Module):
+    """A memory bank as MoCo has it, that is filled up to a place which a buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.zeros(12, 8))
+        self.register_buffer("place", torch.full((1,), 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = int(self.place)
+        PLACES.append(place)
+        made = self.inner(x)
+        self.queue[place : place + len(x)] = made.detach()
+        self.place[0] = (place + len(x)) % 12
+        return made @ self.queue.clone().T
+
+
+def test_a_place_in_a_buffer_is_known() -> None:
+    model = Queued()
+    work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 8))
+    traced(work, 4, steps=3)
+    assert (PLACES, model.place.item()) == ([8, 0, 4], 8)
 
 
 def test_accumulation_holds_one_batch_at_a_time() -> None:

@@ -44,7 +44,7 @@ def calling_line() -> str:
 
 
 def library_caller() -> str:
-    """Who asks for a value: torch's optimizers, its gradient scaler, transformers' `generate`, or none."""
+    """Who asks for a value: torch's optimizers, its scaler or distributions, `generate`, or none of them."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(12):
         if frame is None:
@@ -55,6 +55,8 @@ def library_caller() -> str:
                 return "optim"
             if name.endswith("grad_scaler.py"):
                 return "grad_scaler"
+            if name.endswith("distribution.py"):
+                return "distributions"
         elif not name.startswith(HERE):
             return "generate" if "/transformers/generation/" in name.replace("\\", "/") else ""
         frame = frame.f_back

@@ -54,6 +54,8 @@ class CudaRules:
         """Inside, operations on the traced device are CUDA's."""
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         kernels: dict[str, Any] = {f"{name}.input": self._recurrent(name) for name in _RECURRENT}
+        kernels |= {f"{name}.data": self._recurrent_packed(name) for name in _RECURRENT}
+        kernels |= {"ctc_loss.Tensor": _ctc_loss, "ctc_loss.IntList": _ctc_loss}
         if self.host_means_device:
             kernels |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
         try:
@@ -68,9 +70,10 @@ class CudaRules:
 
     def composite(self, func: Any) -> Any:
         """CUDA's way through an operation that reaches the trace whole (in inference mode); None for most."""
-        name = _WHOLE.get(func)
-        if name is not None:
-            return self._recurrent(name)
+        if func in _WHOLE:
+            return self._recurrent(_WHOLE[func])
+        if func in _WHOLE_PACKED:
+            return self._recurrent_packed(_WHOLE_PACKED[func])
         if not self.host_means_device:
             return None
         if func is aten.scaled_dot_product_attention.default:
@@ -166,48 +169,77 @@ class CudaRules:
         operation = getattr(aten, name).input
 
         def kernel(value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
-            if not self._here(value):
+            if not self._here(value, *params):
                 return operation.decompose(value, hx, params, *options, **named)
-            has_biases, layers, dropout, train, bidirectional, batch_first = options
-            hidden, cell = hx if name == "lstm" else (hx, None)
-            kind = self.device.type
-            if torch.is_autocast_enabled(kind):
-                # Under autocast these go to fp16 whatever its dtype, the weights in one buffer.
-                value, hidden = value.to(torch.float16), hidden.to(torch.float16)
-                cell = None if cell is None else cell.to(torch.float16)
-                flat = value.new_zeros(sum(one.numel() for one in params))
-                params = [one.to(torch.float16) for one in params]
-            else:
-                flat = value.new_empty(0)
+            batch_first = options[-1]
             turned = value.transpose(0, 1) if batch_first else value
-            with torch.autocast(kind, enabled=False):
-                out = aten._cudnn_rnn.default(
-                    turned,
-                    list(params),
-                    4 if has_biases else 2,
-                    flat,
-                    hidden,
-                    cell,
-                    _RECURRENT[name],
-                    hidden.shape[-1],
-                    0,
-                    layers,
-                    False,
-                    dropout,
-                    train,
-                    bidirectional,
-                    [],
-                    None,
-                )
-            first = out[0].transpose(0, 1) if batch_first else out[0]
-            return (first, out[1], out[2]) if name == "lstm" else (first, out[1])
+            first, *states = self._cudnn_rnn(name, turned, hx, params, *options[:-1], batch_sizes=[])
+            return (first.transpose(0, 1) if batch_first else first, *states)
 
         return kernel
+
+    def _recurrent_packed(self, name: str) -> Any:
+        """The same for a packed sequence, whose `batch_sizes` are on the host."""
+        operation = getattr(aten, name).data
+
+        def kernel(value: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *options: Any) -> Any:
+            if not self._here(value, *params) or isinstance(batch_sizes, FakeTensor):
+                return operation.decompose(value, batch_sizes, hx, params, *options)
+            sizes = batch_sizes.tolist()
+            return self._cudnn_rnn(name, value, hx, params, *options, batch_sizes=sizes)
+
+        return kernel
+
+    def _cudnn_rnn(
+        self,
+        name: str,
+        value: Tensor,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        *,
+        batch_sizes: list[int],
+    ) -> Any:
+        hidden, cell = hx if name == "lstm" else (hx, None)
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            # Under autocast these go to fp16 whatever its dtype, the weights in one buffer.
+            value, hidden = value.to(torch.float16), hidden.to(torch.float16)
+            cell = None if cell is None else cell.to(torch.float16)
+            flat = value.new_zeros(sum(one.numel() for one in params))
+            params = [one.to(torch.float16) for one in params]
+        else:
+            flat = value.new_empty(0)
+        with torch.autocast(kind, enabled=False):
+            out = aten._cudnn_rnn.default(
+                value,
+                list(params),
+                4 if has_biases else 2,
+                flat,
+                hidden,
+                cell,
+                _RECURRENT[name],
+                hidden.shape[-1],
+                0,
+                layers,
+                False,
+                dropout,
+                train,
+                bidirectional,
+                batch_sizes,
+                None,
+            )
+        return out[:3] if name == "lstm" else out[:2]
 
 
 # The numbers by which cuDNN knows the kinds of recurrent layers.
 _RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _WHOLE = {getattr(aten, name).input: name for name in _RECURRENT}
+_WHOLE_PACKED = {getattr(aten, name).data: name for name in _RECURRENT}
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -252,7 +284,59 @@ def _rnn_backward(value: Tensor, weight: list[Tensor], *rest: Any, **_: Any) -> 
     return *made, [part.view(one.shape) for part, one in zip(parts, weight, strict=True)]
 
 
+def packed(value: Tensor, lengths: list[int], batch_first: bool) -> tuple[Tensor, list[int]]:
+    """A padded batch, step after step, as torch packs it; and how many samples there are at each step."""
+    turned = value.transpose(0, 1) if batch_first else value
+    parts: list[Tensor] = []
+    sizes: list[int] = []
+    done = 0
+    for count, length in zip(range(turned.shape[1], 0, -1), reversed(lengths), strict=True):
+        if length > done:
+            parts.append(turned[done:length, :count].contiguous().view(-1, *turned.shape[2:]))
+            sizes += [count] * (length - done)
+            done = length
+    return torch.cat(parts), sizes
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:
+    """With lengths on the host, as CUDA reads them there."""
+    if isinstance(lengths, FakeTensor) or isinstance(target_lengths, FakeTensor):
+        options = (blank, reduction, zero_infinity)
+        return aten.ctc_loss.Tensor.decompose(log_probs, targets, lengths, target_lengths, *options)
+    known = [one.tolist() if isinstance(one, Tensor) else list(one) for one in (lengths, target_lengths)]
+    losses = aten._ctc_loss.default(log_probs, targets, *known, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == float("inf"), 0.0, losses)
+    if reduction == 1:
+        return (losses / torch.clamp_min(torch.empty_like(losses), 1)).mean()
+    return losses.sum() if reduction == 2 else losses
+
+
+def _ctc_table(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: Any) -> Any:
+    """The losses, and the probabilities of being at each place of a text at each time."""
+    times, samples = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
+    places = 2 * max(target_lengths, default=0) + 1
+    losses = log_probs.new_empty(samples if log_probs.dim() == 3 else ())
+    return losses, log_probs.new_empty((samples, times, places))
+
+
+def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
 # Where torch's fake kernel is missing, or stricter than CUDA's.
-STAND_INS: dict[Any, Any] = {aten._cudnn_rnn_backward.default: _rnn_backward}
+STAND_INS: dict[Any, Any] = {
+    aten._cudnn_rnn_backward.default: _rnn_backward,
+    aten._ctc_loss.default: _ctc_table,
+    aten._ctc_loss_backward.default: _ctc_backward,
+}
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from batchfit._torch.fake_results import FakeResults
+from batchfit._torch.known_values import WHOLE
 from batchfit._torch.parallel import is_parallel
-from batchfit._torch.reach import Place, hooks_of, kept_by_classes, parts_of, reached
+from batchfit._torch.reach import UNBOUND, Place, hooks_of, kept_by_classes, parts_of, reached
 from batchfit._torch.rng import undo_generator
-from batchfit._torch.unread import Unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -56,6 +56,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._held: list[tuple[str, Tensor, str]] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: dict[int, Tensor] = {}
+        self._counters: list[tuple[Tensor, Tensor]] = []
         self._undo: list[Undo] = []
         self._kept: set[int] = set()
 
@@ -80,10 +81,14 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                     self._fake_optimizer(part)
                 elif isinstance(part, torch.amp.GradScaler):
                     self._fake_scaler(part)
-                elif not isinstance(part, nn.Module | Tensor):
+                elif isinstance(part, Tensor):
+                    self._stand_in(part)
+                elif not isinstance(part, nn.Module):
                     self._keep(part)  # LR schedulers and the like
+                    if isinstance(part, dict | list | set | deque):
+                        self._put_stand_ins(part)
             for one in self._containers:
-                self._keep_from_fakes(one)
+                self._keep_container(one)
             for place in self._places:
                 self._keep_place(place)
         except BaseException as error:
@@ -106,6 +111,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 yield name, tensor.grad, "gradients"
             yield name, tensor, kind
 
+    def counters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Whole numbers in buffers (up to where a queue is filled), which a program reads: their values."""
+        for fake, real in self._counters:
+            yield fake, real.detach().cpu().clone()
+
     def parameters(self) -> list[Tensor]:
         return list(self._parameters.values())
 
@@ -120,6 +130,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         known = self._fakes.get(id(real))
         if known is not None:
             return known
+        if isinstance(real, FakeTensor):  # in groups that two optimizers have in common
+            return real
         fake = self.shaped_like(real, self.device if device is None else device, sharing=True)
         if real.dim() == 0 and not real.requires_grad and real.device.type == "cpu":
             fake.constant = real.detach().clone()  # type: ignore[attr-defined]  # a counter that is read
@@ -177,13 +189,15 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             self.module_names.setdefault(id(one), path or type(one).__name__)
             self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
             for held in kept_by_classes(type(one)):
-                self._keep_from_fakes(held)
+                self._keep_container(held)
             tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
             for table in tables:
                 for name, tensor in list(table.items()):
                     if tensor is None or isinstance(tensor, FakeTensor):
                         continue
                     table[name] = self.fake_of(tensor)
+                    if tensor.numel() == 1 and tensor.dtype in WHOLE and tensor.device.type != "meta":
+                        self._counters.append((table[name], tensor))
                     self._hold(tensor, f"{path}.{name}".lstrip("."), learns=name in one._parameters)
 
     def _hold(self, real: Tensor, name: str, *, learns: bool) -> None:
@@ -294,36 +308,27 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for one in inner:
             self._keep_inner(one)
 
-    def _keep_from_fakes(self, value: Any) -> None:
-        """Later puts back what a container of the program's holds now, if the trace has left something in it.
+    def _keep_container(self, value: Any) -> None:
+        """Later puts back what a container of the program's holds now.
 
         Only itself: what is inside was found by itself, or is data. Parameters in it (a list of those to
         clip, a table with an optimizer for each) are fakes meanwhile.
         """
-        if id(value) in self._kept:
-            return
-        self._kept.add(id(value))
         if isinstance(value, functools._lru_cache_wrapper):
             self._undo.append(functools.partial(_clear_if_filled, value, value.cache_info().misses))
             return
-        items = value.copy()
-        refill = value.extend if isinstance(value, list | deque) else value.update
+        if id(value) not in self._kept:
+            self._kept.add(id(value))
+            self._undo.append(functools.partial(_put_back, value, value.copy()))
+        self._put_stand_ins(value)
 
-        def put_back() -> None:
-            held = [*value, *value.values()] if isinstance(value, dict) else value
-            if any(isinstance(one, FakeTensor | Unread) for one in held):
-                value.clear()
-                refill(items)
-
-        self._undo.append(put_back)
-        held = [*items, *items.values()] if isinstance(items, dict) else items
-        if not any(isinstance(one, Tensor) and id(one) in self._fakes for one in held):
-            return
-        value.clear()
-        if isinstance(items, dict):
-            value.update({self._stand_in(key): self._stand_in(one) for key, one in items.items()})
+    def _put_stand_ins(self, value: Any) -> None:
+        """Fakes for the parameters among the items of a container."""
+        if isinstance(value, dict):
+            items = {self._stand_in(key): self._stand_in(one) for key, one in value.items()}
         else:
-            refill([self._stand_in(one) for one in items])
+            items = type(value)(map(self._stand_in, value))
+        _put_back(value, items)
 
     def _keep_place(self, place: Place) -> None:
         """Later puts back what a name stands for now; a parameter is a fake meanwhile, in a tuple too."""
@@ -340,12 +345,41 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             place.put(meanwhile)
 
     def _stand_in(self, value: Any) -> Any:
-        """The fake of a tensor that has one; anything else as it is."""
-        return self._fakes.get(id(value), value) if isinstance(value, Tensor) else value
+        """The fake of what learns, or of what has one; anything else as it is."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        learns = value.requires_grad and value.is_leaf
+        if id(value) not in self._fakes and learns and value.device.type == self.device.type:
+            self._hold(value, "a tensor", learns=True)  # of no module and no optimizer
+        return self._fakes.get(id(value), value)
 
     def _keep_inner(self, value: Any) -> None:
         if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:
             self._keep(value)
+
+
+def _put_back(value: Any, items: Any) -> None:
+    """`value` with these items, if it has others; the rest stays in its place, as other threads may look."""
+    if isinstance(value, dict):
+        if list(map(id, value)) != [id(key) for key in items if key in value]:
+            for key in [key for key in value if key not in items]:
+                del value[key]
+        for key, one in items.items():
+            if value.get(key, UNBOUND) is not one:
+                value[key] = one
+        if list(map(id, value)) != list(map(id, items)):  # in another order
+            value.clear()
+            value.update(items)
+    elif isinstance(value, set):
+        if set(map(id, value)) != set(map(id, items)):
+            value.clear()
+            value.update(items)
+    elif list(map(id, value)) != list(map(id, items)):
+        if isinstance(value, list):
+            value[:] = items
+        else:
+            value.clear()
+            value.extend(items)
 
 
 def _put_gradient(real: Tensor, before: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 aten = torch.ops.aten
 _LARGEST = 1 << 24  # elements: more is no mask or position but a computation
 _A_FEW = 8  # whole numbers that are an index written into the program (`ids[:, [-1, 0]]`)
-_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _MAKERS = frozenset(
     {
         aten.arange.default,
@@ -82,7 +82,7 @@ class KnownValues:
 
     def see(self, fake: Tensor, real: Tensor, *, is_index: bool) -> None:
         """A tensor of the host comes in as `fake`: known if it is an index, or a whole number all over."""
-        plain = real.layout is torch.strided and real.dtype in _WHOLE and real.device.type == "cpu"
+        plain = real.layout is torch.strided and real.dtype in WHOLE and real.device.type == "cpu"
         if not plain or not 0 < real.numel() <= _LARGEST:
             return
         if (is_index and real.numel() <= _A_FEW) or _is_constant(real):

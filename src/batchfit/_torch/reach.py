@@ -74,10 +74,21 @@ class Reached(NamedTuple):
 def parts_of(workload: Workload) -> Iterator[Any]:
     """What a step works on: its declared state, and what its functions close over."""
     seen: set[int] = set()
-    for part in (*workload.state, workload.model, workload.optimizer, *used_by(workload.step)):
-        if part is not None and id(part) not in seen:
-            seen.add(id(part))
-            yield part
+    given = (*workload.state, workload.model, workload.optimizer, *used_by(workload.step))
+    for whole in given:
+        for part in _with_inner(whole):
+            if part is not None and id(part) not in seen:
+                seen.add(id(part))
+                yield part
+
+
+def _with_inner(part: Any) -> Iterator[Any]:
+    """A part, and the optimizers inside an optimizer (SAM, Lookahead)."""
+    yield part
+    if isinstance(part, torch.optim.Optimizer):
+        for value in vars(part).values():
+            if isinstance(value, torch.optim.Optimizer) and value is not part:
+                yield from _with_inner(value)
 
 
 def used_by(step: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from batchfit._decide.cards import Card
 from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch.blocks import Blocks, address_of
 from batchfit._torch.calling import calling_line, library_caller
-from batchfit._torch.cuda_rules import STAND_INS, CudaRules
+from batchfit._torch.cuda_rules import STAND_INS, CudaRules, packed
 from batchfit._torch.extra import Extra
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import Generating
@@ -100,6 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         for name, tensor, kind in faked.held():
             self.blocks.see(tensor, Origin(kind, "held", module=name))
             self._names.setdefault(id(tensor), name)
+        for counter, value in faked.counters():
+            self._values.put(counter, value)
         self.blocks.begin()
 
     @contextlib.contextmanager
@@ -158,6 +160,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
             if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
                 return self._on_host(func, args, kwargs)
+        if func is _PACK and fakes == 1 and isinstance(args[0], FakeTensor):
+            return self._packed(*args)
         if fakes < len(tensors):
             if fakes:
                 self._note_filled(func, args, kwargs)
@@ -200,6 +204,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._record(known, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
+
+    def _packed(self, value: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """Samples of the lengths that the host knows, one after the other."""
+        with unset_fake_temporarily():
+            known = lengths.tolist()
+        with self:
+            data, sizes = packed(value, known, batch_first)
+        with unset_fake_temporarily():
+            return data, torch.tensor(sizes)
 
     def knows(self, value: Any) -> bool:
         """Whether the values of a tensor are known."""
@@ -258,6 +271,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             # A frozen one as well: without a GPU its model would really be computed, and not be counted.
             learns = one.requires_grad and one.is_leaf
             if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
+                self._refuse_undeclared()
+            if learns and self.rules.host_means_device and address_of(one) not in self._made:
                 self._refuse_undeclared()
         return True
 
@@ -338,6 +353,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         caller, decides = library_caller(), tensor.dtype is torch.bool
         if caller == "generate" and decides and self.generating.goes_on():
             return False
+        if caller == "distributions" and decides:  # whether arguments are valid: a step that runs has such
+            return True
         if caller == "optim" and not decides:
             return 1.0
         if caller == "grad_scaler" and not decides:
@@ -391,6 +408,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
 _SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
 _INDEX = torch.ops.aten.index.Tensor
+_PACK = torch.ops.aten._pack_padded_sequence.default
 _MOVES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, _INDEX})
 
 

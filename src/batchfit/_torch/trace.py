@@ -141,7 +141,10 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     if isinstance(error, DataDependentOutputException):
         return UntraceableError(operation, where, "its result is read by the program and depends on the data")
     if isinstance(error, UnsupportedOperatorException | NotImplementedError):
-        return UntraceableError(operation, where, "it has no fake kernel (torch.library.register_fake)")
+        why = "torch has no fake kernel for it"
+        if not operation.startswith(("aten.", "prims.")):
+            why = "it has no fake kernel (torch.library.register_fake)"
+        return UntraceableError(operation, where, why)
     if ".numpy() is not supported for tensor subclasses" in str(error):
         return UntraceableError(".numpy()", where, "the program reads values that depend on the data")
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

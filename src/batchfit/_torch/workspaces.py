@@ -246,14 +246,14 @@ def _convolution_backward(args: Any, card: Card) -> Extra | None:
 
 def _rnn_workspace(tensor: Tensor, weights: Any, hidden: int) -> int:
     """Gates of all steps, and the weights in cuDNN's own order (read off one LSTM in fp32 and in fp16)."""
-    units = tensor.shape[0] * tensor.shape[1] * hidden
+    units = tensor.numel() // tensor.shape[-1] * hidden
     return sum(_bytes(one) for one in weights) + int(6.64 * units) * tensor.element_size() + (16 << 20)
 
 
 def _rnn(args: Any, card: Card) -> Extra:
     """cuDNN's recurrent layers: gates and cells of each layer are kept, dropout between layers too."""
     tensor, weights, hidden, layers = args[0], args[1], args[7], args[9]
-    units = tensor.shape[0] * tensor.shape[1] * hidden
+    units = tensor.numel() // tensor.shape[-1] * hidden
     kept = units * tensor.element_size() * (5 * layers + max(layers - 1, 0)) + (128 << 10)
     return Extra(before={3: _rnn_workspace(tensor, weights, hidden)}, outputs={3: kept})
 
@@ -262,6 +262,11 @@ def _rnn_backward(args: Any, card: Card) -> Extra:
     """First the gradients of the data, then, in one buffer, those of the weights: a workspace for each."""
     size = _rnn_workspace(args[0], args[1], args[4].shape[-1])
     return Extra(after={2: size, 3: size})
+
+
+def _ctc_backward(args: Any, card: Card) -> Extra:
+    """The probabilities from the other end, of the same shape as those from the beginning."""
+    return Extra(before={0: _bytes(args[6])})
 
 
 _RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
@@ -278,4 +283,5 @@ _RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
     aten.convolution_backward.default: _convolution_backward,
     aten._cudnn_rnn.default: _rnn,
     aten._cudnn_rnn_backward.default: _rnn_backward,
+    aten._ctc_loss_backward.default: _ctc_backward,
 }
