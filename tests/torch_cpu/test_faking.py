@@ -636,6 +636,21 @@ def test_a_tensor_that_learns_by_hand_is_counted(way: str) -> None:
     assert not weight.any()
 
 
+def test_a_weight_that_the_step_replaces_is_gone() -> None:
+    """As the momentum encoder of MoCo and SAM do it."""
+    model = nn.Linear(64, 64, bias=False)
+
+    def step(_: int) -> None:
+        with torch.no_grad():
+            for one in model.parameters():
+                one.data = one.data * 0.99
+
+    before = model.weight.data_ptr()
+    work = batchfit.Workload(step, state=[model])
+    assert trace(work, 2, rules=rules_for(work)).peak_bytes == 2 * 64 * 64 * 4
+    assert model.weight.data_ptr() == before
+
+
 class Inside(torch.optim.Optimizer):
     """As SAM and Lookahead are: with another optimizer inside, and its groups."""
 

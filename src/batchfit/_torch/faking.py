@@ -91,6 +91,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 self._keep_container(one)
             for place in self._places:
                 self._keep_place(place)
+            self._bases.clear()  # a weight that the step replaces (`p.data = new`) is gone
         except BaseException as error:
             self.__exit__()
             if isinstance(error, UntraceableError) or not isinstance(error, Exception):
