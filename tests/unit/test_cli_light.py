@@ -105,17 +105,30 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         "arguments",
-        [("--help",), ("find", "--help"), ("predict", "--help"), ("explain", "--help"), ("sweep", "--help")],
+        [
+            (),
+            ("find",),
+            ("predict",),
+            ("explain",),
+            ("profile",),
+            ("sweep",),
+            ("report",),
+            ("init",),
+            ("doctor",),
+            ("demo",),
+            ("schedule",),
+            ("schedule", "show"),
+        ],
     )
     def test_lists_every_exit_code(self, arguments: tuple[str, ...]) -> None:
-        lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
+        lines = [line.split() for line in batchfit_light(*arguments, "--help").stdout.splitlines()]
         for code in Code:
             assert [str(int(code)), *MEANINGS[code].split()] in lines
 
     def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
         texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
         assert len(texts) == 10
-        for line in "\n".join([*texts, schedule_flags.SHOW_HELP]).splitlines():
+        for line in "\n".join([*texts, schedule_flags.HELP, schedule_flags.SHOW_HELP]).splitlines():
             assert len(line) <= 78, line  # of 80, a space on either side
 
     @pytest.mark.parametrize("arguments", [(), ("find",), ("predict",), ("schedule",), ("schedule", "show")])
