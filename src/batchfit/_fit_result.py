@@ -23,6 +23,7 @@ REASONS = {
     "predicted": "it is the largest size by the prediction, and it ran",
     "bracketed": "the next larger size was tried and does not fit",
     "max_size": "max_size was reached",
+    "near_max_size": "max_size is so little larger that it is not worth a trial",
     "largest": "no batch is larger than this, and the memory has not ended",
     "attempts": "the strategy's attempts are used up",
     "strategy": "the strategy tries no larger size",
