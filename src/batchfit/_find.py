@@ -255,6 +255,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
+        state_bytes=runs.state_bytes if ended.best is None and isinstance(runs, Here) else None,
     )
     if known is None or not confirmed:
         return fit

@@ -112,6 +112,7 @@ def _predicted(
             device=rules.card.name,
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
+            state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
         )
     return _prediction(oracles, budgets, found, basis, share, trials, card, begun)

@@ -163,6 +163,12 @@ def test_nothing_fits() -> None:
     assert refused.value.budget_bytes == 16 * MIB
     assert refused.value.peak_bytes is not None
     assert refused.value.peak_bytes > 16 * MIB
+    assert refused.value.state_bytes is not None
+    assert refused.value.state_bytes < 16 * MIB
+    assert "activation checkpointing" in str(refused.value)
+    with pytest.raises(NothingFitsError, match="optimizer state, take at least") as too_little:
+        predict(wide(), budget=refused.value.state_bytes // 2)
+    assert "checkpointing" not in str(too_little.value)
     found = predict(wide(), budget=["16MiB", "1GiB"])
     assert [one.batch_size > 0 for one in found.answers] == [False, True]
     assert (found.batch_size, found.peak_bytes) == (0, 0)

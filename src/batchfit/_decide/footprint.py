@@ -18,6 +18,7 @@ from typing import final
 
 # What a block is for, in the order in which people ask.
 KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
+STATE = ("weights", "gradients", "optimizer")  # no batch makes it smaller
 # How the operation of a block begins that a kernel does without where there is no room for it.
 OPTIONAL = "plan of "
 
@@ -201,6 +202,16 @@ class Footprint:
         """Bytes asked for and live at the highest moment."""
         fixed, slopes = self.live_lines()
         return max(a + b * size for a, b in zip(fixed, slopes, strict=True))
+
+    @property
+    def state_bytes(self) -> int:
+        """The most that weights, gradients and optimizer state take at one moment, whatever the size."""
+        live = [
+            sign * self.fixed[block]
+            for sign, block in ((1, event) if event >= 0 else (-1, ~event) for event in self.events)
+            if self.origins[block].kind in STATE
+        ]
+        return round(max(accumulate(live), default=0))
 
     def pieces(self, largest: float = float("inf")) -> list[Piece]:
         """The straight pieces of the peak from size 1 up, exactly: the upper envelope of all moments."""

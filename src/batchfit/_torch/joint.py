@@ -27,7 +27,8 @@ def joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
     try:
         told: dict[str, Any] = {"answer": predict().to_json()}
     except NothingFitsError as error:
-        numbers = {"device": error.device, "budget_bytes": error.budget_bytes, "peak_bytes": error.peak_bytes}
+        names = ("device", "budget_bytes", "peak_bytes", "state_bytes")
+        numbers = {name: getattr(error, name) for name in names}
         told = {"nothing": [error.size, numbers]}
     except Exception as error:
         try:
