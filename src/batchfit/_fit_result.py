@@ -96,7 +96,7 @@ class FitResult(Result):
     `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
     meanwhile; `budget_bytes` is then what was left, and the answer is for that.
     `samples`: how many samples the dataset has, where the workload was made with one; a trial of more takes
-    some of them again.
+    some of them again. Of several ranks it is the smallest dataset's.
     """
 
     kind: Literal["fit"] = "fit"

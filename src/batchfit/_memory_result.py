@@ -44,7 +44,7 @@ class Prediction(Result):
 
     `based_on` says how: "no GPU", "GPU, not run" or "calibrated" (two small sizes were run). `margin` is
     the share of the budget that was left free. `unseen` names what the trace could not see. `samples`: how
-    many samples the dataset has, where the workload was made with one.
+    many samples the dataset has, where the workload was made with one; of several ranks the smallest one.
     """
 
     kind: Literal["prediction"] = "prediction"

@@ -57,4 +57,5 @@ def _least(predictions: list[Prediction]) -> Prediction:
     chosen = min(predictions, key=lambda one: one.batch_size)
     beside = zip(*(one.answers for one in predictions), strict=True)
     answers = tuple(min(alike, key=lambda one: one.batch_size) for alike in beside)
-    return chosen.model_copy(update={"answers": answers})
+    samples = min((one.samples for one in predictions if one.samples is not None), default=None)
+    return chosen.model_copy(update={"answers": answers, "samples": samples})
