@@ -155,13 +155,25 @@ class StepInterruptedError(BatchfitError):
 
 
 class UntraceableError(BatchfitError):
-    """A step cannot be traced with fake tensors; names the operation, the line and the reason."""
+    """A step cannot be traced with fake tensors; names the operation, the line and the reason.
 
-    def __init__(self, operation: str, where: str, why: str) -> None:
+    `raised`: the step raised an ordinary error (its `__cause__`), which may be its own as well.
+    """
+
+    def __init__(self, operation: str, where: str, why: str, *, raised: bool = False) -> None:
         self.operation = operation
         self.where = where
         self.why = why
+        self.raised = raised
         at = f" at {where}" if where else ""
+        if raised:
+            doing = f" ({operation})" if operation else ""
+            super().__init__(
+                f"the step raised {why.rstrip('.')}{at}{doing} while it was traced. Run one step by hand, "
+                "or batchfit find: if it is raised there too it is the step's own, otherwise it comes of "
+                "tracing."
+            )
+            return
         super().__init__(
             f"the step cannot be traced: {operation or 'the step'}{at}: {why.rstrip('.')}. "
             "batchfit find measures instead."

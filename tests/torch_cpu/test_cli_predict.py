@@ -67,6 +67,9 @@ def reads_a_value():
 def wrong_shape():
     return make(lambda model, batch: model(batch).mean())
 
+def no_scalar():
+    return make(lambda model, batch: model(batch.expand(-1, -1, WIDTH)))
+
 def on_cuda():
     raise AssertionError("Torch not compiled with CUDA enabled")
 
@@ -265,7 +268,12 @@ class TestPredict:
                 Code.UNTRACEABLE,
                 r"\.item\(\) at train.py:\d+.*batchfit find measures instead",
             ),
-            ("wrong_shape", Code.UNTRACEABLE, r"aten\.\S+ at train.py:\d+: RuntimeError.*find measures"),
+            (
+                "wrong_shape",
+                Code.UNTRACEABLE,
+                r"raised RuntimeError: .* at train.py:\d+ \(aten\.\S+\) while it was traced.*batchfit find",
+            ),
+            ("no_scalar", Code.RAISED, r"a step of train.py:no_scalar raised ValueError"),
             ("on_cuda", Code.RAISED, "raised AssertionError at train.py:.*" + re.escape(NO_GPU)),
             ("no_driver", Code.RAISED, "raised RuntimeError at train.py:.*" + re.escape(NO_GPU)),
             ("too_large", Code.RAISED, "raised RuntimeError at train.py:.*" + re.escape(TOO_LARGE)),
@@ -280,8 +288,18 @@ class TestPredict:
             predict_here(f"train.py:{target}", budget=["4GiB"])
         assert caught.value.code == code
         assert "_cli" not in caught.value.details
+        assert not caplog.records  # torch logs the traceback of an error in a fake kernel
         with pytest.raises(CommandFailed, match=words):
             explain_here(f"train.py:{target}")
+
+    def test_what_may_be_an_error_of_the_user_is_shown_as_one(self, project: Path) -> None:
+        with pytest.raises(CommandFailed) as caught:
+            predict_here("train.py:wrong_shape", budget=["4GiB"])
+        assert "train.py" in caught.value.details
+        assert "site-packages" not in caught.value.details
+        with pytest.raises(CommandFailed) as caught:
+            predict_here("train.py:reads_a_value", budget=["4GiB"])
+        assert caught.value.details == ""
 
     def test_a_traceback_shows_what_stood_in_the_way(self, project: Path) -> None:
         with pytest.raises(CommandFailed) as caught:
