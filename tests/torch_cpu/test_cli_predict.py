@@ -366,6 +366,16 @@ class TestPredict:
         memory = " --budget 80.0GiB" if based_on == "no GPU" else ""
         assert f"next       batchfit explain train.py:make --batch-size 64{memory}" in text.splitlines()[-1]
 
+    def test_what_stops_the_next_size_is_said_of_each_row(
+        self, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        predict_here("train.py:make", budget=["4GiB"], max_size=9)
+        assert "  no larger  max_size is reached\n" in capsys.readouterr().out
+        predict_here("train.py:make", budget=["4GiB", "8GiB"], max_size=9)
+        out = capsys.readouterr().out
+        assert "  no larger  h200, 4.00 GiB: max_size is reached\n" in out
+        assert "  no larger  h200, 8.00 GiB: max_size is reached\n" in out
+
     def test_a_rank_that_is_not_the_first_is_silent(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

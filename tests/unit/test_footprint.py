@@ -329,6 +329,7 @@ def test_blocks_of_one_plan_go_together() -> None:
     origins = (plan, HERE, plan, plan, other)
     footprint = Footprint((8.0, 8.0, 8.0, 9.0, 8.0), (1.0,) * 5, origins, (0, 1, 2, 3, 4), 0, (5,))
     assert footprint.optional == {0: (0, 2), 2: (0, 2), 3: (3,), 4: (4,)}
+    assert footprint.bare.sizes_at(2) == [0, 10, 0, 0, 0]
 
 
 @settings(max_examples=50)

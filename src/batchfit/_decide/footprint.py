@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import final
 
@@ -283,6 +283,16 @@ class Footprint:
                 key = (origin.operation, self.fixed[block], self.per_sample[block])
                 plans.setdefault(key, []).append(block)
         return {block: tuple(blocks) for blocks in plans.values() for block in blocks}
+
+    @property
+    def bare(self) -> Footprint:
+        """The same as it is where there is no room for what kernels can do without."""
+        left_out = self.optional
+        fixed, slopes = (
+            tuple(0.0 if block in left_out else one for block, one in enumerate(values))
+            for values in (self.fixed, self.per_sample)
+        )
+        return replace(self, fixed=fixed, per_sample=slopes)
 
     def moment_of_peak(self, size: float) -> int:
         """The event after which the most is live; the first of several."""
