@@ -214,8 +214,6 @@ def find_batch_size(
         ahead = predict and strategy == "guided" and start is None
         earlier_s = 0.0 if file is None else file.earlier_s
         fit = _search(trying, predict=ahead, known=before.known, earlier_s=earlier_s)
-        if work is not None:
-            fit = fit.model_copy(update={"samples": work._samples})
         if asked_bytes is None or trying.room.begun_bytes < asked_bytes:
             trying.tell_of_growth()
         return before.keep(fit)
@@ -236,9 +234,12 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         if not confirmed:
             trying.to_the_end()
     ended, trials, room = trying.search, trying.trials, trying.room
-    mine = [time.perf_counter() - trying.begun, runs.place.name]
+    samples = runs.work._samples if isinstance(runs, Here) else None
+    mine = [time.perf_counter() - trying.begun, runs.place.name, samples]
     ends = ranks.gather(mine, doing="the end of the search")
-    elapsed_s, device = max(seconds for seconds, _ in ends), ends[0][1]  # one result, the same on all ranks
+    # One result, the same on all ranks.
+    elapsed_s, device = max(seconds for seconds, _, _ in ends), ends[0][1]
+    samples = min((count for _, _, count in ends if count is not None), default=None)
     ranks.settle()
     if before == len(trials) > 0 and ranks.is_main:
         log.info("the search to resume had ended before: nothing was run")
@@ -255,7 +256,8 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
-    )
+        state_bytes=runs.state_bytes if ended.best is None and isinstance(runs, Here) else None,
+    ).model_copy(update={"samples": samples})
     if known is None or not confirmed:
         return fit
     return fit.model_copy(update={"from_store": True, "stored_age_s": known.age_s})

@@ -23,6 +23,7 @@ REASONS = {
     "predicted": "it is the largest size by the prediction, and it ran",
     "bracketed": "the next larger size was tried and does not fit",
     "max_size": "max_size was reached",
+    "near_max_size": "max_size is so little larger that it is not worth a trial",
     "largest": "no batch is larger than this, and the memory has not ended",
     "attempts": "the strategy's attempts are used up",
     "strategy": "the strategy tries no larger size",
@@ -95,7 +96,7 @@ class FitResult(Result):
     `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
     meanwhile; `budget_bytes` is then what was left, and the answer is for that.
     `samples`: how many samples the dataset has, where the workload was made with one; a trial of more takes
-    some of them again.
+    some of them again. Of several ranks it is the smallest dataset's.
     """
 
     kind: Literal["fit"] = "fit"

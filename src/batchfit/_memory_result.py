@@ -31,12 +31,16 @@ class Point(Result):
 
 
 class Answer(Result):
-    """The predicted largest size under one budget; 0 where not even one sample fits."""
+    """The predicted largest size under one budget; 0 where not even one sample fits.
+
+    `reason` says why no larger size is answered, where much of the budget is left.
+    """
 
     budget_bytes: int
     batch_size: int
     peak_bytes: int
     name: str = ""  # the card's, where the budget is a card's
+    reason: str = ""
 
 
 class Prediction(Result):
@@ -44,7 +48,7 @@ class Prediction(Result):
 
     `based_on` says how: "no GPU", "GPU, not run" or "calibrated" (two small sizes were run). `margin` is
     the share of the budget that was left free. `unseen` names what the trace could not see. `samples`: how
-    many samples the dataset has, where the workload was made with one.
+    many samples the dataset has, where the workload was made with one; of several ranks the smallest one.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -97,8 +101,13 @@ class Prediction(Result):
         return (
             f"batch size {self.batch_size} on {self.card}, predicted peak {format_bytes(self.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)} in {self.peak_phase}; {self.based_on}, {share}; "
-            f"{self.elapsed_s:.1f} s{few_samples(self.batch_size, self.samples)}"
+            f"{self.elapsed_s:.1f} s{self._reason}{few_samples(self.batch_size, self.samples)}"
         )
+
+    @property
+    def _reason(self) -> str:
+        reason = self.answers[0].reason if self.answers else ""
+        return f"; {reason}" if reason else ""
 
     def __str__(self) -> str:
         table = text_table(ANSWER_COLUMNS, self._rows()) + "\n" if len(self.answers) > 1 else ""

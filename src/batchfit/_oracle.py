@@ -49,10 +49,11 @@ class Oracle:
     rules: Rules
     residual: tuple[float, float]
 
-    def run(self, size: int, capacity_bytes: int | None) -> Simulation:
-        """A replay of `size`, under a capacity or without."""
+    def run(self, size: int, capacity_bytes: int | None, *, bare: bool = False) -> Simulation:
+        """A replay of `size`, under a capacity or without; `bare`: without what kernels can do without."""
+        footprint = self.traced.at(size)
         return simulate(
-            self.traced.at(size),
+            footprint.bare if bare else footprint,
             size,
             capacity_bytes=capacity_bytes,
             rules=self.rules,

@@ -21,7 +21,7 @@ from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import Simulation, largest, residual_of, simulate
-from batchfit._decide.units import parse_bytes
+from batchfit._decide.units import format_bytes, parse_bytes
 from batchfit._oracle import Basis, Oracle, Oracles, allocator_rules, held_beside, is_recurrent, margin_of
 from batchfit._torch.device import device_to_run, tensors_in
 from batchfit._torch.joint import joint
@@ -34,6 +34,7 @@ from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
+_MUCH = 0.05  # of a budget, beside the margin: unused, it is explained
 _SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
 Budget = int | str
@@ -113,9 +114,10 @@ def _predicted(
             device=rules.card.name,
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
+            state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
         )
-    return _prediction(oracles, budgets, found, basis, share, trials, card, begun)
+    return _prediction(oracles, budgets, found, basis, share, trials, card, begun, max_size)
 
 
 def calibration(
@@ -173,6 +175,7 @@ def _prediction(
     trials: Sequence[Trial],
     card: Card | None,
     begun: float,
+    most: int | None,
 ) -> Prediction:
     traced = oracles.all[0].traced
     answers = tuple(
@@ -181,6 +184,7 @@ def _prediction(
             batch_size=0 if one is None else one.size,
             peak_bytes=0 if one is None else one.peak_allocated_bytes,
             name=card.name if card is not None and budget == card.usable_bytes else "",
+            reason="" if one is None else _reason(oracles, one, budget, margin, most),
         )
         for budget, one in zip(budgets, found, strict=True)
     )
@@ -211,6 +215,28 @@ def _prediction(
         torch_version=torch.__version__,
         samples=traced.workload._samples,
     )
+
+
+def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: float, most: int | None) -> str:
+    """Why no larger size is answered; empty where little of the budget is left."""
+    size, oracle = found.size, oracles.of(found.size)
+    if found.peak_allocated_bytes >= (1 - margin - _MUCH) * budget_bytes:
+        return ""
+    if size == most:
+        return "max_size is reached"
+    if oracle.traced.footprint is None:  # the next size would need a trace of its own
+        return ""
+    capacity_bytes = round(budget_bytes * (1 - margin))
+    if oracle.run(size + 1, capacity_bytes).sustained:
+        return "of the sizes above it only some run: memory falls into pieces"
+    free = oracle.run(size + 1, None, bare=True)
+    peak, reserved = format_bytes(free.peak_allocated_bytes), format_bytes(free.peak_reserved_bytes)
+    larger = f"a batch of {size + 1}"
+    if free.peak_allocated_bytes > capacity_bytes:
+        return f"{larger} would have a peak of {peak}"
+    if free.peak_reserved_bytes > capacity_bytes:
+        return f"{larger} would reserve {reserved} for a peak of {peak}: memory falls into pieces"
+    return f"{larger} finds no room in a replay of the allocator"
 
 
 def _curve(oracles: Oracles, answers: Sequence[Answer]) -> list[Point]:

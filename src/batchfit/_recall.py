@@ -33,7 +33,7 @@ log = logging.getLogger("batchfit")
 KEY_VERSION: Final = 1  # to be raised where a key means something else than it did
 # Ends that would come again: another run with more time or trials could not do better.
 _OWN_ENDS: Final = frozenset(
-    {"within_tolerance", "bracketed", "predicted", "max_size", "attempts", "strategy"}
+    {"within_tolerance", "bracketed", "predicted", "max_size", "near_max_size", "attempts", "strategy"}
 )
 
 

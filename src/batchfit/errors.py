@@ -31,8 +31,18 @@ class BatchfitError(Exception):
     """Base of every error that batchfit raises for a run that cannot go on."""
 
 
+_NO_BATCH_HELPS = (
+    "Fewer or shorter samples do not help: keep the weights in bf16, freeze most of them (LoRA), shard them "
+    "(FSDP), use an optimizer with less state (Adafactor, 8-bit Adam, SGD), or take a larger card."
+)
+
+
 class NothingFitsError(BatchfitError):
-    """Not even the smallest allowed size ran; carries the numbers."""
+    """Not even the smallest allowed size ran; carries the numbers.
+
+    `state_bytes`: what weights, gradients and optimizer state take, as far as known; `phase`: where memory
+    ran out ("optimizer"), where known.
+    """
 
     def __init__(
         self,
@@ -41,6 +51,8 @@ class NothingFitsError(BatchfitError):
         device: str,
         budget_bytes: int,
         peak_bytes: int | None = None,
+        state_bytes: int | None = None,
+        phase: str | None = None,
         detail: str = "",
         advice: str = "",
     ) -> None:
@@ -50,7 +62,15 @@ class NothingFitsError(BatchfitError):
         self.device = device
         self.budget_bytes = budget_bytes
         self.peak_bytes = peak_bytes
+        self.state_bytes = state_bytes
+        self.phase = phase
         self.detail = detail
+        if state_bytes is not None and state_bytes > budget_bytes:
+            alone = "Weights alone, in training with gradients and optimizer state, take at least"
+            advice = f"{alone} {format_bytes(state_bytes)}. {_NO_BATCH_HELPS}"
+        elif phase == "optimizer":
+            gone = "Memory ran out in the optimizer's step, when what the samples need was free again."
+            advice = f"{gone} {_NO_BATCH_HELPS}"
         peak = f"peak {format_bytes(peak_bytes)} of " if peak_bytes is not None else "budget "
         if not advice and size == 1:
             advice = "Shrink the model or the sequence length, or turn on activation checkpointing."
@@ -135,13 +155,25 @@ class StepInterruptedError(BatchfitError):
 
 
 class UntraceableError(BatchfitError):
-    """A step cannot be traced with fake tensors; names the operation, the line and the reason."""
+    """A step cannot be traced with fake tensors; names the operation, the line and the reason.
 
-    def __init__(self, operation: str, where: str, why: str) -> None:
+    `raised`: the step raised an ordinary error (its `__cause__`), which may be its own as well.
+    """
+
+    def __init__(self, operation: str, where: str, why: str, *, raised: bool = False) -> None:
         self.operation = operation
         self.where = where
         self.why = why
+        self.raised = raised
         at = f" at {where}" if where else ""
+        if raised:
+            doing = f" ({operation})" if operation else ""
+            super().__init__(
+                f"the step raised {why.rstrip('.')}{at}{doing} while it was traced. Run one step by hand, "
+                "or batchfit find: if it is raised there too it is the step's own, otherwise it comes of "
+                "tracing."
+            )
+            return
         super().__init__(
             f"the step cannot be traced: {operation or 'the step'}{at}: {why.rstrip('.')}. "
             "batchfit find measures instead."

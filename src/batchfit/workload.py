@@ -22,6 +22,7 @@ from batchfit._torch import phase
 from batchfit._torch.batches import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._torch.structure import to_device
 from batchfit._torch.workload_parts import (
+    check_belongs,
     check_full_length,
     check_generated,
     check_loss,
@@ -138,6 +139,9 @@ def training(
     """
     check_model(model)
     check_optimizer(optimizer, scaler=scaler)
+    others = checked_state(state)
+    if optimizer is not None:
+        check_belongs(optimizer, model, others)
     check_loss_fn(loss_fn)
     if clip_norm is not None and not is_positive_number(clip_norm):
         raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
@@ -168,7 +172,7 @@ def training(
         "scaler": scaler,
         "clips": clip_norm is not None,
     }
-    return _known(step, "training", model, optimizer, state=(*known, *checked_state(state)), parts=parts)
+    return _known(step, "training", model, optimizer, state=(*known, *others), parts=parts)
 
 
 def batches(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Callable[[int], Any]:

@@ -50,6 +50,25 @@ def test_one_ranks_oom_is_everyones_and_all_get_the_same_result() -> None:
     assert silent == []
 
 
+def unequal_datasets(rank: int) -> Any:
+    """Rank 0 has no dataset but a function; the others' are of unequal lengths."""
+    model = nn.Linear(4, 4)
+    data: Any = lambda n: [torch.zeros(n, 4)]  # noqa: E731
+    if rank:
+        data = torch.utils.data.TensorDataset(torch.zeros(20 - 4 * rank, 4))
+    work = batchfit.training(model, None, lambda m, batch: m(batch[0]).sum(), data)
+    fit = batchfit.find_batch_size(work, budget="8MiB", max_size=32, soak_steps=0)
+    return fit.samples, fit.to_json(), batchfit.predict_batch_size(work, budget="1GiB", max_size=32).samples
+
+
+@gloo
+def test_the_smallest_dataset_counts_for_all() -> None:
+    outcomes = run_ranks(unequal_datasets, world_size=3)
+    assert [outcome.error for outcome in outcomes] == [None] * 3, "".join(one.trace for one in outcomes)
+    assert [(one.value[0], one.value[2]) for one in outcomes] == [(12, 12)] * 3
+    assert len({one.value[1] for one in outcomes}) == 1
+
+
 def others_on_one_card(rank: int) -> Any:
     """Another program takes memory of rank 1's card, before the third trial."""
     mib = 2**20

@@ -1242,6 +1242,12 @@ def test_a_method_of_the_users_is_not_hidden(tmp_path: Path) -> None:
 def test_only_trainers_and_options(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"trainer must be a transformers\.Trainer, not GPT2LMHeadModel"):
         adapt(gpt2())
+    trainer = Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens())
+    with pytest.raises(TypeError, match=r"^adapt\(\) has no option 'budgt': did you mean budget\?$"):
+        adapt(trainer, budgt="20GiB")
+    with pytest.raises(TypeError, match=r"^adapt\(\) has no option 'colour': it has find, budget, "):
+        adapt(trainer, colour="red")
+    assert type(trainer) is Trainer  # left as it was
     with pytest.raises(TypeError, match=r"batchfit must be Options\(...\) or None, not 3"):
         BatchfitTrainer(gpt2(), arguments(tmp_path), batchfit=3)
 

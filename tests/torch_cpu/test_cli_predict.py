@@ -67,6 +67,9 @@ def reads_a_value():
 def wrong_shape():
     return make(lambda model, batch: model(batch).mean())
 
+def no_scalar():
+    return make(lambda model, batch: model(batch.expand(-1, -1, WIDTH)))
+
 def on_cuda():
     raise AssertionError("Torch not compiled with CUDA enabled")
 
@@ -265,7 +268,12 @@ class TestPredict:
                 Code.UNTRACEABLE,
                 r"\.item\(\) at train.py:\d+.*batchfit find measures instead",
             ),
-            ("wrong_shape", Code.UNTRACEABLE, r"aten\.\S+ at train.py:\d+: RuntimeError.*find measures"),
+            (
+                "wrong_shape",
+                Code.UNTRACEABLE,
+                r"raised RuntimeError: .* at train.py:\d+ \(aten\.\S+\) while it was traced.*batchfit find",
+            ),
+            ("no_scalar", Code.RAISED, r"a step of train.py:no_scalar raised ValueError"),
             ("on_cuda", Code.RAISED, "raised AssertionError at train.py:.*" + re.escape(NO_GPU)),
             ("no_driver", Code.RAISED, "raised RuntimeError at train.py:.*" + re.escape(NO_GPU)),
             ("too_large", Code.RAISED, "raised RuntimeError at train.py:.*" + re.escape(TOO_LARGE)),
@@ -280,8 +288,18 @@ class TestPredict:
             predict_here(f"train.py:{target}", budget=["4GiB"])
         assert caught.value.code == code
         assert "_cli" not in caught.value.details
+        assert not caplog.records  # torch logs the traceback of an error in a fake kernel
         with pytest.raises(CommandFailed, match=words):
             explain_here(f"train.py:{target}")
+
+    def test_what_may_be_an_error_of_the_user_is_shown_as_one(self, project: Path) -> None:
+        with pytest.raises(CommandFailed) as caught:
+            predict_here("train.py:wrong_shape", budget=["4GiB"])
+        assert "train.py" in caught.value.details
+        assert "site-packages" not in caught.value.details
+        with pytest.raises(CommandFailed) as caught:
+            predict_here("train.py:reads_a_value", budget=["4GiB"])
+        assert caught.value.details == ""
 
     def test_a_traceback_shows_what_stood_in_the_way(self, project: Path) -> None:
         with pytest.raises(CommandFailed) as caught:
@@ -347,6 +365,16 @@ class TestPredict:
         assert words in " ".join(text.split())
         memory = " --budget 80.0GiB" if based_on == "no GPU" else ""
         assert f"next       batchfit explain train.py:make --batch-size 64{memory}" in text.splitlines()[-1]
+
+    def test_what_stops_the_next_size_is_said_of_each_row(
+        self, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        predict_here("train.py:make", budget=["4GiB"], max_size=9)
+        assert "  no larger  max_size is reached\n" in capsys.readouterr().out
+        predict_here("train.py:make", budget=["4GiB", "8GiB"], max_size=9)
+        out = capsys.readouterr().out
+        assert "  no larger  h200, 4.00 GiB: max_size is reached\n" in out
+        assert "  no larger  h200, 8.00 GiB: max_size is reached\n" in out
 
     def test_a_rank_that_is_not_the_first_is_silent(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

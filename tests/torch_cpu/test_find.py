@@ -324,6 +324,27 @@ def test_nothing_fits() -> None:
     assert caught.value.peak_bytes is not None
 
 
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        ("6MiB", "in training with gradients and optimizer state, take at least 8.01 MiB. Fewer or shorter"),
+        ("14MiB", "Memory ran out in the optimizer's step, when what the samples need was free again. Fewer"),
+    ],
+)
+def test_no_shorter_samples_are_advised_where_the_state_is_too_large(budget: str, says: str) -> None:
+    """Weights of 4 MiB: as much in gradients, and twice that in Adam's state."""
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = batchfit.training(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(1, 1024))
+    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cpu") as caught:
+        batchfit.find_batch_size(work, budget=budget)
+    assert says in str(caught.value)
+    assert "checkpointing" not in str(caught.value)
+    long = batchfit.training(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(1, 4096, 1024))
+    with pytest.raises(NothingFitsError, match=r"does not fit on cpu .*activation checkpointing"):
+        batchfit.find_batch_size(long, budget="24MiB")
+
+
 def test_limits_end_the_search_with_what_it_has() -> None:
     fit = find(Squares(), budget="40MiB", strategy="bisect", max_trials=3)
     assert len(fit.trials) == 3

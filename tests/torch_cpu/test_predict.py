@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +98,31 @@ def test_a_budget_among_larger_ones_is_answered_as_if_it_were_alone() -> None:
         assert together.peak_bytes_at(answer.batch_size) == pytest.approx(answer.peak_bytes, rel=0.002)
 
 
+def large_samples() -> batchfit.Workload:
+    """Each takes 384 MiB, of which no more than the trace is here."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make_batch = lambda n: torch.zeros(()).expand(n, 1 << 18, 64)  # noqa: E731
+    return batchfit.training(model, optimizer, lambda m, b: m(b).square().mean(), make_batch)
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "says"),
+    [
+        (reducing, {"budget": "300MiB"}, r"a batch of {next} would reserve 3\d\d.0 MiB for a peak of 2.*MiB"),
+        (large_samples, {"budget": "700MiB"}, r"a batch of {next} would have a peak of 8\d\d.\d MiB"),
+        (reducing, {"budget": "1GiB", "max_size": 9}, "max_size is reached"),
+        (reducing, {"budget": "2GiB"}, ""),
+    ],
+)
+def test_what_is_left_of_a_budget_is_explained(make: Any, asked: dict[str, Any], says: str) -> None:
+    found = predict(make(), **asked)
+    reason = found.answers[0].reason
+    assert re.fullmatch(says.format(next=found.batch_size + 1) + "(: memory falls into pieces)?", reason)
+    assert bool(reason) == (found.peak_bytes < 0.93 * found.budget_bytes)
+    assert found.summary.endswith(f"; {reason}" if reason else " s")
+
+
 def test_the_curve_is_right_far_below_the_answer() -> None:
     found = predict(reducing(), budget="1GiB")
     assert found.batch_size > 50_000
@@ -163,6 +189,12 @@ def test_nothing_fits() -> None:
     assert refused.value.budget_bytes == 16 * MIB
     assert refused.value.peak_bytes is not None
     assert refused.value.peak_bytes > 16 * MIB
+    assert refused.value.state_bytes is not None
+    assert refused.value.state_bytes < 16 * MIB
+    assert "activation checkpointing" in str(refused.value)
+    with pytest.raises(NothingFitsError, match="optimizer state, take at least") as too_little:
+        predict(wide(), budget=refused.value.state_bytes // 2)
+    assert "checkpointing" not in str(too_little.value)
     found = predict(wide(), budget=["16MiB", "1GiB"])
     assert [one.batch_size > 0 for one in found.answers] == [False, True]
     assert (found.batch_size, found.peak_bytes) == (0, 0)

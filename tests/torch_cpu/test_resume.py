@@ -208,4 +208,6 @@ class TestCommand:
         assert fit.trials_resumed == 1
         assert "step 8" not in self.steps(tmp_path)
         assert "going on with the search in search.json: 1 trial in it" in ran.stderr
+        assert "trial 1:" not in ran.stderr
+        assert "trial 2: size 4:" in ran.stderr
         assert sorted(file.name for file in tmp_path.iterdir()) == ["diary", "search.json"]

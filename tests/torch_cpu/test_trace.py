@@ -860,6 +860,45 @@ def test_an_error_of_the_program_keeps_its_words_and_its_cause() -> None:
         traced(trained(loss=fails))
     assert isinstance(refused.value.__cause__, KeyError)
     assert (refused.value.operation, refused.value.where) == ("", line_of(fails, "raise KeyError"))
+    assert refused.value.raised
+
+
+def undone(model: Any, batch: Any) -> torch.Tensor:
+    raise NotImplementedError("later")
+
+
+def misfit(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch[0].repeat(1, 2)).sum()
+
+
+def without_forward(model: Any, batch: Any) -> torch.Tensor:
+    return nn.Module()(model(batch[0])).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "own"),
+    [
+        (undone, "NotImplementedError", True),
+        (misfit, "RuntimeError", True),
+        (without_forward, "NotImplementedError", True),
+        (custom, "RuntimeError", False),
+    ],
+)
+def test_an_error_that_may_be_the_steps_own_is_not_put_down_to_tracing(
+    loss: Any, kind: str, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing has run, so that nobody can know; one about fake tensors is a matter of tracing."""
+    with pytest.raises(UntraceableError) as refused:
+        traced(trained(loss=loss))
+    error = refused.value
+    assert (error.raised, type(error.__cause__).__name__) == (own, kind)
+    if own:
+        assert str(error).startswith(f"the step raised {kind}: ")
+        assert f" at {error.where}" in str(error)
+        assert "batchfit find: if it is raised there too it is the step's own" in str(error)
+    else:
+        assert str(error).startswith("the step cannot be traced: ")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -755,6 +755,49 @@ def single_use() -> Any:
     yield
 
 
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for model in models for one in model.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("make", [make_model, lambda: nn.Sequential(nn.LazyLinear(3))])
+def test_an_optimizer_of_a_copy_is_refused(make: Callable[[], nn.Module]) -> None:
+    """It would move nothing of the model, and its state would never be there."""
+    model = make()
+    with pytest.raises(ValueError, match=r"^optimizer must hold the model's parameters, not those of a copy"):
+        training(model, sgd(copy.deepcopy(model)), cross_entropy, make_batch)
+
+
+class Masters(torch.optim.SGD):
+    """Moves copies in higher precision, which it keeps."""
+
+
+def test_an_optimizer_that_may_move_what_only_the_loss_knows_is_warned_of() -> None:
+    model, head = make_model(), nn.Linear(CLASSES, 2)
+    copies = [one.detach().double().requires_grad_() for one in model.parameters()]
+    hooked = sgd(copy.deepcopy(model))
+    hooked.register_step_pre_hook(lambda *_: None)
+    for one in (sgd(head), Masters(copies, lr=0.1), torch.optim.SGD(copies, lr=0.1), hooked):
+        with pytest.warns(UserWarning, match=rf"^the optimizer \({type(one).__name__}\) holds none of the"):
+            training(model, one, cross_entropy, make_batch)
+
+
+def test_an_optimizer_that_has_to_do_with_the_model_is_taken_without_a_word() -> None:
+    model, head = make_model(), nn.Linear(CLASSES, 2)
+    frozen = make_model().requires_grad_(False)
+    for of, one, state in (
+        (model, sgd(model), ()),
+        (model, torch.optim.SGD([next(model.parameters())], lr=0.1), ()),
+        (model, sgd(model, head), ()),
+        (model, sgd(head), [head]),  # declared
+        (frozen, sgd(head), ()),
+        (torch.compile(model, backend="eager"), sgd(model), ()),
+        (nn.DataParallel(model), sgd(model), ()),
+        (nn.Sequential(model, head), sgd(head), ()),
+        (model, None, ()),
+    ):
+        assert training(of, one, cross_entropy, make_batch, state=state).optimizer is one
+
+
 MODEL = make_model()
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 

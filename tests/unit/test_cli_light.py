@@ -105,17 +105,30 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         "arguments",
-        [("--help",), ("find", "--help"), ("predict", "--help"), ("explain", "--help"), ("sweep", "--help")],
+        [
+            (),
+            ("find",),
+            ("predict",),
+            ("explain",),
+            ("profile",),
+            ("sweep",),
+            ("report",),
+            ("init",),
+            ("doctor",),
+            ("demo",),
+            ("schedule",),
+            ("schedule", "show"),
+        ],
     )
     def test_lists_every_exit_code(self, arguments: tuple[str, ...]) -> None:
-        lines = [line.split() for line in batchfit_light(*arguments).stdout.splitlines()]
+        lines = [line.split() for line in batchfit_light(*arguments, "--help").stdout.splitlines()]
         for code in Code:
             assert [str(int(code)), *MEANINGS[code].split()] in lines
 
     def test_no_line_is_wider_than_a_terminal_shows(self) -> None:
         texts = [value for name, value in vars(help_texts).items() if name.endswith("_HELP")]
         assert len(texts) == 10
-        for line in "\n".join([*texts, schedule_flags.SHOW_HELP]).splitlines():
+        for line in "\n".join([*texts, schedule_flags.HELP, schedule_flags.SHOW_HELP]).splitlines():
             assert len(line) <= 78, line  # of 80, a space on either side
 
     @pytest.mark.parametrize("arguments", [(), ("find",), ("predict",), ("schedule",), ("schedule", "show")])
@@ -489,8 +502,8 @@ class TestProgress:
         with Lines(stream) as lines:
             lines.doing("not shown")
             lines.step(24, 1)
-            lines.trial(trial(), 24 * MIB)
-            lines.trial(trial(32, "oom", steps_run=1, phase="backward", peak_bytes=None), 24 * MIB)
+            lines.trial(1, trial(), 24 * MIB)
+            lines.trial(2, trial(32, "oom", steps_run=1, phase="backward", peak_bytes=None), 24 * MIB)
         assert stream.getvalue().splitlines() == [
             "trial 1: size 24: fits, 3 steps, 18.0 MiB of 24.0 MiB (75.0%), 0.40 s",
             "trial 2: size 32: oom in backward, 1 step, no memory reading, 0.40 s",
@@ -511,7 +524,7 @@ class TestProgress:
         assert type(progress) is Silent
         with progress:
             progress.note("a note")
-            progress.trial(trial(), 24 * MIB)
+            progress.trial(1, trial(), 24 * MIB)
         complain(CommandFailed(Code.USAGE, "the same on every rank"))
         assert capsys.readouterr().err == ""
         complain(CommandFailed(Code.RAISED, "true of this rank alone", every_rank=True))
@@ -539,8 +552,8 @@ class TestProgress:
             live.note("[red]train.py[/red]:make")
             live.step(24, 1)
             live.step(24, 9)
-            live.trial(trial(), 24 * MIB)
-            live.trial(trial(123456, "oom", peak_bytes=None, step_s=None), 24 * MIB)
+            live.trial(1, trial(), 24 * MIB)
+            live.trial(2, trial(123456, "oom", peak_bytes=None, step_s=None), 24 * MIB)
         shown = stream.getvalue()
         assert "[red]train.py[/red]:make" in shown.replace("\n", "")
         columns, bar = _layout(width)

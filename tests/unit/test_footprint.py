@@ -144,6 +144,16 @@ def test_the_end_is_expected_where_what_grows_meets_what_stays() -> None:
     assert expected_end(Trace(2, (100,), (kept,), (0,), 1, (1,)), 1100) == 2
 
 
+def test_state_is_counted_where_the_most_of_it_is_there_at_once() -> None:
+    kinds = ("weights", "activations", "gradients", "gradients", "optimizer", "temporaries")
+    origins = [Origin(kind, "forward") for kind in kinds]
+    # One gradient is gone before the optimizer's state comes.
+    events = [0, 1, 2, 3, ~1, ~2, 4, 5, ~5, ~3]
+    footprint = Footprint.of(traced(2, [100, 999, 20, 30, 60, 999], events, origins=origins))
+    assert footprint.state_bytes == 100 + 30 + 60
+    assert Footprint.of(traced(2, [], [])).state_bytes == 0
+
+
 def test_a_shorter_trace_checks_the_beginning() -> None:
     """One step of two, measured against the peak at the end and not against its own."""
     lines = Footprint((60.0, 0.0), (0.0, 10.0), (HERE,) * 2, (0, 1, -2, 1, -2), 1, (3, 5))
@@ -319,6 +329,7 @@ def test_blocks_of_one_plan_go_together() -> None:
     origins = (plan, HERE, plan, plan, other)
     footprint = Footprint((8.0, 8.0, 8.0, 9.0, 8.0), (1.0,) * 5, origins, (0, 1, 2, 3, 4), 0, (5,))
     assert footprint.optional == {0: (0, 2), 2: (0, 2), 3: (3,), 4: (4,)}
+    assert footprint.bare.sizes_at(2) == [0, 10, 0, 0, 0]
 
 
 @settings(max_examples=50)

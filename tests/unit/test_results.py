@@ -140,6 +140,18 @@ def test_messages_carry_their_numbers_and_what_to_do() -> None:
         "Shrink the model or the sequence length, or turn on activation checkpointing."
     )
     assert "min_size" in str(NothingFitsError(8, device="cpu", budget_bytes=1))
+    for size in (1, 8):
+        state = str(NothingFitsError(size, device="cuda:0", budget_bytes=2**30, state_bytes=3 * 2**30))
+        assert "with gradients and optimizer state, take at least 3.00 GiB" in state
+        optimizer = str(NothingFitsError(size, device="cuda:0", budget_bytes=2**30, phase="optimizer"))
+        assert "Memory ran out in the optimizer's step" in optimizer
+        for text in (state, optimizer):
+            assert "LoRA" in text
+            assert "sequence" not in text
+            assert "min_size" not in text
+    for more in ({"state_bytes": 2**29}, {"phase": "backward"}):
+        activations = str(NothingFitsError(1, device="cuda:0", budget_bytes=2**30, **more))  # type: ignore[arg-type]
+        assert "the sequence length" in activations
     missing = RankMissingError([3], doing="the size", timeout_s=30)
     assert str(missing).startswith(
         "rank 3 did not answer within 30 s while all ranks had to agree on the size."

@@ -364,6 +364,19 @@ def test_a_step_of_nothing_but_activations_fails_once(capacity: int) -> None:
     assert (done.best or 0) >= 0.95 * capacity
 
 
+@pytest.mark.parametrize(("asked", "best"), [({"max_size": 520}, 512), ({"max_size": 64, "start": 63}, 63)])
+def test_what_ends_a_little_below_max_size_was_not_ended_by_memory(asked: dict[str, int], best: int) -> None:
+    """A tenth of it is used, and a larger size is not wanted: nothing is left to gain."""
+    done = play(Search(budget_bytes=BUDGET, **asked), 8000, linear(8000, fixed=0.0))
+    assert (done.best, done.stopped_because) == (best, "near_max_size")
+    assert "max_size" in REASONS["near_max_size"]
+
+
+def test_memory_that_ends_below_max_size_is_the_reason() -> None:
+    done = play(Search(budget_bytes=BUDGET, max_size=1100), 1000, linear(1000))
+    assert done.stopped_because == "within_tolerance"
+
+
 def test_guided_uses_an_estimate() -> None:
     done = play(Search(budget_bytes=BUDGET, start=990), 1000, linear(1000, held=True))
     assert done.told[0].size == 990

@@ -129,7 +129,7 @@ where sweep.yaml has:
 {CODES}
 """
 
-REPORT_HELP = """\
+REPORT_HELP = f"""\
 Make one HTML page of result files: charts, tables, verdict.
 
 Results are what --json and --output of find, predict, explain, profile, sweep
@@ -140,6 +140,8 @@ Examples:
   batchfit report prediction.json fit.json -o gpt.html --title "GPT-2 small"
   batchfit report sweep-results.json -o sweep.html
   batchfit report fit.json --plot memory.png
+
+{CODES}
 """
 
 INIT_HELP = f"""\
@@ -158,7 +160,7 @@ Examples:
 {CODES}
 """
 
-DOCTOR_HELP = """\
+DOCTOR_HELP = f"""\
 Show what batchfit finds on this machine, and test that it works here.
 
 Versions, devices, allocator settings, optional packages, and a small find
@@ -167,9 +169,11 @@ under virtual memory. Exits with 1 if something is broken.
 Examples:
   batchfit doctor
   batchfit doctor --json > doctor.json
+
+{CODES}
 """
 
-DEMO_HELP = """\
+DEMO_HELP = f"""\
 Find the largest batch of a small GPT, and predict it for other cards.
 
 Without a GPU it runs on the CPU, under virtual memory that runs out like a
@@ -179,4 +183,6 @@ report of it all as an HTML page.
 Examples:
   batchfit demo
   batchfit demo --output fit.json --report demo.html
+
+{CODES}
 """

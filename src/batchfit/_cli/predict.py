@@ -60,6 +60,7 @@ class Row:
     budget_bytes: int
     batch_size: int
     peak_bytes: int
+    reason: str = ""  # why no larger size, where much of the budget is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ def predicted(
             continue
         predictions.append(one)
         rows += [
-            Row(one.card, one.card_measured, answer.budget_bytes, answer.batch_size, answer.peak_bytes)
-            for answer in one.answers
+            Row(one.card, one.card_measured, each.budget_bytes, each.batch_size, each.peak_bytes, each.reason)
+            for each in one.answers
         ]
     if not predictions:
         raise CommandFailed(Code.NOTHING_FITS, "; ".join(map(str, failures)))
@@ -248,6 +249,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]
+    facts += [("no larger", _of_row(row, found) + row.reason) for row in found.rows if row.reason]
     seen: dict[str, None] = dict.fromkeys(note for one in found.predictions for note in one.unseen)
     facts += [("not seen", note) for note in seen]
     sizes = ", ".join(map(str, first.trace_sizes))
@@ -258,6 +260,13 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     if next_command:
         facts.append(("next", next_command))
     return [line for label, told in facts for line in fact(label, told, width)]
+
+
+def _of_row(row: Row, found: Predicted) -> str:
+    """Which row is meant, where there are several: `h100, 24.0 GiB: `."""
+    if len(found.rows) == 1:
+        return ""
+    return f"{row.card}, {format_bytes(row.budget_bytes)}: "
 
 
 def _next(found: Predicted, text: str) -> str:

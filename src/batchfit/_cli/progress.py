@@ -46,7 +46,7 @@ class Progress(Protocol):
     def doing(self, what: str) -> None: ...  # between trials: "loading train.py:make"
     def note(self, line: str) -> None: ...  # a line that stays
     def step(self, size: int, number: int) -> None: ...  # step `number` of a trial begins
-    def trial(self, trial: Trial, budget_bytes: int) -> None: ...  # a trial ended
+    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None: ...  # trial `number` ended
 
 
 def progress_here(*, soak_steps: int | None, steps: int) -> Progress:
@@ -115,7 +115,7 @@ class Silent:
     def step(self, size: int, number: int) -> None:
         return None
 
-    def trial(self, trial: Trial, budget_bytes: int) -> None:
+    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None:
         return None
 
 
@@ -124,15 +124,13 @@ class Lines(Silent):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._count = 0
 
     def note(self, line: str) -> None:
         self._stream.write(f"{line}\n")
         self._stream.flush()
 
-    def trial(self, trial: Trial, budget_bytes: int) -> None:
-        self._count += 1
-        self.note(trial_line(self._count, trial, budget_bytes))
+    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None:
+        self.note(trial_line(number, trial, budget_bytes))
 
 
 def trial_line(number: int, trial: Trial, budget_bytes: int) -> str:
@@ -205,7 +203,7 @@ class Live:
             self._since = time.monotonic()
         self._size, self._number = size, number
 
-    def trial(self, trial: Trial, budget_bytes: int) -> None:
+    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None:
         if not self._heading:
             self._console.print()
             self._console.print(self._heads())

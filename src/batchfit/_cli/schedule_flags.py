@@ -12,9 +12,17 @@ import typer
 
 from batchfit._cli.ending import end, show_help
 from batchfit._cli.flags import Command, Group, OutputFile, json_flag, plot_flag
+from batchfit._cli.help_texts import CODES
 
-HELP = "Look at batch-size schedules."
-SHOW_HELP = """\
+HELP = f"""\
+Look at batch-size schedules.
+
+Examples:
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+
+{CODES}
+"""
+SHOW_HELP = f"""\
 Show what the schedule CONFIG will do: sizes, updates, learning rates.
 
 CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
@@ -26,6 +34,8 @@ Examples:
   batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
   batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
   batchfit schedule show s.yaml --samples 1.2M --epochs 90 --fits fit.json
+
+{CODES}
 """
 
 

@@ -126,7 +126,8 @@ def _answered(
     except errors.UntraceableError as error:
         cause = error.__cause__ or error
         full = given.full_traceback
-        details = failure.details(cause, home=home_of(given.target), full=True) if full else ""
+        shown = full or error.raised  # what may be an error of the user's is shown as one
+        details = failure.details(cause, home=home_of(given.target), full=full) if shown else ""
         raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
     except errors.NothingFitsError as error:
         raise CommandFailed(Code.NOTHING_FITS, str(error)) from None

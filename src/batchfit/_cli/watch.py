@@ -42,7 +42,8 @@ class Watch:
         self.trials.append(trial)
         self.budget_bytes = budget_bytes
         self._number = 0
-        self._progress.trial(trial, budget_bytes)
+        # Those of an earlier run, which `--resume` goes on with, are counted too.
+        self._progress.trial(len(self.trials), trial, budget_bytes)
 
     def partial(self, search: Search) -> FitResult | None:
         """The result of `search`, interrupted after the trials so far; None where no size had run."""

@@ -12,12 +12,13 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import final
 
 # What a block is for, in the order in which people ask.
 KINDS = ("weights", "gradients", "optimizer", "activations", "batch", "workspaces", "temporaries")
+STATE = ("weights", "gradients", "optimizer")  # no batch makes it smaller
 # How the operation of a block begins that a kernel does without where there is no room for it.
 OPTIONAL = "plan of "
 
@@ -202,6 +203,16 @@ class Footprint:
         fixed, slopes = self.live_lines()
         return max(a + b * size for a, b in zip(fixed, slopes, strict=True))
 
+    @property
+    def state_bytes(self) -> int:
+        """The most that weights, gradients and optimizer state take at one moment, whatever the size."""
+        live = [
+            sign * self.fixed[block]
+            for sign, block in ((1, event) if event >= 0 else (-1, ~event) for event in self.events)
+            if self.origins[block].kind in STATE
+        ]
+        return round(max(accumulate(live), default=0))
+
     def pieces(self, largest: float = float("inf")) -> list[Piece]:
         """The straight pieces of the peak from size 1 up, exactly: the upper envelope of all moments."""
         fixed, slopes = self.live_lines()
@@ -272,6 +283,16 @@ class Footprint:
                 key = (origin.operation, self.fixed[block], self.per_sample[block])
                 plans.setdefault(key, []).append(block)
         return {block: tuple(blocks) for blocks in plans.values() for block in blocks}
+
+    @property
+    def bare(self) -> Footprint:
+        """The same as it is where there is no room for what kernels can do without."""
+        left_out = self.optional
+        fixed, slopes = (
+            tuple(0.0 if block in left_out else one for block, one in enumerate(values))
+            for values in (self.fixed, self.per_sample)
+        )
+        return replace(self, fixed=fixed, per_sample=slopes)
 
     def moment_of_peak(self, size: float) -> int:
         """The event after which the most is live; the first of several."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 from batchfit._decide.allocator import GRAIN
-from batchfit._decide.footprint import KINDS, OPTIONAL, Origin, Trace
+from batchfit._decide.footprint import KINDS, OPTIONAL, STATE, Origin, Trace
 
 POINTS = 200  # of a timeline
-_NAMED = ("weights", "gradients", "optimizer")  # their origin names a tensor: the module is what comes before
+_NAMED = STATE  # their origin names a tensor: the module is what comes before
 _OPENS = 0.05  # a module that holds less of the peak is not told in parts
 _ROWS = 12
 _INSIDE = 6

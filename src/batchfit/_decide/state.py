@@ -226,6 +226,9 @@ def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
         return Ask(bracket.good, True)
     if bracket.good == bracket.sizes.last:
         return "largest" if state.max_size is None else "max_size"
+    if reason == "within_tolerance" and state.max_size is not None and bracket.bad is None:
+        # It is not the memory that ends a search so close to max_size: a lot of it may be left.
+        return "near_max_size" if enough(bracket.good, bracket.sizes.last, state.tolerance) else reason
     return reason
 
 

@@ -26,6 +26,7 @@ def fit_result(
     elapsed_s: float,
     trials_resumed: int = 0,
     shrunk_from_bytes: int | None = None,
+    state_bytes: int | None = None,
 ) -> FitResult:
     """The result of a search that has ended, for whatever reason; raises where no size ran."""
     if search.best is None:
@@ -41,6 +42,8 @@ def fit_result(
             device=device,
             budget_bytes=budget_bytes,
             peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
+            state_bytes=state_bytes,
+            phase=last.phase,
             detail=_why(trials),
         )
     at_best = [trial for trial in trials if trial.size == search.best and trial.fits]

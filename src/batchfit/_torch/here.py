@@ -68,6 +68,21 @@ class Here:
     def _parameters(self) -> list[torch.Tensor]:
         return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())
 
+    @property
+    def state_bytes(self) -> int | None:
+        """What weights and gradients take, and what there is of optimizer state; more of it may come.
+
+        None for steps of the user's own: nobody knows which gradients they keep.
+        """
+        trained = self._parameters()
+        if self.work.kind != "training" or self.work.optimizer is None or not trained:
+            return None
+        on = trained[0].device
+        if on.type != self.place.name.partition(":")[0]:
+            return None
+        without = [one for one in trained if one.grad is None]  # its gradient will be as large as it is
+        return own_bytes((*self.work.state, self.work.model), on=on) + own_bytes(without, on=on)
+
     def reachable_bytes(self, least_bytes: int) -> int:
         """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
         return self.place.budget_bytes()

@@ -27,7 +27,8 @@ def joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
     try:
         told: dict[str, Any] = {"answer": predict().to_json()}
     except NothingFitsError as error:
-        numbers = {"device": error.device, "budget_bytes": error.budget_bytes, "peak_bytes": error.peak_bytes}
+        names = ("device", "budget_bytes", "peak_bytes", "state_bytes")
+        numbers = {name: getattr(error, name) for name in names}
         told = {"nothing": [error.size, numbers]}
     except Exception as error:
         try:
@@ -56,4 +57,5 @@ def _least(predictions: list[Prediction]) -> Prediction:
     chosen = min(predictions, key=lambda one: one.batch_size)
     beside = zip(*(one.answers for one in predictions), strict=True)
     answers = tuple(min(alike, key=lambda one: one.batch_size) for alike in beside)
-    return chosen.model_copy(update={"answers": answers})
+    samples = min((one.samples for one in predictions if one.samples is not None), default=None)
+    return chosen.model_copy(update={"answers": answers, "samples": samples})

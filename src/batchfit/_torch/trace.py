@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sysconfig
 import traceback
 import warnings
@@ -37,11 +38,13 @@ from batchfit._torch.generating import short_generation
 from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.recorder import Recorder
 from batchfit._torch.rng import global_states
+from batchfit._torch.trial import NOTE
 from batchfit._torch.unread import Unread, values_unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 STEPS = 2
+_ABOUT_FAKES = ("fake", "meta tensor", "data pointer", "have storage")
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -66,6 +69,7 @@ def trace(
             faked = stack.enter_context(Faked.of(workload, device=rules.device))
             stack.enter_context(rules.active())
             stack.enter_context(eagerly())
+            stack.enter_context(_told_once())
             for change in changes:
                 stack.enter_context(change(workload, faked))
             recorder = Recorder(faked, rules, outside=_run.__code__, limit_s=limit_s)
@@ -102,6 +106,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an operation's error, which it raises as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _run(workload: Workload, size: int, recorder: Recorder) -> None:
     try:
         with recorder.faked.mode, recorder, warnings.catch_warnings():
@@ -114,6 +129,7 @@ def _run(workload: Workload, size: int, recorder: Recorder) -> None:
         raise
     except Exception as error:
         if _is_argument_error(error):
+            error.add_note(f"{NOTE} {size} (traced)")
             raise
         raise _explained(error, recorder) from error
     finally:
@@ -140,7 +156,7 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
         return UntraceableError(operation, where, "the shape of its result depends on the data")
     if isinstance(error, DataDependentOutputException):
         return UntraceableError(operation, where, "its result is read by the program and depends on the data")
-    if isinstance(error, UnsupportedOperatorException | NotImplementedError):
+    if isinstance(error, UnsupportedOperatorException) or _lacks_kernel(error, in_torch=in_torch):
         why = "torch has no fake kernel for it"
         if not operation.startswith(("aten.", "prims.")):
             why = "it has no fake kernel (torch.library.register_fake)"
@@ -150,7 +166,16 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Unread.__name__ in first:  # a number that nobody knows went where a real one is needed
         return UntraceableError(".item()", where, "the program works with a value that depends on the data")
-    return UntraceableError(operation, where, f"{type(error).__name__}: {first.rstrip('.')}")
+    # Nothing has run, so that nobody knows whether the error would come without fakes, unless it names them.
+    fakes = in_torch and isinstance(error, RuntimeError)
+    fakes = fakes and any(word in str(error).lower() for word in _ABOUT_FAKES)
+    why = f"{type(error).__name__}: {first.rstrip('.')}"
+    return UntraceableError(operation, where, why, raised=not fakes)
+
+
+def _lacks_kernel(error: Exception, *, in_torch: bool) -> bool:
+    """Not what the program has yet to write: a model without `forward`, or a method that says so itself."""
+    return isinstance(error, NotImplementedError) and in_torch and '"forward"' not in str(error)
 
 
 def _is_standard(file: str) -> bool:

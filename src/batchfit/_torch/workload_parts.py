@@ -6,14 +6,18 @@ Rules: the message names the argument, what it must be and what it is.
 from __future__ import annotations
 
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from batchfit._torch.batches import takes_arguments
+from batchfit._torch.device import tensors_in
 from batchfit._torch.structure import is_array
 
 _STATELESS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, type(None))
@@ -64,6 +68,37 @@ def check_optimizer(optimizer: Any, *, scaler: Any) -> None:
         )
     if scaler is not None and not (hasattr(scaler, "unscale_") and hasattr(scaler, "update")):
         raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r}")
+
+
+def check_belongs(optimizer: Any, model: nn.Module, others: Iterable[object]) -> None:
+    """Refuse an optimizer that was made for a copy of the model; warn of one that holds nothing of it.
+
+    The second may be right: what it moves may be in `loss_fn` alone (a head, a prompt, the input), or it
+    keeps copies of its own (in higher precision, on the host).
+    """
+    moved = [one for one in tensors_in([optimizer]) if one.requires_grad]
+    own = [one for one in model.parameters() if one.requires_grad]
+    known = {id(one) for one in (*model.parameters(), *tensors_in(others))}
+    if not moved or not own or any(id(one) in known for one in moved):
+        return
+    # One of torch's moves its own parameters by their own gradients, unless a hook makes up for that.
+    plain = type(optimizer).__module__.startswith("torch.optim.")
+    hooked = plain and bool(optimizer._optimizer_step_pre_hooks)
+    if plain and not hooked and _kinds(moved) == _kinds(own):
+        raise ValueError(
+            f"optimizer must hold the model's parameters, not those of a copy: each of its {len(moved)} is "
+            "like one of the model's, and none is one. Make it from model.parameters()"
+        )
+    warnings.warn(
+        f"the optimizer ({type(optimizer).__name__}) holds none of the model's parameters. If it was made "
+        "for another model, make it from model.parameters(). If it moves what only loss_fn knows, declare "
+        "that: state=[head].",
+        stacklevel=3,
+    )
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> Counter[tuple[object, ...]]:
+    return Counter((None if is_lazy(one) else one.shape, one.dtype, one.device) for one in tensors)
 
 
 def check_loss_fn(loss_fn: Any) -> None:

@@ -6,9 +6,10 @@ both settings and says what to do.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, final
 
 import torch
@@ -97,6 +98,16 @@ class Options:
                 world_size=1,
                 tokens_per_sample=self.tokens_per_sample,
             )
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Refuse what is no option, in the words of `adapt`, which takes them as keywords."""
+    known = [one.name for one in fields(Options)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"adapt() has no option {name!r}: {hint}")
 
 
 def check_trainer(trainer: Any, options: Options) -> None:

@@ -34,7 +34,7 @@ from batchfit.integrations.transformers.losses import (
     rows_of,
     shifts_labels,
 )
-from batchfit.integrations.transformers.options import Options, check_trainer
+from batchfit.integrations.transformers.options import Options, check_names, check_trainer
 from batchfit.integrations.transformers.predictions import (
     loss_of_rows,
     loss_rows,
@@ -419,6 +419,7 @@ def adapt(trainer: Any, **options: Any) -> Any:
     kind: Any = type(trainer)
     if not issubclass(kind, transformers.Trainer):
         raise TypeError(f"trainer must be a transformers.Trainer, not {kind.__name__}")
+    check_names(options)
     run = Run(Options(**options))
     check_trainer(trainer, run.options)
     if not issubclass(kind, BatchfitMixin):
