@@ -25,19 +25,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-
-import batchfit
 import gallery_language  # noqa: F401  the loops hang themselves up
 import gallery_refused  # noqa: F401
 import gallery_training  # noqa: F401
 import gallery_vision  # noqa: F401
+import numpy as np
+import torch
+from gallery_case import CASES, Case
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import batchfit
 from batchfit import errors
 from batchfit._torch.unread import Unread
-from gallery_case import CASES, Case
 
 BUDGET = 5 * 2**29  # 2.5 GiB
 LIMIT_S = 40  # of one loop
@@ -247,7 +247,7 @@ def noted(row: dict[str, Any], name: str) -> Iterator[None]:
     try:
         with limited(LIMIT_S):
             yield
-    except (Exception, _TooLongError):
+    except (Exception, _TooLongError):  # noqa: BLE001  the other loops go on
         row[name] = traceback.format_exc()[-1500:]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -71,7 +72,7 @@ def images(n: int, device: str, classes: int = 10) -> tuple[Tensor, Tensor]:
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inside, outside in zip(widths, widths[1:], strict=False):
+    for inside, outside in pairwise(widths):
         layers += [nn.Linear(inside, outside), nn.GELU()]
     return nn.Sequential(*layers[:-1])
 

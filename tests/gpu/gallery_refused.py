@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
+from gallery_case import F, conv_net, images, loop, mlp, next_token_loss, tokens
 from torch import Tensor, nn
 
 import batchfit
-from gallery_case import F, conv_net, images, loop, mlp, next_token_loss, tokens
 
 
 def classifier(device: str, after: Any = None, before: Any = None) -> batchfit.Workload:
@@ -86,6 +86,7 @@ def detection(device: str) -> batchfit.Workload:
 def nan_guard(device: str) -> batchfit.Workload:
     def before(loss: Tensor) -> bool:
         if torch.isnan(loss):
+            print("loss is nan, skipping the batch")
             return True
         return False
 
@@ -167,7 +168,7 @@ def lbfgs(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model, optimizer])
 
 
-@loop(refused="optimizer.step()  # sparse")
+@loop(refused="words(ids).square().mean().backward()")
 def sparse_adam(device: str) -> batchfit.Workload:
     """Gradients are coalesced: as many rows as the batch has different words."""
     words = nn.Embedding(100_000, 64, sparse=True).to(device)
@@ -177,7 +178,7 @@ def sparse_adam(device: str) -> batchfit.Workload:
         ids = torch.randint(0, 100_000, (256 * n,)).to(device)
         optimizer.zero_grad()
         words(ids).square().mean().backward()
-        optimizer.step()  # sparse
+        optimizer.step()
 
     return batchfit.Workload(step, state=[words, optimizer])
 
