@@ -61,6 +61,13 @@ def cleaned() -> int:
     return torch.cuda.memory_allocated()
 
 
+def let_go(workload: batchfit.Workload) -> None:
+    """Take off the hooks of parameters: torch keeps what they close over for good."""
+    for one in held_by(workload).values():
+        if isinstance(one, Tensor) and one._post_accumulate_grad_hooks:
+            one._post_accumulate_grad_hooks.clear()
+
+
 # ---------------------------------------------------------------- predicted and measured
 
 
@@ -213,8 +220,9 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
             except errors.UntraceableError as error:
                 row |= {f"outcome_{kind}": "refused", f"refused_{kind}": str(error)}
             after = held_by(work)
-            row[f"left_{kind}"] = left_behind(after)
-            row[f"changed_{kind}"] = differences(before, frozen(after))
+            row[f"left_{kind}"] = left_behind(after)[:8]
+            row[f"changed_{kind}"] = differences(before, frozen(after))[:8]
+            let_go(work)
         work = before = after = None
         gc.collect()
         row[f"predict_s_{kind}"] = round(time.perf_counter() - began, 2)
@@ -239,6 +247,8 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
                     one[f"off_{kind}"] = round(one[f"predicted_{kind}"] / one["measured"] - 1, 5)
             one["measure_s"] = round(time.perf_counter() - began, 2)
         yield one | {"seconds": round(time.perf_counter() - begun, 2)}
+    if work is not None:
+        let_go(work)
 
 
 @contextlib.contextmanager

