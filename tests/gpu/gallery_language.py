@@ -436,3 +436,23 @@ def speech(device: str) -> batchfit.Workload:
         return F.ctc_loss(log_probability, labels, long, torch.full((n,), 30), blank=0, zero_infinity=True)
 
     return trained(device, model, loss_of)
+
+
+@loop()
+def frozen_encoder(device: str) -> batchfit.Workload:
+    """A large frozen encoder that nobody declares, under a small head that learns."""
+    encoder = nn.Sequential(nn.Embedding(65_536, 512), nn.Linear(512, 512)).to(device).eval()
+    encoder.requires_grad_(False)
+    head = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 1)).to(device)
+    optimizer = torch.optim.AdamW(head.parameters())
+
+    def step(n: int) -> None:
+        ids = tokens(n, device, vocabulary=65_536)
+        with torch.no_grad():
+            features = encoder(ids)
+        score = head(features).mean((1, 2))
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(score, torch.ones_like(score)).backward()
+        optimizer.step()
+
+    return batchfit.Workload(step, state=[head, optimizer])

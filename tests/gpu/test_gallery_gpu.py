@@ -14,6 +14,7 @@ import pytest
 import torch
 from gallery import (
     CASES,
+    LIMIT_S,
     Case,
     cleaned,
     differences,
@@ -21,6 +22,7 @@ from gallery import (
     held_by,
     left_behind,
     let_go,
+    limited,
     measured,
     predicted,
     seeded,
@@ -74,7 +76,8 @@ def told_without_a_gpu(case: Case) -> batchfit.Prediction:
 
 def told_and_unchanged(case: Case, workload: batchfit.Workload, *, gpu: str | None) -> batchfit.Prediction:
     before = frozen(held_by(workload))
-    told = predicted(case, workload, gpu=gpu)
+    with limited(LIMIT_S):
+        told = predicted(case, workload, gpu=gpu)
     after = held_by(workload)
     assert not left_behind(after)
     assert not differences(before, frozen(after))
