@@ -40,7 +40,7 @@ from batchfit import errors
 from batchfit._torch.unread import Unread
 
 BUDGET = 5 * 2**29  # 2.5 GiB
-LIMIT_S = 40  # of one loop
+LIMIT_S = 20  # of one loop
 MAX_SIZE = 8192  # more samples take the host too long to make
 
 

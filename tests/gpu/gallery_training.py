@@ -159,7 +159,7 @@ def lora(device: str) -> batchfit.Workload:
 @loop()
 def optimizer_in_backward(device: str) -> batchfit.Workload:
     """Each parameter has an optimizer that steps as soon as its gradient is there (torch's tutorial)."""
-    model = mlp(1024, 2048, 2048, 1024).to(device)
+    model = mlp(256, 2048, 4096, 256).to(device)
     optimizers = {one: torch.optim.Adam([one], foreach=False) for one in model.parameters()}
 
     def update(parameter: Tensor) -> None:
@@ -170,7 +170,7 @@ def optimizer_in_backward(device: str) -> batchfit.Workload:
         one.register_post_accumulate_grad_hook(update)
 
     def step(n: int) -> None:
-        model(torch.randn(16 * n, 1024).to(device)).square().mean().backward()
+        model(torch.randn(16 * n, 256).to(device)).square().mean().backward()
 
     return batchfit.Workload(step, state=[model, *optimizers.values()])
 
@@ -434,13 +434,13 @@ def master_weights(device: str) -> batchfit.Workload:
 
 
 def optimized(device: str, make: Any, **zeroed: Any) -> batchfit.Workload:
-    """Weights of 32 MiB, so that what an optimizer takes is seen."""
-    model = mlp(1024, 2048, 2048, 1024).to(device)
+    """Weights of 40 MiB, so that what an optimizer takes is seen."""
+    model = mlp(256, 2048, 4096, 256).to(device)
     optimizer = make(model.parameters())
     losses: list[Tensor] = []
 
     def step(n: int) -> None:
-        x = torch.randn(16 * n, 1024).to(device)
+        x = torch.randn(16 * n, 256).to(device)
         optimizer.zero_grad(**zeroed)
         loss = F.mse_loss(model(x), x)
         loss.backward()
@@ -649,7 +649,7 @@ def offloaded(device: str) -> batchfit.Workload:
 @loop()
 def packed_activations(device: str) -> batchfit.Workload:
     """Saved in half precision by hooks of one's own."""
-    model = mlp(512, 1024, 1024, 512).to(device)
+    model = mlp(128, 1024, 1024, 128).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def pack(x: Tensor) -> Any:
@@ -659,7 +659,7 @@ def packed_activations(device: str) -> batchfit.Workload:
         return x.float() if x.dtype is torch.bfloat16 else x
 
     def step(n: int) -> None:
-        x = torch.randn(64 * n, 512).to(device)
+        x = torch.randn(64 * n, 128).to(device)
         optimizer.zero_grad()
         with saved_tensors_hooks(pack, unpack):
             loss = F.mse_loss(model(x), x)

@@ -40,6 +40,8 @@ OTHER_KERNELS = {
     "offloaded": "the host is the device",
     "truncated_backpropagation": "what a recurrent layer keeps",
     "scaled_fp16": "autocast's lists",
+    "nesterov": "all parameters at once on a card, one after the other here",
+    "zeroed_gradients": "the same",
     "channels_last": "what a convolution takes for itself",
 }
 # Which a random number makes another each time, and whose gradients cuDNN keeps in one piece.
