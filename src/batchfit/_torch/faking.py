@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from batchfit._torch.device import tensors_in
 from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.known_values import WHOLE
 from batchfit._torch.parallel import is_parallel
@@ -59,6 +60,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._counters: list[tuple[Tensor, Tensor]] = []
         self._undo: list[Undo] = []
         self._kept: set[int] = set()
+        # A model on the meta device is what would be on the card; beside a real one it is but a skeleton.
+        self._is_meta = all(one.device.type == "meta" for one in tensors_in(parts))
 
     @classmethod
     def of(cls, workload: Workload, *, device: torch.device) -> Self:
@@ -91,7 +94,6 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 self._keep_container(one)
             for place in self._places:
                 self._keep_place(place)
-            self._bases.clear()  # a weight that the step replaces (`p.data = new`) is gone
         except BaseException as error:
             self.__exit__()
             if isinstance(error, UntraceableError) or not isinstance(error, Exception):
@@ -111,6 +113,12 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             if tensor.is_leaf and tensor.grad is not None:
                 yield name, tensor.grad, "gradients"
             yield name, tensor, kind
+
+    def let_go(self) -> None:
+        """From now on only the program holds the fakes: a weight that it replaces (`p.data = new`) is gone."""
+        self._bases.clear()
+        self._fakes.clear()
+        self._held.clear()
 
     def counters(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole numbers in buffers (up to where a queue is filled), which a program reads: their values."""
@@ -208,7 +216,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             fake.grad = self.shaped_like(real.grad, self.device)
         if learns:
             self._parameters[id(fake)] = fake
-        self._held.append((name, fake, "weights"))
+        if real.device.type != "meta" or self._is_meta:
+            self._held.append((name, fake, "weights"))
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)

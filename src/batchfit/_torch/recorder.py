@@ -95,6 +95,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._known: dict[Any, _Operation] = {}
         self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
+        # Whether the program names the device itself; else, without a GPU, it has put everything on the CPU.
+        self._tells_apart = not rules.host_means_device
         self._filled: dict[int, tuple[Any, bool]] = {}  # host storages with values of the device, by address
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
@@ -102,6 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             self._names.setdefault(id(tensor), name)
         for counter, value in faked.counters():
             self._values.put(counter, value)
+        faked.let_go()
         self.blocks.begin()
 
     @contextlib.contextmanager
@@ -148,7 +151,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         if self._ends is not None and time.perf_counter() > self._ends:
             raise UntraceableError("", "", "the trace takes too long")
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.rules.renamed(kwargs["device"])}
+            place = self.rules.renamed(kwargs["device"])
+            self._tells_apart |= place is not kwargs["device"]
+            kwargs = {**kwargs, "device": place}
         given = args
         tensors: list[Tensor] = []
         _collect(args, tensors)
@@ -306,12 +311,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
 
         It was copied from the device, or is itself what would be on the device.
         """
+        to_host = func in _MOVES and self._tells_apart
         for one in written_by(func, args, kwargs):
             if isinstance(one, FakeTensor):
                 continue
             address = address_of(one)
             forget = functools.partial(_forget, self._filled, address)
-            self._filled[address] = (weakref.ref(one.untyped_storage(), forget), func in _MOVES)
+            self._filled[address] = (weakref.ref(one.untyped_storage(), forget), to_host)
 
     def _any_filled(self, tensors: list[Tensor]) -> bool:
         plain = (one for one in tensors if one.layout is torch.strided)
