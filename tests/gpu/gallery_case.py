@@ -30,20 +30,20 @@ class Case:
     at: str = ""
     most: int | None = None  # the largest size that the loop takes
     exactly: float = 0.02
-    broken: str = ""  # what is wrong with the trace of it, for now
+    uncounted: str = ""  # what a trace without a GPU does not count
 
 
 CASES: dict[str, Case] = {}
 
 
 def loop(
-    *, refused: str = "", most: int | None = None, exactly: float = 0.02, broken: str = ""
+    *, refused: str = "", most: int | None = None, exactly: float = 0.02, uncounted: str = ""
 ) -> Callable[[Make], Make]:
     """Hang a loop up in the gallery; `refused` is a text of the line at which a trace must stop."""
 
     def hang(make: Make) -> Make:
         expected: Any = "refused" if refused else "traced"
-        CASES[make.__name__] = Case(make.__name__, make, expected, refused, most, exactly, broken)
+        CASES[make.__name__] = Case(make.__name__, make, expected, refused, most, exactly, uncounted)
         return make
 
     return hang

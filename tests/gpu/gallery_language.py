@@ -297,7 +297,7 @@ class Packed(nn.Module):
         return logits
 
 
-@loop(exactly=0.05, broken="lengths on the host count as unknown")
+@loop(exactly=0.05)
 def packed_lstm(device: str) -> batchfit.Workload:
     """Lengths stay on the CPU, where they are known."""
     model = Packed().to(device)
@@ -324,7 +324,7 @@ class Memory(nn.Module):
         return self.head(self.down(out)), state
 
 
-@loop(exactly=0.05, broken="a variable of the loop (nonlocal) keeps the trace's fake")
+@loop(exactly=0.05)
 def truncated_backpropagation(device: str) -> batchfit.Workload:
     """The hidden state goes on from step to step, detached, in a variable of the loop."""
     model = Memory().to(device)
@@ -419,7 +419,7 @@ def sampled_by_hand(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model])
 
 
-@loop(exactly=0.05, broken="lengths on the host count as unknown")
+@loop(exactly=0.05)
 def speech(device: str) -> batchfit.Workload:
     """CTC over a spectrogram; lengths on the CPU."""
     front = nn.Sequential(nn.Conv1d(80, 256, 3, 2, 1), nn.GELU(), nn.Conv1d(256, 256, 3, 1, 1), nn.GELU())

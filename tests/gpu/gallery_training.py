@@ -58,7 +58,7 @@ def scaled_fp16(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model, optimizer, scheduler, scaler])
 
 
-@loop(broken="the scale that a scaler is asked for is answered with 0")
+@loop()
 def scaled_penalty(device: str) -> batchfit.Workload:
     """The gradient penalty of torch's own page on AMP: gradients are divided by the scale that it reads."""
     model = mlp(256, 1024, 1024, 10).to(device)
@@ -101,7 +101,7 @@ def plateau(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model, optimizer, scheduler])
 
 
-@loop(broken="ReduceLROnPlateau refuses a number that item() gave")
+@loop()
 def plateau_item(device: str) -> batchfit.Workload:
     """The same, by a mean of numbers that `item()` gave."""
     model = conv_net().to(device)
@@ -214,7 +214,7 @@ class SAM(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-@loop(broken="an optimizer inside an optimizer keeps the trace's fakes")
+@loop()
 def sharpness_aware(device: str) -> batchfit.Workload:
     model = conv_net(48).to(device)
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -338,7 +338,7 @@ class Policy(nn.Module):
         return torch.distributions.Categorical(logits=self.act(x)), self.value(x).squeeze(-1)
 
 
-@loop(broken="torch.distributions' own checks count as decisions")
+@loop()
 def ppo(device: str) -> batchfit.Workload:
     """A rollout into tensors on the device, then epochs of minibatches, as CleanRL writes it."""
     agent = Policy().to(device)
@@ -381,7 +381,7 @@ def ppo(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[agent, optimizer])
 
 
-@loop(broken="a counter of the loop (nonlocal) goes on in the trace; without a GPU its buffer is not counted")
+@loop(uncounted="its buffer, on the CPU, cannot be told from the host's")
 def dqn(device: str) -> batchfit.Workload:
     """A replay buffer on the device, a target network that is copied now and then."""
     net = mlp(512, 1024, 1024, 16).to(device)
@@ -411,7 +411,7 @@ def dqn(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[net, target, optimizer])
 
 
-@loop(broken="weights that only an optimizer has are not counted")
+@loop()
 def master_weights(device: str) -> batchfit.Workload:
     """bf16 weights, and fp32 copies of them that the optimizer works on."""
     model = Language(depth=4).to(device, torch.bfloat16)
@@ -531,7 +531,7 @@ def muon(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model, rest, momentum])
 
 
-@loop(broken="sparse gradients have no fake kernel")
+@loop(refused="loss.backward()")
 def sparse_gradients(device: str) -> batchfit.Workload:
     """A word2vec of sparse gradients under plain SGD, which adds them as they are."""
     words, around = (nn.Embedding(100_000, 128, sparse=True).to(device) for _ in range(2))
@@ -549,7 +549,7 @@ def sparse_gradients(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[words, around, optimizer])
 
 
-@loop(broken="a parameter by itself in a closure is not stood in for, though it is declared")
+@loop()
 def several_losses(device: str) -> batchfit.Workload:
     """Two heads, the graph kept between their backward passes, losses weighed by learned uncertainties."""
     body = conv_net(32, classes=256).to(device)
@@ -590,7 +590,7 @@ def ensemble(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[*models, *optimizers])
 
 
-@loop(broken="weights in a declared dict are not stood in for: the trace sees nothing")
+@loop()
 def stacked_ensemble(device: str) -> batchfit.Workload:
     """Many models at once, by vmap over their stacked parameters."""
     members = [mlp(256, 512, 512, 10).to(device) for _ in range(8)]
@@ -713,7 +713,7 @@ class Trainer:
         self.lines.append(f"loss {self.losses.average:.4f} acc {self.accuracy.average:.1f} norm {norm:.2f}")
 
 
-@loop(broken="the trace's lines stay in a list of the program's")
+@loop()
 def trainer_class(device: str) -> batchfit.Workload:
     trainer = Trainer(device)
     return batchfit.Workload(trainer.step, state=[trainer.model, trainer.optimizer])

@@ -135,7 +135,7 @@ class MoCo(nn.Module):
         return logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device)
 
 
-@loop(broken="a counter in a buffer counts as unknown")
+@loop()
 def moco(device: str) -> batchfit.Workload:
     """A momentum encoder and a queue with a pointer that the program reads: a counter, not data."""
     model = MoCo().to(device)
@@ -285,7 +285,7 @@ class VAE(nn.Module):
         return self.decode(z[:, :, None, None]), mean, log_variance
 
 
-@loop(broken="a variable of the loop (nonlocal) keeps the trace's unread number")
+@loop()
 def vae(device: str) -> batchfit.Workload:
     model = VAE().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -382,7 +382,7 @@ def distillation(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[student, optimizer])
 
 
-@loop(broken="variables of the loop (nonlocal) keep what the trace put there")
+@loop()
 def mixup(device: str) -> batchfit.Workload:
     """Pairs mixed by a number of NumPy's, label smoothing, top-k accuracy for the log."""
     model = conv_net(classes=100).to(device)

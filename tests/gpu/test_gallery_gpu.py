@@ -44,11 +44,7 @@ def _alone_on_the_gpu() -> Iterator[None]:
 
 
 def cases(expected: str) -> list[Any]:
-    return [
-        pytest.param(case, id=case.name, marks=pytest.mark.xfail(reason=case.broken) if case.broken else ())
-        for case in CASES.values()
-        if case.expected == expected
-    ]
+    return [pytest.param(case, id=case.name) for case in CASES.values() if case.expected == expected]
 
 
 @pytest.mark.parametrize("case", cases("traced"))
@@ -61,7 +57,8 @@ def test_the_predicted_peak_of_a_loop_is_the_measured_one(case: Case, request: p
     for size in sizes_for(told):
         truth = measured(workload, size)
         assert told.peak_bytes_at(size) == pytest.approx(truth, rel=case.exactly)
-        assert without.peak_bytes_at(size) == pytest.approx(truth, rel=case.exactly + 0.01)
+        if not case.uncounted:
+            assert without.peak_bytes_at(size) == pytest.approx(truth, rel=case.exactly + 0.01)
     assert not left_behind(held_by(workload))
 
 

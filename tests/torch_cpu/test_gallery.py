@@ -42,17 +42,13 @@ OTHER_KERNELS = {
     "scaled_fp16": "autocast's lists",
     "nesterov": "all parameters at once on a card, one after the other here",
     "zeroed_gradients": "the same",
+    "ppo": "the same",
+    "several_losses": "the same",
+    "vae": "the same",
     "channels_last": "what a convolution takes for itself",
 }
 # Which a random number makes another each time, and whose gradients cuDNN keeps in one piece.
 OTHERWISE_HELD = {"stochastic_depth", "teacher_forcing"}
-
-
-def params() -> list[Any]:
-    return [
-        pytest.param(case, id=case.name, marks=pytest.mark.xfail(reason=case.broken) if case.broken else ())
-        for case in CASES.values()
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +62,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch says about loops of other people
-@pytest.mark.parametrize("case", params())
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRequest) -> None:
     nothing = living_bytes()
     workload = case.make("cpu")
@@ -94,7 +90,7 @@ def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRe
     del before, after
     on_top, more = allocated(lambda: workload.step(SIZE))
     held = living_bytes() - nothing
-    if found is not None:
+    if found is not None and not case.uncounted:
         told_peak, told_held = told(found)
         if case.name not in OTHERWISE_HELD:
             assert told_held == pytest.approx(held, rel=0.01, abs=2**17)

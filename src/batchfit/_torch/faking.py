@@ -115,7 +115,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             yield name, tensor, kind
 
     def let_go(self) -> None:
-        """From now on only the program holds the fakes: a weight that it replaces (`p.data = new`) is gone."""
+        """From now on only the program holds the fakes: a weight that it replaces (`p.data = new`) goes."""
         self._bases.clear()
         self._fakes.clear()
         self._held.clear()
