@@ -190,7 +190,8 @@ def test_a_plain_step_is_predicted_for_its_gpu_and_not_run() -> None:
     assert (prediction.based_on, dict(optimizer.state)) == ("GPU, not run", {})
     declared = batchfit.predict_batch_size(known, budget=BUDGET, calibrate=False)
     assert abs(prediction.batch_size - declared.batch_size) <= 1
-    fit = batchfit.find_batch_size(step, budget="2GiB")
+    with pytest.warns(UserWarning, match="state is not declared"):
+        fit = batchfit.find_batch_size(step, budget="2GiB")
     assert all(trial.fits for trial in fit.trials)
     assert len({trial.size for trial in fit.trials}) <= 3
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from batchfit._torch.workspaces import Extra, extra_of, is_gemm, reduction_bytes
 
 aten = torch.ops.aten
 H200 = CARDS["h200"]
+DATA = Path(__file__).parents[1] / "data"
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -122,3 +127,42 @@ def test_grouped_heads_are_written_out() -> None:
     assert plain is not None
     assert grouped is not None
     assert sum(grouped.together) - sum(plain.together) == 2 * query.numel() * 2
+
+
+MODES = {"rnn_tanh": 1, "lstm": 2, "gru": 3}
+
+
+def test_recurrent_layers_keep_and_take_what_cudnn_did() -> None:
+    """What is kept to the byte, but for the masks of dropout; the workspace by a fit."""
+    rows = json.loads(gzip.decompress((DATA / "h200_recurrent.json.gz").read_bytes()))["rows"]
+    assert len(rows) == 232
+    for row in rows:
+        dtype = {"fp32": torch.float32, "fp16": torch.float16}[row["dtype"]]
+        empty = partial(torch.empty, device="meta", dtype=dtype)
+        shape = (row["tokens"],) if row["packed"] else (row["steps"], row["samples"])
+        options = (MODES[row["kind"]], row["hidden"], 0, row["layers"], False, row["dropout"], row["train"])
+        arguments = (
+            empty(*shape, row["inputs"]),
+            [empty(row["parameters"])],
+            4,
+            None,
+            empty(row["layers"] * row["ways"], row["samples"], row["hidden"]),
+            None,
+            *options,
+            row["ways"] == 2,
+            [row["samples"]] if row["packed"] else [],
+            None,
+        )
+        found = extra(aten._cudnn_rnn.default, *arguments)
+        assert found is not None
+        assert found.outputs[3] == pytest.approx(row["reserve"], abs=200_000 if row["dropout"] else 1024)
+        loose = 0.17 if row["kind"] == "rnn_tanh" and row["packed"] else 0.08
+        assert found.before[3] == pytest.approx(row["workspace"], rel=loose)
+
+
+def test_a_cell_by_itself_sums_its_gates_up() -> None:
+    """99 MiB of a step of a graph network on an H200."""
+    workspace = torch.empty(75_600, 5 * 64, device="meta")
+    found = extra(aten._thnn_fused_gru_cell_backward.default, workspace, workspace, True)
+    assert found is not None
+    assert found.after == {3: 99 * 2**20, 4: 99 * 2**20}

@@ -16,6 +16,7 @@ from batchfit._decide.state import HORIZON, LIMIT, Ask, Bracket, State, descend,
 # of a trial on straight lines, and cost failures on curves with knees.
 # Held bytes unknown: part of any peak is fixed, so the first step may go beyond the ray from zero.
 _BOLD = 1.5
+_FAR = 1.2  # times beyond the ray a failure says nothing of where between it and the ray the end is
 # How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
 _REACH = 0.55
 _REACH_EXACT = 0.7  # a failure is part of an exact search anyway
@@ -215,7 +216,7 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
             # Good readings that promised a size which then failed are a little off, and once only.
             near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
             target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
-            if len(curve.readings) == 1 and not curve.floor_bytes and not exact and base < bad:
+            if len(curve.readings) == 1 and not curve.floor_bytes and not exact and bad > _FAR * base:
                 target = base  # nothing is fixed: what was bold was too bold
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
