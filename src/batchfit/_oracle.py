@@ -29,7 +29,7 @@ log = logging.getLogger("batchfit")
 
 # The share of the budget that is left free, by what is known.
 MARGINS = {"no GPU": 0.02, "GPU, not run": 0.015, "calibrated": 0.01}
-# Where cuDNN's recurrent layers run: what they take is known from one LSTM only, and was 3 % too little.
+# Where cuDNN's recurrent layers run: what they work with is known to a tenth of it only.
 _RECURRENT_MARGIN = 0.05
 # Of generation that no lines fit: its end is ragged, and only lines are replayed often enough to see that.
 _RAGGED_MARGIN = 0.08

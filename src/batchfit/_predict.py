@@ -278,7 +278,7 @@ def _unseen(traced: Traced) -> tuple[str, ...]:
         notes.append("the step allocates in another order at each size, so each size was traced")
     if is_recurrent(traced):
         notes.append(
-            "cuDNN's recurrent layers: their workspaces are known from one LSTM only, so 5 % is left free"
+            "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
     if not traced.rules.card.measured:
         notes.append(f"{traced.rules.card.name} itself: its figures are the vendor's, not measured by us")

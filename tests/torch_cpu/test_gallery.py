@@ -40,6 +40,7 @@ OTHER_KERNELS = {
     "offloaded": "the host is the device",
     "truncated_backpropagation": "what a recurrent layer keeps",
     "scaled_fp16": "autocast's lists",
+    "graph_network": "a recurrent cell in one kernel",
     "nesterov": "all parameters at once on a card, one after the other here",
     "zeroed_gradients": "the same",
     "ppo": "the same",

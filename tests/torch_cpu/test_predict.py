@@ -561,3 +561,29 @@ def test_generation_is_its_prompt_and_its_last_token() -> None:
         peak(100, cache_implementation="static")
     with pytest.raises(UntraceableError, match="leaves behind more than its last pass"):
         peak(100, output_scores=True, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("keeps", ["graph", "loss", "last"])
+def test_a_step_that_leaves_more_and_more_is_told(keeps: str) -> None:
+    """`losses.append(out)` keeps it all; the loss of a mean squared error holds its all by itself."""
+    model = nn.Linear(64, 256)
+    optimizer = torch.optim.Adam(model.parameters())
+    losses: list[torch.Tensor] = []
+
+    def step(n: int) -> None:
+        optimizer.zero_grad()
+        made = model(torch.randn(16 * n, 64)).tanh()
+        loss = nn.functional.mse_loss(made, torch.zeros_like(made))
+        loss.backward()
+        optimizer.step()
+        if keeps == "last":
+            losses.clear()
+        losses.append(made if keeps == "graph" else loss.detach())
+
+    work = batchfit.Workload(step, state=[model, optimizer])
+    prediction = batchfit.predict_batch_size(work, budget="1GiB", gpu="h200")
+    told = [one for one in prediction.unseen if "more than the one before" in one]
+    assert len(told) == (keeps != "last")
+    assert losses == []
+    for one in told:
+        assert "test_predict.py:" in one

@@ -461,6 +461,28 @@ def test_a_packed_sequence_has_the_shape_that_its_lengths_on_the_host_give(kind:
     assert "aten._cudnn_rnn.default" in {o.operation for o in told.origins}
 
 
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cell_by_itself_is_one_kernel_after_its_products(kind: Any, bias: bool) -> None:
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return (out[0] if isinstance(out, tuple) else out).sum()
+
+    def batch(n: int) -> torch.Tensor:
+        return torch.randn(n, 8)
+
+    model = kind(8, 16, bias=bias)
+    found = traced(batchfit.training(model, None, loss, batch), 4, steps=1)
+    every = zip(found.sizes, found.origins, strict=True)
+    fused = [(origin.operation, size) for size, origin in every if "fused" in origin.operation]
+    state, gates = 4 * 16 * 4, 3 if kind is nn.GRUCell else 4
+    kept = [state, 5 * state] if kind is nn.GRUCell else [state, state, 4 * state]
+    assert [size for name, size in fused if "backward" not in name] == kept
+    assert max(size for name, size in fused if "backward" in name) == gates * state
+    infers = traced(batchfit.inference(model, batch), 4, steps=1)
+    assert any("fused" in o.operation for o in infers.origins)
+
+
 def test_rows_are_packed_as_torch_packs_them() -> None:
     for first, shape in ((True, (4, 9, 3)), (False, (9, 4, 3))):
         x, lengths = torch.randn(shape), torch.tensor([9, 9, 4, 1])

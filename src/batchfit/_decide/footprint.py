@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -69,6 +70,30 @@ class Trace:
         )
         return whole // max(len(self.step_ends), 1)
 
+    def left_by_each_step(self) -> tuple[int, str]:
+        """Bytes that the last step leaves on top of the same ones of the step before it, and from which line.
+
+        A list of losses that is never cleared keeps what hangs on them. What one step leaves and the next one
+        takes away, or what was made once, is not counted.
+        """
+        if len(self.step_ends) < 2:
+            return 0, ""
+        *_, before, last, end = (self.begins, *self.step_ends)
+        live: dict[int, int] = {}  # blocks that are there at the end, with when they were allocated
+        for position, event in enumerate(self.events[:end]):
+            if event >= 0:
+                live[event] = position
+            else:
+                live.pop(~event, None)
+        earlier = Counter(_made_by(self.origins[b]) for b, at in live.items() if before <= at < last)
+        lines: Counter[str] = Counter()
+        for block, at in live.items():
+            origin = self.origins[block]
+            if at >= last and origin.kind not in _LASTING and earlier[_made_by(origin)] > 0:
+                earlier[_made_by(origin)] -= 1
+                lines[origin.source] += self.sizes[block]
+        return sum(lines.values()), max(lines, key=lines.__getitem__, default="")
+
     def ordered(self) -> Trace:
         """The same trace with each run of frees in the order of its blocks.
 
@@ -88,6 +113,13 @@ class Trace:
                 events.append(event)
         events += sorted(run, reverse=True)
         return Trace(self.size, self.sizes, self.origins, tuple(events), self.begins, self.step_ends)
+
+
+_LASTING = ("weights", "gradients", "optimizer", "workspaces")
+
+
+def _made_by(origin: Origin) -> tuple[str, str, str]:
+    return origin.kind, origin.operation, origin.source
 
 
 @final

@@ -58,6 +58,7 @@ class CudaRules:
         kernels |= {"ctc_loss.Tensor": _ctc_loss, "ctc_loss.IntList": _ctc_loss}
         if self.host_means_device:
             kernels |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
+            kernels |= {"gru_cell": self._gru_cell, "lstm_cell": self._lstm_cell}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -76,9 +77,12 @@ class CudaRules:
             return self._recurrent_packed(_WHOLE_PACKED[func])
         if not self.host_means_device:
             return None
-        if func is aten.scaled_dot_product_attention.default:
-            return self._attention
-        return self._dropout if func is aten.dropout.default else None
+        return {
+            aten.scaled_dot_product_attention.default: self._attention,
+            aten.dropout.default: self._dropout,
+            aten.gru_cell.default: self._gru_cell,
+            aten.lstm_cell.default: self._lstm_cell,
+        }.get(func)
 
     def _here(self, *tensors: Any) -> bool:
         return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
@@ -189,6 +193,23 @@ class CudaRules:
             return self._cudnn_rnn(name, value, hx, params, *options, batch_sizes=sizes)
 
         return kernel
+
+    def _gru_cell(
+        self, value: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
+        """One step by itself: what comes after the products is one kernel."""
+        if not self._here(value, hx, w_ih):
+            return aten.gru_cell.default.decompose(value, hx, w_ih, w_hh, b_ih, b_hh)
+        gates = value @ w_ih.t(), hx @ w_hh.t()
+        return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
+
+    def _lstm_cell(
+        self, value: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
+        if not self._here(value, *hx, w_ih):
+            return aten.lstm_cell.default.decompose(value, hx, w_ih, w_hh, b_ih, b_hh)
+        gates = value @ w_ih.t(), hx[0] @ w_hh.t()
+        return aten._thnn_fused_lstm_cell.default(*gates, hx[1], b_ih, b_hh)[:2]
 
     def _cudnn_rnn(
         self,
@@ -332,9 +353,33 @@ def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
 
+def _gru_cell(_: Tensor, __: Tensor, hx: Tensor, *___: Any) -> Any:
+    return torch.empty_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
+    wide = workspace.shape[1] // 5 * 3
+    gates = [grad.new_empty((grad.shape[0], wide)) for _ in range(2)]
+    biases = [grad.new_empty((wide,)) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(grad), *biases
+
+
+def _lstm_cell(gates: Tensor, _: Tensor, cx: Tensor, *__: Any) -> Any:
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
+
+
+def _lstm_cell_backward(_: Any, __: Any, cx: Tensor, ___: Tensor, workspace: Tensor, has_bias: bool) -> Any:
+    bias = workspace.new_empty((workspace.shape[1],)) if has_bias else None
+    return torch.empty_like(workspace), torch.empty_like(cx), bias
+
+
 # Where torch's fake kernel is missing, or stricter than CUDA's.
 STAND_INS: dict[Any, Any] = {
     aten._cudnn_rnn_backward.default: _rnn_backward,
+    aten._thnn_fused_gru_cell.default: _gru_cell,
+    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
+    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
     aten._ctc_loss.default: _ctc_table,
     aten._ctc_loss_backward.default: _ctc_backward,
 }

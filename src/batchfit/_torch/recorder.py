@@ -77,7 +77,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     """Sees every operation of a step on the fake device, and writes down what it allocates and frees."""
 
     def __init__(
-        self, faked: Faked, rules: CudaRules, *, outside: CodeType, limit_s: float | None = None
+        self,
+        faked: Faked,
+        rules: CudaRules,
+        *,
+        outside: CodeType,
+        limit_s: float | None = None,
+        counts_host: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.faked = faked
@@ -96,7 +102,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
         self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
         # Whether the program names the device itself; else, without a GPU, it has put everything on the CPU.
+        # What a step computes there before a weight comes in is then the device's (`counts_host`), but for
+        # batches that are made for it: theirs is the host.
         self._tells_apart = not rules.host_means_device
+        self._counts_host = counts_host
         self._filled: dict[int, tuple[Any, bool]] = {}  # host storages with values of the device, by address
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
@@ -235,9 +244,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         made: list[Tensor] = []
         if not func.is_view:
             _collect((out,), made)
+        counts = self._counts_host and not self._tells_apart
         for one in made:
             if one.layout is not torch.strided:
                 continue
+            if counts and one.dim():
+                self.blocks.see(one, self._where.origin("batch", str(func)))
             address = address_of(one)
             if address not in self._made and address not in self._written:
                 forget = functools.partial(_forget, self._made, address)
@@ -342,7 +354,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 self._values.see(fake, real, is_index=is_index)
         if as_host and not on_device:
             return fake
-        if on_device:
+        if on_device and real.layout is torch.strided and real in self.blocks:
+            self.blocks.take_over(fake, real)
+        elif on_device:
             self.blocks.see(fake, self._where.origin("batch", "adopted"))
         self._adopted[key] = (weakref.ref(real, lambda _: self._adopted.pop(key, None)), fake)
         return fake

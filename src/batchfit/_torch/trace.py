@@ -72,7 +72,13 @@ def trace(
             stack.enter_context(_told_once())
             for change in changes:
                 stack.enter_context(change(workload, faked))
-            recorder = Recorder(faked, rules, outside=_run.__code__, limit_s=limit_s)
+            recorder = Recorder(
+                faked,
+                rules,
+                outside=_run.__code__,
+                limit_s=limit_s,
+                counts_host=workload.kind == "step",
+            )
             stack.enter_context(recorder.in_place.active(rules.autograd_key))
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
             stack.callback(recorder.put_back_written)

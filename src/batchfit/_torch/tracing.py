@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -26,6 +26,7 @@ from torch import nn
 from batchfit._decide.cards import DEFAULT, Card
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, check_same_stream, expected_end
 from batchfit._decide.simulate import upper_bound
+from batchfit._decide.units import format_bytes
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import STEPS, trace
@@ -36,6 +37,7 @@ SMALL = (2, 3)
 STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
 _HOST_BYTES = 2**28  # the largest batch that a trace makes on the host
 _FAR = 1.4  # times beyond its sizes a glance draws its lines again
+_WORTH_SAYING = 2**20  # bytes that a step leaves on top of those before
 _EACH_SIZE_S = (
     60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
 )
@@ -204,7 +206,7 @@ def trace_workload(
         sizes,
         check,
         time.perf_counter() - begun,
-        unseen=tuple(unseen(workload)),
+        unseen=(*unseen(workload), *_growing(done.values())),
         changes=changes,
         small=(first, second),
         budget_bytes=budget_bytes,
@@ -289,6 +291,13 @@ def unseen(workload: Workload) -> Iterator[str]:
             if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
                 kind = type(getattr(module, "_orig_mod", module)).__name__
                 yield f"torch.compile of {name or kind}: traced as if not compiled"
+
+
+def _growing(traces: Iterable[Trace]) -> Iterator[str]:
+    """What no single size answers: a step that leaves more and more behind."""
+    left, line = max((one.left_by_each_step() for one in traces), default=(0, ""))
+    if left >= _WORTH_SAYING:
+        yield f"each step keeps {format_bytes(left)} more than the one before ({line}): no size lasts"
 
 
 def _cuda_device(workload: Workload) -> torch.device | None:
