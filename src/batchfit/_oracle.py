@@ -81,6 +81,21 @@ class Oracle:
                 )
         return self._by_single_traces(capacity_bytes, most)
 
+    def largest_of(self, budget_bytes: int, margin: float, most: int | None) -> Simulation | None:
+        """The largest size that is sustained in a budget less its margin, and none that all of it would not.
+
+        With more room memory falls into other pieces: 293 samples of a RegNet lasted in 98 % of 16 GiB by the
+        replay, and only 288 in 100 %; on the card 292 did.
+        """
+        capacity_bytes = round(budget_bytes * (1 - margin))
+        found = self.largest(capacity_bytes, most)
+        if not margin or found is None or self.traced.footprint is None:
+            return found
+        in_all = self.largest(budget_bytes, most)
+        if in_all is None or in_all.size >= found.size:
+            return found
+        return self.largest(capacity_bytes, in_all.size)
+
     def _by_single_traces(self, capacity_bytes: int, most: int | None) -> Simulation | None:
         """Doubling and halving, with a trace for each size: for steps that no lines fit."""
         low, best, high = 0, None, 1
@@ -108,9 +123,8 @@ class Oracles:
 
     def largest(self, budget_bytes: int, margin: float, most: int | None) -> Simulation | None:
         """The largest size under a budget less its margin, as if that budget were the only one."""
-        capacity_bytes = round(budget_bytes * (1 - margin))
         whole = self.all[0]
-        found = whole.largest(capacity_bytes, most)
+        found = whole.largest_of(budget_bytes, margin, most)
         traced = whole.traced
         if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
             return found
@@ -118,7 +132,7 @@ class Oracles:
             traced.workload, rules=traced.rules, budget_bytes=budget_bytes, most=most, small=traced.small
         )
         self.all.append(replace(whole, traced=again))
-        return self.all[-1].largest(capacity_bytes, most)
+        return self.all[-1].largest_of(budget_bytes, margin, most)
 
     def of(self, size: int) -> Oracle:
         """The one that was traced nearest to `size`: the smallest that reaches it."""

@@ -14,22 +14,17 @@ import pytest
 import torch
 from gallery import (
     CASES,
-    LIMIT_S,
     Case,
     cleaned,
     differences,
     frozen,
     held_by,
     left_behind,
-    let_go,
-    limited,
-    measured,
     predicted,
+    rows_of,
     seeded,
-    sizes_for,
 )
 
-import batchfit
 from batchfit.errors import UntraceableError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -48,37 +43,21 @@ def cases(expected: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", cases("traced"))
-def test_the_predicted_peak_of_a_loop_is_the_measured_one(case: Case, request: pytest.FixtureRequest) -> None:
-    workload = case.make("cuda")
-    request.addfinalizer(lambda: let_go(workload))
-    told = told_and_unchanged(case, workload, gpu=None)
-    assert told.based_on == "GPU, not run"
-    without = told_without_a_gpu(case)
-    for size in sizes_for(told):
-        truth = measured(workload, size)
-        assert told.peak_bytes_at(size) == pytest.approx(truth, rel=case.exactly)
-        if not case.uncounted:
-            assert without.peak_bytes_at(size) == pytest.approx(truth, rel=case.exactly + 0.01)
-    assert not left_behind(held_by(workload))
-
-
-def told_without_a_gpu(case: Case) -> batchfit.Prediction:
-    seeded()
-    workload = case.make("cpu")
-    told = told_and_unchanged(case, workload, gpu="h200")
-    assert told.based_on == "no GPU"
-    let_go(workload)
-    return told
-
-
-def told_and_unchanged(case: Case, workload: batchfit.Workload, *, gpu: str | None) -> batchfit.Prediction:
-    before = frozen(held_by(workload))
-    with limited(LIMIT_S):
-        told = predicted(case, workload, gpu=gpu)
-    after = held_by(workload)
-    assert not left_behind(after)
-    assert not differences(before, frozen(after))
-    return told
+def test_the_predicted_peak_of_a_loop_is_the_measured_one(case: Case) -> None:
+    """Only figures come here: what a test that fails would keep alive is counted in those after it."""
+    rows = list(rows_of(case))
+    assert len(rows) == 2
+    for row in rows:
+        wrong = {
+            key: value
+            for key, value in row.items()
+            if key.startswith(("error", "left", "changed", "refused")) and value
+        }
+        if case.uncounted:
+            wrong.pop("refused_cpu", None)
+        assert not wrong
+        assert abs(row["off_gpu"]) < case.exactly
+        assert case.uncounted or abs(row["off_cpu"]) < case.exactly + 0.01
 
 
 @pytest.mark.parametrize("case", cases("refused"))

@@ -14,8 +14,8 @@ import batchfit
 from batchfit import _oracle, _predict
 from batchfit._decide.cards import CARDS, DEFAULT, Card
 from batchfit._decide.footprint import Footprint
-from batchfit._decide.simulate import simulate, upper_bound
-from batchfit._oracle import MARGINS, Foresight, allocator_rules
+from batchfit._decide.simulate import Simulation, simulate, upper_bound
+from batchfit._oracle import MARGINS, Foresight, Oracle, allocator_rules
 from batchfit._predict import calibration
 from batchfit._torch import generating, tracing
 from batchfit._torch.cuda_rules import CudaRules
@@ -587,3 +587,27 @@ def test_a_step_that_leaves_more_and_more_is_told(keeps: str) -> None:
     assert losses == []
     for one in told:
         assert "test_predict.py:" in one
+
+
+def test_no_size_is_answered_that_would_not_last_in_all_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With more room memory falls into other pieces."""
+    work = batchfit.training(nn.Linear(8, 8), None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 8))
+    rules = rules_for(work, CARDS["h200"])
+    traced = trace_workload(work, rules=rules, budget_bytes=2**27)
+    oracle = Oracle(traced, allocator_rules(), (0.0, 0.0))
+    ends = {980: 293, 1000: 288}
+
+    def largest(self: Oracle, capacity_bytes: int, most: int | None) -> Simulation:
+        size = min(ends[capacity_bytes], most or 10**6)
+        return Simulation(size, True, True, 0, 0, 0)
+
+    monkeypatch.setattr(Oracle, "largest", largest)
+    found = oracle.largest_of(1000, 0.02, None)
+    assert found is not None
+    assert found.size == 288
+    ends[1000] = 300
+    found = oracle.largest_of(1000, 0.02, None)
+    assert found is not None
+    assert found.size == 293
