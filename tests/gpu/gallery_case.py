@@ -21,7 +21,7 @@ class Case:
     """A training or evaluation loop as people write it.
 
     `expected` says whether a trace can follow it. One that it cannot follow decides by its data, at the line
-    that holds the text `at`. `exactly` is how far a prediction may be off.
+    that holds the text `at`.
     """
 
     name: str
@@ -29,21 +29,18 @@ class Case:
     expected: Literal["traced", "refused"]
     at: str = ""
     most: int | None = None  # the largest size that the loop takes
-    exactly: float = 0.02
     uncounted: str = ""  # what a trace without a GPU does not count
 
 
 CASES: dict[str, Case] = {}
 
 
-def loop(
-    *, refused: str = "", most: int | None = None, exactly: float = 0.02, uncounted: str = ""
-) -> Callable[[Make], Make]:
+def loop(*, refused: str = "", most: int | None = None, uncounted: str = "") -> Callable[[Make], Make]:
     """Hang a loop up in the gallery; `refused` is a text of the line at which a trace must stop."""
 
     def hang(make: Make) -> Make:
         expected: Any = "refused" if refused else "traced"
-        CASES[make.__name__] = Case(make.__name__, make, expected, refused, most, exactly, uncounted)
+        CASES[make.__name__] = Case(make.__name__, make, expected, refused, most, uncounted)
         return make
 
     return hang

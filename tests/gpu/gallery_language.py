@@ -272,7 +272,7 @@ class Translator(nn.Module):
         return torch.cat(made, dim=1)
 
 
-@loop(exactly=0.05)  # recurrent layers: as the margin for them
+@loop()
 def teacher_forcing(device: str) -> batchfit.Workload:
     model = Translator().to(device)
 
@@ -297,7 +297,7 @@ class Packed(nn.Module):
         return logits
 
 
-@loop(exactly=0.05)
+@loop()
 def packed_lstm(device: str) -> batchfit.Workload:
     """Lengths stay on the CPU, where they are known."""
     model = Packed().to(device)
@@ -324,7 +324,7 @@ class Memory(nn.Module):
         return self.head(self.down(out)), state
 
 
-@loop(exactly=0.05)
+@loop()
 def truncated_backpropagation(device: str) -> batchfit.Workload:
     """The hidden state goes on from step to step, detached, in a variable of the loop."""
     model = Memory().to(device)
@@ -419,7 +419,7 @@ def sampled_by_hand(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model])
 
 
-@loop(exactly=0.05)
+@loop()
 def speech(device: str) -> batchfit.Workload:
     """CTC over a spectrogram; lengths on the CPU."""
     front = nn.Sequential(nn.Conv1d(80, 256, 3, 2, 1), nn.GELU(), nn.Conv1d(256, 256, 3, 1, 1), nn.GELU())

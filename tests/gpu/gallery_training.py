@@ -253,7 +253,7 @@ def maml(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[model, optimizer])
 
 
-@loop(exactly=0.06)  # cuDNN's plan for a group for each sample
+@loop()
 def private_gradients(device: str) -> batchfit.Workload:
     """DP-SGD: a gradient for each sample by vmap of grad, clipped, noise added."""
     model = nn.Sequential(

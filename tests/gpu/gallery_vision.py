@@ -38,7 +38,7 @@ def generator(width: int = 32) -> nn.Sequential:
     )
 
 
-@loop(exactly=0.03)
+@loop()
 def wgan_gp(device: str) -> batchfit.Workload:
     """Two optimizers, and a penalty on gradients that is differentiated once more."""
     make, critic = generator().to(device), Critic().to(device)
@@ -285,7 +285,7 @@ class VAE(nn.Module):
         return self.decode(z[:, :, None, None]), mean, log_variance
 
 
-@loop(exactly=0.03)  # a plan of cuDNN's that is not taken
+@loop()
 def vae(device: str) -> batchfit.Workload:
     model = VAE().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -432,7 +432,7 @@ class Dropped(nn.Module):
         return out
 
 
-@loop(exactly=1.0)  # how many blocks a step leaves out is chance
+@loop()
 def stochastic_depth(device: str) -> batchfit.Workload:
     model = Dropped().to(device)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -600,7 +600,7 @@ def feature_hooks(device: str) -> batchfit.Workload:
     return batchfit.Workload(step, state=[frozen, model, optimizer])
 
 
-@loop(exactly=0.03)  # the same
+@loop()
 def evaluation(device: str) -> batchfit.Workload:
     """Outputs gathered on the CPU."""
     model = conv_net(64, classes=1000).to(device)
