@@ -53,6 +53,7 @@ CAPS = {
     "mlp": (16, 16),
     "segformer": (16, 16),
     "bart": (16, 16),
+    "regnet": (16, 16),
 }
 SOAK = 25
 
