@@ -682,6 +682,29 @@ def test_an_optimizer_inside_another_is_left_as_it_was() -> None:
     assert len(outer.base.state) == 2
 
 
+class Named(list[Any]):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def test_a_list_of_a_class_of_its_own_may_be_declared() -> None:
+    model = nn.Linear(4, 4)
+    listed = Named("weights")
+    listed += model.parameters()
+    seen = Notes()
+
+    def step(n: int) -> None:
+        model(torch.randn(n, 4)).sum().backward()
+        seen.append([one.grad is two.grad for one, two in zip(listed, model.parameters(), strict=True)])
+        model.zero_grad()
+
+    work = batchfit.Workload(step, state=[model, listed])
+    trace(work, 2, rules=rules_for(work), steps=1)
+    assert seen == [[True, True]]
+    assert all(one is two for one, two in zip(listed, model.parameters(), strict=True))
+
+
 def test_lists_tables_and_queues_hold_what_they_held() -> None:
     """Lines of a log, samples that were taken from a queue, counts."""
     model = nn.Linear(4, 4)

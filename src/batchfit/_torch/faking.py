@@ -334,10 +334,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def _put_stand_ins(self, value: Any) -> None:
         """Fakes for the parameters among the items of a container."""
+        items: Any
         if isinstance(value, dict):
             items = {self._stand_in(key): self._stand_in(one) for key, one in value.items()}
         else:
-            items = type(value)(map(self._stand_in, value))
+            items = (set if isinstance(value, set) else list)(map(self._stand_in, value))
         _put_back(value, items)
 
     def _keep_place(self, place: Place) -> None:
@@ -371,9 +372,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 def _put_back(value: Any, items: Any) -> None:
     """`value` with these items, if it has others; the rest stays in its place, as other threads may look."""
     if isinstance(value, dict):
-        if list(map(id, value)) != [id(key) for key in items if key in value]:
-            for key in [key for key in value if key not in items]:
-                del value[key]
+        for key in [key for key in value if key not in items]:
+            del value[key]
         for key, one in items.items():
             if value.get(key, UNBOUND) is not one:
                 value[key] = one
