@@ -115,7 +115,7 @@ class Trace:
         return Trace(self.size, self.sizes, self.origins, tuple(events), self.begins, self.step_ends)
 
 
-_LASTING = ("weights", "gradients", "optimizer", "workspaces")
+_LASTING = (*STATE, "workspaces")
 
 
 def _made_by(origin: Origin) -> tuple[str, str, str]:
