@@ -110,7 +110,8 @@ def _transformers(tree: ast.Module, text: str) -> Advice | None:
         note = f"line {where}: take auto_find_batch_size out, then run this again; batchfit refuses it"
         return Advice("transformers", text, (note,))
     if edits:
-        edits += [*taken, *import_edits(tree, text, "from batchfit.integrations.transformers import adapt")]
+        line = "from batchfit.integrations.transformers import adapt"
+        edits += [*taken, *import_edits(tree, text, line, after=("transformers",))]
     elif taken:
         notes.append("take auto_find_batch_size out; batchfit refuses it beside its own search")
     return Advice("transformers", edited(text, edits), tuple(notes))
@@ -195,7 +196,8 @@ def _lightning(tree: ast.Module, text: str) -> Advice | None:
         else:
             notes.append(f"line {callbacks.lineno}: add BatchSizeFinder() to these callbacks")
     if edits:
-        edits += import_edits(tree, text, "from batchfit.integrations.lightning import BatchSizeFinder")
+        line = "from batchfit.integrations.lightning import BatchSizeFinder"
+        edits += import_edits(tree, text, line, after=roots)
     return Advice("lightning", edited(text, edits), tuple(notes))
 
 
@@ -239,7 +241,7 @@ def _loop(tree: ast.Module, text: str) -> Advice | None:
         return None
     edits = [*found.edits]
     if edits:
-        edits += import_edits(tree, text, *found.imports)
+        edits += import_edits(tree, text, *found.imports, after=("torch", "accelerate"))
     return Advice("loop", edited(text, edits), found.notes)
 
 

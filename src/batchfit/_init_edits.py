@@ -61,21 +61,58 @@ def edited(text: str, edits: Sequence[Edit]) -> str:
     return "\n".join(lines) + "\n" * text.endswith("\n")
 
 
-def import_edits(tree: ast.Module, text: str, *imports: str) -> list[Edit]:
-    """The imports, after the last one at the top of the file; none that is there."""
+def import_edits(tree: ast.Module, text: str, *imports: str, after: Sequence[str]) -> list[Edit]:
+    """The imports, below the program's own import of one of the packages `after`; none that is there.
+
+    What a program does before that import (`os.environ["HF_HOME"] = ...`) stays before ours, which loads the
+    same package. A program that imports none of them gets ours below the imports at its top.
+    """
     there = {ast.dump(node) for node in tree.body}
     wanted = tuple(line for line in imports if ast.dump(ast.parse(line).body[0]) not in there)
     if not wanted:
         return []
-    lines = text.split("\n")
-    place = next((number for number, one in enumerate(lines) if not one.startswith("#")), 0)
+    body, at = _last_import(tree, after)
+    if at is None:
+        lines = text.split("\n")
+        place = next((number for number, one in enumerate(lines) if not one.startswith("#")), 0)
+        return [Edit(place, place, wanted)]
+    while at + 1 < len(body) and isinstance(body[at + 1], ast.Import | ast.ImportFrom):
+        at += 1  # below the whole block
+    return [Edit.after(body[at], wanted)]
+
+
+def _last_import(tree: ast.Module, packages: Sequence[str]) -> tuple[list[ast.stmt], int | None]:
+    """The statements among which the program imports one of the packages, and which of them does so last.
+
+    At the top level if it is there, else in the function that does; else the docstring, or the last import
+    before anything else.
+    """
+    bodies = [tree.body]
+    bodies += [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for body in bodies:
+        found = [number for number, node in enumerate(body) if _imports(node, packages)]
+        if found:
+            return body, found[-1]
+    at = None
     for number, node in enumerate(tree.body):
         docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or docstring:
-            place = node.end_lineno or node.lineno
-        else:
+        if not docstring and not isinstance(node, ast.Import | ast.ImportFrom):
             break
-    return [Edit(place, place, wanted)]
+        at = number
+    return tree.body, at
+
+
+def _imports(node: ast.stmt, packages: Sequence[str]) -> bool:
+    """Whether a statement that is run imports one of the packages: an import, or a `try`, `if` or `with`."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.split(".")[0] in packages for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return node.level == 0 and (node.module or "").split(".")[0] in packages
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return any(_imports(one, packages) for one in node.orelse)
+    if isinstance(node, ast.Try | ast.If | ast.With):
+        return any(_imports(one, packages) for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt))
+    return False
 
 
 def lines_of(statements: Sequence[ast.stmt], lines: Sequence[str], first: int) -> set[int]:

@@ -136,7 +136,7 @@ def memory_chart(memory: Memory) -> Chart:
     end = max(_sizes(memory), default=1) * 1.2
     series: list[Series] = []
     for number, (name, one) in enumerate(memory.predictions):
-        series += _predicted(name, one, f"c{number % 3}", unit, end)
+        series += _predicted(name, one, _colour(number), unit, end)
     for name, fit in memory.fits:
         series += _measured(name, fit, unit)
     for name, profile in memory.profiles:
@@ -157,6 +157,14 @@ def memory_chart(memory: Memory) -> Chart:
     )
 
 
+# Classes of the style sheet for results beside each other; c5, the grey one, is for what is beside the point.
+_COLOURS = ("c0", "c1", "c2", "c3", "c4", "c6")
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
 def throughput_chart(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Chart:
     """Samples per second against size, with what is enough and the size that is recommended."""
     series, rules = [], []
@@ -175,7 +183,7 @@ def throughput_chart(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Chart
             for p in one.points
         )
         line = ("solid", "dashed", "dotted")[number % 3]
-        series.append(Series(f"{name}samples/s", marks, f"c{number % 3}", line=line))  # type: ignore[arg-type]
+        series.append(Series(f"{name}samples/s", marks, _colour(number), line=line))  # type: ignore[arg-type]
         if one.points:
             enough = one.best.samples_per_s * (1 - one.within)
             rules.append(Rule(real(enough), f"{name}{1 - one.within:.0%} of the best", role="c5"))

@@ -41,7 +41,7 @@ from batchfit._sweep_log import OnEvent, SweepEvent
 from batchfit._sweep_measure import run_measure
 from batchfit._sweep_named import loaded
 from batchfit._sweep_result import SweepRecord
-from batchfit._target import make_workload, parse_target
+from batchfit._target import LoadedTarget, make_workload, parse_target, source_line
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover
 from batchfit._torch.device import CudaDevice, Device, XpuDevice, device_to_run
@@ -192,7 +192,8 @@ def _model(device: Device) -> str:
 
 def _made(given: Callable[..., object] | str, make: Any, configuration: Configuration) -> Workload:
     if isinstance(given, str):
-        return make_workload(parse_target(given), partial(make, **configuration))
+        made = LoadedTarget(partial(make, **configuration), source_line(make))
+        return make_workload(parse_target(given), made)
     return as_workload(make(**configuration))
 
 

@@ -1,10 +1,11 @@
-"""A target: `file.py:function` or `package.module:function`, on the command line and for a child process.
+"""A target: `file.py:name` or `package.module:name`, on the command line and for a child process.
 
-Rules: the function takes no required argument and returns a `Workload` or a `step(batch_size)`
-callable; whatever is wrong with a target is a `TargetError` that names file and line where there is
-one; an error of the user's own code comes out unchanged. A file is loaded as a real module, under its
-own name, with its folder on `sys.path` (so pickling, dataclasses and `inspect` work), and its
-`if __name__ == "__main__"` part does not run.
+Rules: the name is a `Workload`, a `step(batch_size)`, or a function without required arguments that returns
+one of these; whatever is wrong with a target is a `TargetError` that names file and line where there is one;
+an error of the user's own code comes out unchanged. A file is loaded as a real module, under its own name,
+with its folder on `sys.path` (so pickling, dataclasses and `inspect` work), and its `if __name__ ==
+"__main__"` part does not run. While it is loaded and called, `sys.argv` is that of the script with the
+arguments that the user gave after `--`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import operator
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,19 +32,21 @@ from batchfit.errors import TargetError
 if TYPE_CHECKING:
     from batchfit.workload import Workload
 
-FORM = "file.py:function or package.module:function"
+FORM = "file.py:name or package.module:name"
 CONTRACT = (
-    "a target is a function without required arguments that returns a Workload or a step(batch_size) callable"
+    "a target is a Workload, a step(batch_size), or a function without required arguments that returns one "
+    "of these"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target as the user typed it, taken apart but not loaded."""
+    """A target as the user typed it, taken apart but not loaded; `arguments` are those of its script."""
 
     text: str
     place: str
     function: str
+    arguments: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path | None:
@@ -52,12 +55,20 @@ class Target:
         return Path(self.place) if is_file else None
 
 
-def parse_target(text: str) -> Target:
-    """Take a target apart; whatever can be told wrong without running the user's code is told here."""
+@dataclass(frozen=True, slots=True)
+class LoadedTarget:
+    """What makes the workload of a target, and the line that an error names."""
+
+    make: Callable[[], object]
+    line: str
+
+
+def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
+    """Take a target apart; whatever can be seen wrong without running the user's code is refused here."""
     place, colon, function = text.rpartition(":")
     if not colon or not place or not function or "\\" in function or "/" in function:
         raise TargetError(f"target must be {FORM}, not {text!r}{_functions_hint(text)}")
-    target = Target(text=text, place=place, function=function)
+    target = Target(text=text, place=place, function=function, arguments=tuple(arguments))
     path = target.path
     if path is None:
         if not all(part.isidentifier() for part in place.split(".")):
@@ -70,46 +81,58 @@ def parse_target(text: str) -> Target:
     return target
 
 
-def load_target(target: Target) -> Callable[[], object]:
-    """The target's function. Runs the user's module, and lets its errors through unchanged."""
-    function = load_function(target)
-    needed = _required_arguments(function)
-    if needed:
-        hint = ""
-        if len(needed) == 1:
-            name = target.function.rpartition(".")[2]
-            hint = f". If it is the step itself, add a function that returns it: def make(): return {name}"
-        raise TargetError(
-            f"{target.text} at {source_line(function)} needs arguments ({', '.join(needed)}): "
-            f"{CONTRACT}{hint}"
-        )
-    return function
+def load_target(target: Target) -> LoadedTarget:
+    """What makes the target's workload. Runs the user's module, and lets its errors through unchanged."""
+    with _as_a_script(target):
+        found, module = _load(target)
+    return loaded_target(found, name=target.text, file=shown_path(module.__file__))
+
+
+def loaded_target(found: object, *, name: str, file: str) -> LoadedTarget:
+    """What makes a workload of what a target names; `file` is said where it has no line of its own."""
+    if _is_workload(found):
+        return LoadedTarget(lambda: found, file)
+    if inspect.isclass(found) or not callable(found):
+        kind = "class" if inspect.isclass(found) else type(found).__name__
+        raise TargetError(f"{name} is a {kind} ({file}): {CONTRACT}")
+    needed = _required_arguments(found)
+    if len(needed) > 1:
+        raise TargetError(f"{name} at {source_line(found)} needs arguments ({', '.join(needed)}): {CONTRACT}")
+    return LoadedTarget((lambda: found) if needed else found, source_line(found))
+
+
+def _is_workload(found: object) -> bool:
+    module = sys.modules.get("batchfit.workload")  # there is no Workload where nobody has imported it
+    return module is not None and isinstance(found, module.Workload)
 
 
 def load_function(target: Target) -> Callable[..., object]:
     """The function that a target names, whatever arguments it takes."""
-    importlib.invalidate_caches()
     with _as_a_script(target):
-        module = _module_from_file(target.path) if target.path else _module_by_name(target)
-    try:
-        function = operator.attrgetter(target.function)(module)
-    except AttributeError:
-        raise TargetError(_no_such_function(target, module)) from None
+        function, module = _load(target)
     if inspect.isclass(function) or not callable(function):
         kind = "class" if inspect.isclass(function) else type(function).__name__
-        raise TargetError(
-            f"{target.text} is a {kind}, not a function ({shown_path(module.__file__)}): {CONTRACT}"
-        )
-    return function  # type: ignore[no-any-return]
+        raise TargetError(f"{target.text} is a {kind}, not a function ({shown_path(module.__file__)})")
+    return function
 
 
-def make_workload(target: Target, factory: Callable[[], object]) -> Workload:
-    """Call the target's function and check what it returned; the user's errors come out unchanged."""
+def _load(target: Target) -> tuple[object, ModuleType]:
+    """What a target names, and its module."""
+    importlib.invalidate_caches()
+    module = _module_from_file(target.path) if target.path else _module_by_name(target)
+    try:
+        return operator.attrgetter(target.function)(module), module
+    except AttributeError:
+        raise TargetError(_no_such_name(target, module)) from None
+
+
+def make_workload(target: Target, loaded: LoadedTarget) -> Workload:
+    """Make the target's workload and check it; the user's errors come out unchanged."""
     with _as_a_script(target):
-        made = factory()
+        made = loaded.make()
     from batchfit.workload import as_workload  # imports torch, as the user's code has done by now
 
-    where = source_line(factory)
+    where = loaded.line
     if inspect.iscoroutine(made):
         made.close()  # it will never be awaited; without this Python warns about it
     if made is None:
@@ -212,15 +235,16 @@ def _module_by_name(target: Target) -> ModuleType:
     )
 
 
-def _no_such_function(target: Target, module: ModuleType) -> str:
+def _no_such_name(target: Target, module: ModuleType) -> str:
     names = [
         name
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        if not name.startswith("_")
+        and (_is_workload(value) or (inspect.isfunction(value) and value.__module__ == module.__name__))
     ]
     hint = _did_you_mean(target.function, names, prefix=f"{target.place}:")
     if not hint:
-        hint = f"; it defines {', '.join(names[:8])}" if names else "; it defines no function"
+        hint = f"; it defines {', '.join(names[:8])}" if names else "; it defines no function and no Workload"
     return f"there is no {target.function!r} in {shown_path(module.__file__)} (target {target.text}){hint}"
 
 
@@ -266,16 +290,17 @@ def _put_first(folder: str) -> None:
 
 @contextmanager
 def _as_a_script(target: Target) -> Iterator[None]:
-    """The user's code sees the command line of a script without arguments, and may not end the process."""
+    """The user's code sees the command line of its script, and may not end the process."""
     before = sys.argv
-    sys.argv = [str(target.path or target.place)]
+    sys.argv = [str(target.path or target.place), *target.arguments]
     try:
         yield
     except SystemExit as error:
         where = last_users_line(error) or target.place
         raise TargetError(
             f"{target.text} ended the program while it was loaded (SystemExit {error.code!r} at {where}). "
-            'Move what a script does under if __name__ == "__main__", and take no command-line arguments.'
+            'Move what a script does under if __name__ == "__main__"; arguments of the script go after the '
+            f"target: {target.text} -- --lr 0.1"
         ) from None
     finally:
         sys.argv = before

@@ -67,11 +67,16 @@ def facts(
 
 def how_to_use(batch_size: int, samples: int | None, *, each: str = "") -> list[tuple[str, str]]:
     """The answer as a line of a program; a batch that is larger than the dataset would never be full."""
-    told = []
-    if samples is not None and batch_size > samples:
-        told.append(("dataset", f"it has {samples} samples: no batch of it is larger"))
-        batch_size = samples
-    return [*told, ("use it", f"DataLoader(dataset, batch_size={batch_size}){each}")]
+    usable = batch_size if samples is None else min(batch_size, samples)
+    use = ("use it", f"DataLoader(dataset, batch_size={usable}){each}")
+    return [*dataset_note(batch_size, samples), use]
+
+
+def dataset_note(batch_size: int, samples: int | None) -> list[tuple[str, str]]:
+    """That the dataset has fewer samples than the answer, where it has."""
+    if samples is None or batch_size <= samples:
+        return []
+    return [("dataset", f"it has {samples} samples: no batch of it is larger")]
 
 
 def _reason(fit: FitResult) -> str:

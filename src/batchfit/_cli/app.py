@@ -22,9 +22,13 @@ from batchfit._cli.flags import (
     Group,
     OutputFile,
     Target,
+    TargetCommand,
     WholeTracebacks,
     json_flag,
+    listed,
+    listed_sizes,
     plot_flag,
+    script_arguments,
 )
 from batchfit._cli.help_texts import (
     DEMO_HELP,
@@ -78,7 +82,7 @@ STORE = "Store"
 PLACE = "Where"
 
 
-@app.command(cls=Command, help=FIND_HELP)
+@app.command(cls=TargetCommand, help=FIND_HELP)
 def find(
     context: typer.Context,
     target: Target,
@@ -258,7 +262,13 @@ def find(
     asked = store and source is not None and source.name == "COMMANDLINE"
     end(
         lambda: find_target(
-            target, settings, as_json=json, output=output, full_traceback=traceback, store_asked=asked
+            target,
+            settings,
+            as_json=json,
+            output=output,
+            full_traceback=traceback,
+            store_asked=asked,
+            arguments=script_arguments(context),
         )
     )
 
@@ -272,15 +282,16 @@ def _list_gpus(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.command(cls=Command, help=PREDICT_HELP)
+@app.command(cls=TargetCommand, help=PREDICT_HELP)
 def predict(
+    context: typer.Context,
     target: Target,
     budget: Annotated[
         list[str] | None,
         typer.Option(
             metavar="BYTES",
             show_default="what is free on the GPU, or all of --gpu",
-            help="Memory the program may use, such as 80GiB. May be given several times.",
+            help="Memory the program may use, such as 80GiB or 24GiB,80GiB. May be given several times.",
         ),
     ] = None,
     gpu: Annotated[
@@ -344,19 +355,25 @@ def predict(
     from batchfit._cli.tracing import Delivery
 
     settings = PredictSettings(
-        budget=budget,
-        gpu=gpu,
+        budget=listed(budget),
+        gpu=listed(gpu),
         max_size=max_size,
         margin=margin,
         calibrate=calibrate,
         expandable_segments=expandable_segments,
     )
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    end(lambda: predict_target(target, settings, delivery=delivery, full_traceback=traceback))
+    arguments = script_arguments(context)
+    end(
+        lambda: predict_target(
+            target, settings, delivery=delivery, full_traceback=traceback, arguments=arguments
+        )
+    )
 
 
-@app.command(cls=Command, help=EXPLAIN_HELP)
+@app.command(cls=TargetCommand, help=EXPLAIN_HELP)
 def explain(
+    context: typer.Context,
     target: Target,
     batch_size: Annotated[int, typer.Option(metavar="N", show_default=False, help="Size to explain.")],
     budget: Annotated[
@@ -395,11 +412,17 @@ def explain(
 
     settings = ExplainSettings(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    end(lambda: explain_target(target, settings, delivery=delivery, full_traceback=traceback))
+    arguments = script_arguments(context)
+    end(
+        lambda: explain_target(
+            target, settings, delivery=delivery, full_traceback=traceback, arguments=arguments
+        )
+    )
 
 
-@app.command(cls=Command, help=PROFILE_HELP)
+@app.command(cls=TargetCommand, help=PROFILE_HELP)
 def profile(
+    context: typer.Context,
     target: Target,
     smallest: Annotated[
         int, typer.Option(metavar="N", help="Size to begin with, where a batch of 1 does not run.")
@@ -409,11 +432,11 @@ def profile(
         typer.Option(metavar="N", show_default="what memory allows", help="Largest size to look at."),
     ] = None,
     sizes: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
             metavar="N",
             show_default="chosen by what is measured",
-            help="Time this size, and no others. May be given several times.",
+            help="Time these sizes, and no others: 4,16,64. May be given several times.",
         ),
     ] = None,
     within: Annotated[
@@ -469,7 +492,7 @@ def profile(
     settings = ProfileSettings(
         smallest=smallest,
         largest=largest,
-        sizes=sizes,
+        sizes=listed_sizes(sizes),
         within=within,
         budget=budget,
         time_limit_s=time_limit_s,
@@ -479,7 +502,12 @@ def profile(
         diagnose=diagnose,
     )
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    end(lambda: profile_target(target, settings, delivery=delivery, full_traceback=traceback))
+    arguments = script_arguments(context)
+    end(
+        lambda: profile_target(
+            target, settings, delivery=delivery, full_traceback=traceback, arguments=arguments
+        )
+    )
 
 
 @app.command(cls=Command, help=SWEEP_HELP)

@@ -6,6 +6,7 @@ compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from types import FrameType
+from typing import Any, TextIO
 
 
 class Code(IntEnum):
@@ -90,6 +92,32 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, action in before.items():
             signal.signal(number, action if action is not None else signal.SIG_DFL)
+
+
+class _UnbreakableFile(io.FileIO):
+    """A file that nobody may be reading: then what is written to it is dropped, from there on."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # for child processes, too
+            os.close(nowhere)
+            return len(memoryview(data).cast("B"))
+
+
+def unbreakable(stream: TextIO) -> TextIO:
+    """The stream, without a BrokenPipeError when its reader goes away; one that is no file stays as it is."""
+    try:
+        number = stream.fileno()
+    except (OSError, AttributeError, ValueError):
+        return stream
+    stream.flush()
+    file = io.BufferedWriter(_UnbreakableFile(number, "wb", closefd=False))
+    return io.TextIOWrapper(
+        file, encoding=stream.encoding, errors=stream.errors, line_buffering=True, write_through=True
+    )
 
 
 def silence_broken_pipes() -> None:

@@ -6,6 +6,7 @@ colour on a terminal; flags are keywords of `explain_memory`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -30,7 +31,14 @@ class ExplainSettings(TypedDict):
     what_if: bool
 
 
-def explain_target(text: str, settings: ExplainSettings, *, delivery: Delivery, full_traceback: bool) -> Code:
+def explain_target(
+    text: str,
+    settings: ExplainSettings,
+    *,
+    delivery: Delivery,
+    full_traceback: bool,
+    arguments: Sequence[str] = (),
+) -> Code:
     """Load a target and explain its memory at one size."""
     checked_flags(settings)
     delivery.check()
@@ -53,6 +61,7 @@ def explain_target(text: str, settings: ExplainSettings, *, delivery: Delivery, 
         flags=ExplainSettings.__annotations__,
         delivery=delivery,
         full_traceback=full_traceback,
+        arguments=arguments,
     )
 
 

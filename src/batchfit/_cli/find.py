@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast
@@ -77,7 +77,7 @@ class Job:
     """A search to run: how its workload is made, and what to call it.
 
     `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
-    default, it was asked for.
+    default, it was asked for. `arguments` are those of the target's script.
     """
 
     what: str
@@ -87,6 +87,7 @@ class Job:
     intro: str = ""
     next_command: str = ""
     store_asked: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 def find_target(
@@ -97,6 +98,7 @@ def find_target(
     output: Path | None,
     full_traceback: bool,
     store_asked: bool = False,
+    arguments: Sequence[str] = (),
 ) -> Code:
     """Load a target and find its largest batch."""
     checked_flags(settings)
@@ -104,8 +106,15 @@ def find_target(
         check_writable(output)
     if settings["resume"] is not None:
         check_writable(Path(settings["resume"]), name="resume")
-    given = Given.parse(text, full_traceback=full_traceback)
-    job = Job(what=text, make=given.load, explain=given.raised, settings=settings, store_asked=store_asked)
+    given = Given.parse(text, arguments, full_traceback=full_traceback)
+    job = Job(
+        what=text,
+        make=given.load,
+        explain=given.raised,
+        settings=settings,
+        store_asked=store_asked,
+        arguments=tuple(arguments),
+    )
     return run_job(job, as_json=as_json, output=output)
 
 
@@ -184,7 +193,13 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
             join_launched()  # this process loads nothing of the target that could make a group
             passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
-            watched = Factory(job.what, on_loaded=loaded, on_step=watch.step, on_output=passed_on)
+            watched = Factory(
+                job.what,
+                on_loaded=loaded,
+                on_step=watch.step,
+                on_output=passed_on,
+                arguments=job.arguments,
+            )
         else:
             if settings["device"] is not None:
                 resolve_device(settings["device"])

@@ -12,9 +12,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 OUTPUT = "Output"
+_SCRIPT_ARGUMENTS = "batchfit.script_arguments"
 TARGET_HELP = (
-    "file.py:function or package.module:function: a function without required arguments that returns a "
-    "Workload or a step(batch_size) callable."
+    "file.py:name or package.module:name: a Workload, a step(batch_size), or a function without required "
+    "arguments that returns one of these. Arguments of the script itself go after --."
 )
 Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
 OutputFile = Annotated[
@@ -37,6 +38,42 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Its arguments and options."""
         return _untyped(super().get_params(ctx))
+
+
+class TargetCommand(Command):
+    """A command on a target: what stands after `--` is for the target's script, and is no flag of ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the script's arguments in the context's `meta`, and parse the others."""
+        if "--" in args:
+            at = args.index("--")
+            args, ctx.meta[_SCRIPT_ARGUMENTS] = args[:at], tuple(args[at + 1 :])
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line, with the script's arguments at its end."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGS...]"]
+
+
+def script_arguments(context: typer.Context) -> tuple[str, ...]:
+    """What the user gave after `--`."""
+    arguments: tuple[str, ...] = context.meta.get(_SCRIPT_ARGUMENTS, ())
+    return arguments
+
+
+def listed(values: list[str] | None) -> list[str] | None:
+    """A flag that may be repeated may have commas, too: `--sizes 4,16 --sizes 64`."""
+    return None if values is None else [one.strip() for value in values for one in value.split(",")]
+
+
+def listed_sizes(values: list[str] | None) -> list[int] | None:
+    """The same for whole numbers."""
+    try:
+        return None if values is None else [int(one) for one in listed(values) or ()]
+    except ValueError:
+        raise typer.BadParameter(
+            f"sizes must be whole numbers such as 4,16,64, not {','.join(values or ())!r}"
+        ) from None
 
 
 class Group(TyperGroup):

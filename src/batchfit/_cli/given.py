@@ -6,13 +6,14 @@ the line it comes from; frames of libraries are left out unless they are asked f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
+from batchfit._target import Target, home_of, load_target, make_workload, parse_target
 
 if TYPE_CHECKING:
     from batchfit.workload import Workload
@@ -40,26 +41,26 @@ _NO_GPU_WORDS = (
 @final
 @dataclass(slots=True)
 class Given:
-    """A target on the command line; `made_at` is the line of its function, once that is loaded."""
+    """A target on the command line; `made_at` is the line of its code, once that is loaded."""
 
     target: Target
     full_traceback: bool
     made_at: str = ""
 
     @classmethod
-    def parse(cls, text: str, *, full_traceback: bool) -> Given:
-        """The target that `text` names; nothing is loaded."""
+    def parse(cls, text: str, arguments: Sequence[str] = (), *, full_traceback: bool) -> Given:
+        """The target that `text` names, with the arguments of its script; nothing is loaded."""
         try:
-            return cls(parse_target(text), full_traceback)
+            return cls(parse_target(text, arguments), full_traceback)
         except errors.TargetError as error:
             raise CommandFailed(Code.USAGE, str(error)) from None
 
     def load(self, *, advise: bool = False) -> Workload:
         """The workload that the target makes; `advise`: what to do about an error, where we know it."""
         try:
-            factory = load_target(self.target)
-            self.made_at = source_line(factory)
-            return make_workload(self.target, factory)
+            loaded = load_target(self.target)
+            self.made_at = loaded.line
+            return make_workload(self.target, loaded)
         except errors.TargetError as error:
             raise CommandFailed(Code.USAGE, str(error)) from None
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything

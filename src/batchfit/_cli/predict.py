@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
-from batchfit._cli.answer import how_to_use
+from batchfit._cli.answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import Progress
 from batchfit._cli.tracing import Delivery, Told, tell, wrong_flag
@@ -73,7 +73,14 @@ class Predicted:
     card_named: bool = True
 
 
-def predict_target(text: str, settings: PredictSettings, *, delivery: Delivery, full_traceback: bool) -> Code:
+def predict_target(
+    text: str,
+    settings: PredictSettings,
+    *,
+    delivery: Delivery,
+    full_traceback: bool,
+    arguments: Sequence[str] = (),
+) -> Code:
     """Load a target and predict its largest batch for each card and budget."""
     cards = checked_flags(settings)
     delivery.check()
@@ -96,6 +103,7 @@ def predict_target(text: str, settings: PredictSettings, *, delivery: Delivery, 
         flags=PredictSettings.__annotations__,
         delivery=delivery,
         full_traceback=full_traceback,
+        arguments=arguments,
     )
 
 
@@ -255,8 +263,8 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     sizes = ", ".join(map(str, first.trace_sizes))
     elapsed_s = sum(one.elapsed_s for one in found.predictions)
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
-    if len(found.rows) == 1:
-        facts += how_to_use(found.rows[0].batch_size, first.samples)
+    largest = max(row.batch_size for row in found.rows)
+    facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
     if next_command:
         facts.append(("next", next_command))
     return [line for label, told in facts for line in fact(label, told, width)]

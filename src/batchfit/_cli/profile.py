@@ -8,7 +8,7 @@ Under torchrun all ranks step together, and rank 0 speaks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
@@ -47,7 +47,14 @@ def default_settings() -> ProfileSettings:
     return cast(ProfileSettings, {name: parameters[name].default for name in ProfileSettings.__annotations__})
 
 
-def profile_target(text: str, settings: ProfileSettings, *, delivery: Delivery, full_traceback: bool) -> Code:
+def profile_target(
+    text: str,
+    settings: ProfileSettings,
+    *,
+    delivery: Delivery,
+    full_traceback: bool,
+    arguments: Sequence[str] = (),
+) -> Code:
     """Load a target and profile it."""
     checked_flags(settings)
     delivery.check()
@@ -83,6 +90,7 @@ def profile_target(text: str, settings: ProfileSettings, *, delivery: Delivery, 
         flags=ProfileSettings.__annotations__,
         delivery=delivery,
         full_traceback=full_traceback,
+        arguments=arguments,
     )
 
 

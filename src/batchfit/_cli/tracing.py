@@ -8,7 +8,7 @@ can be. An error that is neither the user's nor about an argument is ours, and c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -80,9 +80,10 @@ def tell(
     flags: Iterable[str],
     delivery: Delivery,
     full_traceback: bool,
+    arguments: Sequence[str] = (),
 ) -> Code:
     """Load the target, let `work` answer, and deliver: how it ended."""
-    given = Given.parse(text, full_traceback=full_traceback)
+    given = Given.parse(text, arguments, full_traceback=full_traceback)
     with stdout_for_results(alone=delivery.as_json) as stdout:
         progress = progress_here(steps=0, soak_steps=0)
         try:

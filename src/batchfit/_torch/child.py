@@ -34,7 +34,15 @@ import torch.distributed
 
 from batchfit import _failure as failure
 from batchfit._decide.rounds import steps_of
-from batchfit._target import Target, home_of, load_target, make_workload, parse_target, source_line
+from batchfit._target import (
+    LoadedTarget,
+    Target,
+    home_of,
+    load_target,
+    loaded_target,
+    make_workload,
+    parse_target,
+)
 from batchfit._torch import oom
 from batchfit._torch.device import Device, device_to_run, optimizers_in, resolve_device, tensors_in
 from batchfit._torch.process import Message
@@ -70,9 +78,9 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         if request["device"] is not None:  # a wrong one is told before the user's code runs
             resolve_device(request["device"])
         stage = "load"
-        factory = _load(request, target)
-        made_at = source_line(factory)
-        work = make_workload(target, factory)
+        loaded = _load(request, target)
+        made_at = loaded.line
+        work = make_workload(target, loaded)
         stage = "place"
         place = device_to_run(work, request["device"])
         say(
@@ -187,16 +195,17 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
 
 def _target_of(request: Message) -> Target:
     if request["module"] is None:
-        return parse_target(request["text"])
+        return parse_target(request["text"], request["arguments"])
     return Target(text=request["text"], place=request["module"], function=request["function"])
 
 
-def _load(request: Message, target: Target) -> Callable[[], object]:
+def _load(request: Message, target: Target) -> LoadedTarget:
     if request["module"] is None:
         return load_target(target)
     # The parent's own function, found where the parent found it: its `sys.path` is ours.
     module = importlib.import_module(request["module"])
-    return operator.attrgetter(request["function"])(module)  # type: ignore[no-any-return]
+    found = operator.attrgetter(request["function"])(module)
+    return loaded_target(found, name=target.text, file=failure.shown_path(module.__file__))
 
 
 def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:

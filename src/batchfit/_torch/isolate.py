@@ -56,6 +56,7 @@ _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer i
 class Factory:
     """A function that a child can find again: by module and name, or as the text of a target.
 
+    `arguments` are those of the target's script.
     `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do, and
     `on_output(text, is_error)` what they print: without it that goes where this process' output goes.
     """
@@ -66,6 +67,7 @@ class Factory:
     on_loaded: Callable[[str, int], object] | None = None
     on_step: Callable[[int, int], object] | None = None
     on_output: OnOutput | None = None
+    arguments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, workload: object) -> Factory:
@@ -78,9 +80,10 @@ class Factory:
         why = _why_not_a_factory(workload)
         if why:
             raise TypeError(
-                "workload must be, with isolate=True, a module-level function without required arguments "
-                "that returns the workload, or 'file.py:function' or 'package.module:function': each trial "
-                f"makes the workload again, in a child process. Not {why}"
+                "workload must be, with isolate=True, a module-level step(batch_size), a module-level "
+                "function without required arguments that returns the workload, or 'file.py:name' or "
+                "'package.module:name': each trial makes the workload again, in a child process. "
+                f"Not {why}"
             )
         return cls._named(workload)
 
@@ -114,8 +117,8 @@ def _why_not_a_factory(given: Any) -> str:
     if given.__module__ == "__main__" and not _main_can_be_loaded(module):
         return f"{name!r} of an interactive session: put it into a file"
     needed = [p.name for p in inspect.signature(given).parameters.values() if _is_required(p)]
-    if needed:
-        return f"{name!r}, which needs arguments ({', '.join(needed)}). Is it the step itself?"
+    if len(needed) > 1:
+        return f"{name!r}, which needs arguments ({', '.join(needed)})"
     return ""
 
 
@@ -310,6 +313,7 @@ class Children:
                 text=factory.text,
                 module=factory.module,
                 function=factory.function,
+                arguments=factory.arguments,
                 device=self._device,
                 **self._company.invite(),
             )
