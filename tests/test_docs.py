@@ -99,6 +99,28 @@ def test_the_readme_examples_are_short_and_print_what_they_say(number: int, tmp_
     assert timeless(shown.group(1)) == timeless(done.stdout)
 
 
+def test_the_readmes_command_runs_on_the_readmes_file(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"`batchfit (find train.py:\w+ [^`]*)`", readme)
+    block = BLOCK.search(readme)
+    shown = re.search(r"```text\n(.*?)```", readme, re.DOTALL)
+    assert command is not None
+    assert block is not None
+    assert shown is not None
+    (tmp_path / "train.py").write_text(block.group(1), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "batchfit", *command.group(1).split(), "--no-store", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = batchfit.results.FitResult.from_json(done.stdout)
+    assert f"batch size {answer.batch_size} on cpu" in shown.group(1)
+    assert done.stderr.count("loading") <= 2, "importing the file searched by itself"
+
+
 @pytest.mark.parametrize("name", slow_ones_marked(GUIDES))
 def test_a_guide_shows_what_its_example_prints(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")

@@ -101,6 +101,10 @@ def plain_step(batch_size: int) -> None:
     make().step(batch_size)
 
 
+def two_arguments(batch_size: int, more: int) -> None:
+    """No step, and nothing that makes one."""
+
+
 def kills_itself_while_it_loads() -> batchfit.Workload:
     FAULTS[os.environ["FAULT"]]()
     return make()

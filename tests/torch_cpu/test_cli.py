@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -562,6 +562,67 @@ RETURNS: list[tuple[str, str]] = [
     ("async def make(): ...", "coroutine"),
     ("class Step: ...\ndef make(): return Step", "Step"),
 ]
+
+
+class TestCommandLine:
+    def test_a_reader_of_stderr_that_goes_away_ends_nothing(self, project: Path) -> None:
+        gone, ours = os.pipe()
+        os.close(gone)
+        ran = subprocess.run(
+            command("find", "train.py:make", *QUICK, "--json"),
+            cwd=project, env=environment(), stdout=subprocess.PIPE, stderr=ours, timeout=240,
+        )  # fmt: skip
+        os.close(ours)
+        assert ran.returncode == Code.FOUND
+        assert FitResult.from_json(ran.stdout).batch_size == 15
+
+    def test_what_stands_after_two_dashes_is_the_scripts(
+        self, project: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: dict[str, object] = {}
+
+        def keep(*given: object, arguments: object, **_: object) -> Code:
+            seen[str(given[0])] = arguments
+            return Code.FOUND
+
+        for verb in ("find", "predict", "explain", "profile"):
+            monkeypatch.setattr(f"batchfit._cli.{verb}.{verb}_target", keep)
+            more = ("--batch-size", "2") if verb == "explain" else ()
+            ran = run_here(verb, f"{verb}.py:make", *more, "--", "--lr", "0.1", "--json")
+            assert ran.exit_code == Code.FOUND, ran.output
+            assert "[-- ARGS...]" in run_here(verb, "--help").output
+        assert seen == {
+            f"{verb}.py:make": ("--lr", "0.1", "--json") for verb in ("find", "predict", "explain", "profile")
+        }
+        assert run_here("find", "train.py:make", "--lr").exit_code == Code.USAGE
+        assert run_here("find", "train.py:make", "more").exit_code == Code.USAGE
+
+    @pytest.mark.parametrize(
+        "flags",
+        [("--sizes", "4,16,64"), ("--sizes", "4", "--sizes", "16, 64"), ("--sizes=4", "--sizes=16,64")],
+    )
+    def test_a_list_may_have_commas(self, flags: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = []
+        monkeypatch.setattr(
+            "batchfit._cli.profile.profile_target", lambda text, given, **_: seen.append(given) or Code.FOUND
+        )
+        ran = run_here("profile", "train.py:make", *flags)
+        assert ran.exit_code == Code.FOUND, ran.output
+        assert seen[0]["sizes"] == [4, 16, 64]
+
+    def test_a_list_of_something_else_is_usage(self) -> None:
+        ran = run_here("profile", "train.py:make", "--sizes", "4,x")
+        assert ran.exit_code == Code.USAGE
+        assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
+
+    def test_cards_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = []
+        monkeypatch.setattr(
+            "batchfit._cli.predict.predict_target", lambda text, given, **_: seen.append(given) or Code.FOUND
+        )
+        ran = run_here("predict", "train.py:make", "--gpu", "h100,t4", "--budget", "1GiB,2GiB")
+        assert ran.exit_code == Code.FOUND, ran.output
+        assert (seen[0]["gpu"], seen[0]["budget"]) == (["h100", "t4"], ["1GiB", "2GiB"])
 
 
 class TestReturned:

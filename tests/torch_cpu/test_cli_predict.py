@@ -137,7 +137,7 @@ def keywords(function: object) -> dict[str, object]:
     return {name: one.default for name, one in parameters.items() if name != "workload"}
 
 
-OWN = {"target", "json", "output", "plot", "traceback", "list_gpus"}
+OWN = {"context", "target", "json", "output", "plot", "traceback", "list_gpus"}
 
 
 class TestFlags:
@@ -186,7 +186,7 @@ class TestFlags:
                     arguments += [f"--{flag}", str(one)]
         seen: list[object] = []
 
-        def catch(text: str, settings: object, *, delivery: Delivery, full_traceback: bool) -> Code:
+        def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
             seen.extend([text, settings, delivery])
             return Code.FOUND
 
@@ -250,6 +250,20 @@ class TestPredict:
         with pytest.raises(CommandFailed, match="a batch of 1 does not fit on tiny") as caught:
             predict_here("train.py:make", gpu=["tiny"])
         assert caught.value.code == Code.NOTHING_FITS
+
+    def test_a_dataset_smaller_than_the_answer_is_noted_for_several_cards_too(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from batchfit._cli.predict import Predicted, prediction_lines
+        from batchfit._draw import as_text
+
+        data = Path(__file__).parent.parent / "data" / "report" / "cards.json"
+        cards = [Prediction.model_validate(one) for one in json.loads(data.read_text())]
+        few = tuple(one.model_copy(update={"samples": 5000}) for one in cards)
+        rows = [Row(one.card, True, one.budget_bytes, one.batch_size, one.peak_bytes) for one in few]
+        text = as_text(prediction_lines(Predicted(tuple(rows), few), next_command="", width=80, plain=True))
+        assert "dataset    it has 5000 samples: no batch of it is larger" in text
+        assert "use it" not in text
 
     def test_a_model_that_has_no_memory_is_predicted_alike(
         self, project: Path, capsys: pytest.CaptureFixture[str]

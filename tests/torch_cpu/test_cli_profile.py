@@ -35,7 +35,7 @@ def raises():
         raise RuntimeError("wrong")
     return batchfit.Workload(step, state=[])
 """
-OWN = {"target", "json", "output", "plot", "traceback"}
+OWN = {"context", "target", "json", "output", "plot", "traceback"}
 # Keywords that are objects of a program's own: there is no way to write them on a command line.
 OBJECTS = {"loader", "on_point"}
 
@@ -100,7 +100,7 @@ def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pyte
                 arguments += [f"--{flag}", str(one)]
     seen: list[object] = []
 
-    def catch(text: str, settings: object, *, delivery: Delivery, full_traceback: bool) -> Code:
+    def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
         seen.extend([text, settings, delivery])
         return Code.FOUND
 

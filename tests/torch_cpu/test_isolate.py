@@ -327,6 +327,59 @@ class TestErrors:
             batchfit.find_batch_size(f"{tmp_path / 'loaded.py'}:make", device="cuda:99", **QUICK)
 
 
+class TestTargets:
+    """What a target may name, and the arguments of its script: the same in a child as here."""
+
+    SOURCE = """
+import sys
+import torch
+import batchfit
+
+SAMPLE = int(sys.argv[1]) if len(sys.argv) > 1 else 2**18  # bytes
+
+def step(batch_size):
+    torch.ones(batch_size, SAMPLE // 4)
+
+workload = batchfit.Workload(step, state=[])
+"""
+
+    @pytest.mark.filterwarnings("ignore:the step's state is not declared")
+    @pytest.mark.parametrize("isolate", [False, True])
+    @pytest.mark.parametrize("name", ["step", "workload"])
+    def test_a_workload_and_a_step_are_targets(
+        self, name: str, isolate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "named", raising=False)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        Path("named.py").write_text(self.SOURCE)
+        found = {}
+        for arguments in ((), ("524288",)):
+            sys.modules.pop("named", None)
+            settings = {
+                **default_settings(),
+                **QUICK,
+                "strategy": "bisect",
+                "isolate": isolate,
+                "max_size": 32,
+            }
+            code = find_target(
+                f"named.py:{name}",
+                cast(FindSettings, settings),
+                as_json=False,
+                output=Path("fit.json"),
+                full_traceback=False,
+                arguments=arguments,
+            )
+            assert code == Code.FOUND
+            found[arguments] = FitResult.from_json(Path("fit.json").read_text()).batch_size
+        assert found == {(): 32, ("524288",): 16}
+
+    def test_a_step_is_run_in_a_child_from_python_too(self) -> None:
+        fit = batchfit.find_batch_size(faulty_targets.plain_step, **{**QUICK, "start": 4})
+        assert fit.batch_size == 4
+
+
 class TestFactory:
     """What can be made again in a child, and what cannot: told before any process is started."""
 
@@ -336,7 +389,7 @@ class TestFactory:
             (faulty_targets.make(), "lives in this process"),
             (lambda: faulty_targets.make(), "<lambda>.* which no other process can import"),
             (functools.partial(faulty_targets.make), "functools.partial"),
-            (faulty_targets.plain_step, r"needs arguments \(batch_size\). Is it the step itself"),
+            (faulty_targets.two_arguments, r"needs arguments \(batch_size, more\)"),
             (faulty_targets.OwnError, "OwnError"),
             (7, "not 7|Not 7"),
         ],

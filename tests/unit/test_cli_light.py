@@ -31,7 +31,7 @@ from batchfit._cli.progress import (
     speaks,
     trial_line,
 )
-from batchfit._target import home_of, load_target, parse_target, source_line
+from batchfit._target import home_of, load_target, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
 
@@ -223,7 +223,7 @@ class TestHelp:
 class TestTargetText:
     @pytest.mark.parametrize("text", ["train", "train:", ":make", "", "a b:make", "pkg..mod:make", "dir/x"])
     def test_wrong_forms(self, text: str, project: Path) -> None:
-        with pytest.raises(TargetError, match=r"target must be file.py:function"):
+        with pytest.raises(TargetError, match=r"target must be file.py:name"):
             parse_target(text)
 
     def test_a_forgotten_function_is_suggested(self, project: Path) -> None:
@@ -268,29 +268,29 @@ class TestLoading:
                 raise RuntimeError("a target's main part must not run")
             """,
         )
-        make = load_target(parse_target("elsewhere/my_train.py:make"))
-        made = make()
+        loaded = load_target(parse_target("elsewhere/my_train.py:make", ["--width", "8"]))
+        made = loaded.make()
         assert made.size == 7  # type: ignore[attr-defined]
         assert pickle.loads(pickle.dumps(made)) == made
-        assert sys.modules["my_train"].ARGV == ["elsewhere/my_train.py"]
-        assert sys.argv != ["elsewhere/my_train.py"]
-        assert source_line(make) == "elsewhere/my_train.py:11"
+        assert sys.modules["my_train"].ARGV == ["elsewhere/my_train.py", "--width", "8"]
+        assert sys.argv[0] != "elsewhere/my_train.py"
+        assert loaded.line == "elsewhere/my_train.py:11"
 
     def test_a_module_is_found_in_the_current_folder(self, project: Path) -> None:
         write(project / "pkg_a" / "__init__.py", "")
         write(project / "pkg_a" / "train.py", "class Makers:\n    @staticmethod\n    def make(): return 1\n")
-        assert load_target(parse_target("pkg_a.train:Makers.make"))() == 1
+        assert load_target(parse_target("pkg_a.train:Makers.make")).make() == 1
         assert home_of(parse_target("pkg_a.train:Makers.make")) == str(project / "pkg_a")
 
     def test_relative_imports_of_a_file_in_a_package(self, project: Path) -> None:
         write(project / "pkg_b" / "__init__.py", "")
         write(project / "pkg_b" / "parts.py", "VALUE = 3\n")
         write(project / "pkg_b" / "train.py", "from .parts import VALUE\ndef make(): return VALUE\n")
-        assert load_target(parse_target("pkg_b/train.py:make"))() == 3
+        assert load_target(parse_target("pkg_b/train.py:make")).make() == 3
 
     def test_a_file_does_not_displace_a_loaded_module(self, project: Path) -> None:
         write(project / "json.py", "def make(): return 'mine'\n")
-        assert load_target(parse_target("json.py:make"))() == "mine"
+        assert load_target(parse_target("json.py:make")).make() == "mine"
         assert sys.modules["json"] is json
 
     def test_a_failed_file_leaves_no_module_behind(self, project: Path) -> None:
@@ -305,14 +305,16 @@ class TestLoading:
             load_target(parse_target("train_c.py:make_worklod"))
         with pytest.raises(TargetError, match="it defines make_workload"):
             load_target(parse_target("train_c.py:zzz"))
-        with pytest.raises(TargetError, match="is a int, not a function"):
+        with pytest.raises(
+            TargetError, match=r"VALUE is a int \(train_c.py\): a target is a Workload, a step"
+        ):
             load_target(parse_target("train_c.py:VALUE"))
 
     def test_required_arguments_are_named_with_the_line(self, project: Path) -> None:
         write(project / "train_d.py", "import os\ndef step(batch_size): ...\ndef many(a, *, b, c=1): ...\n")
-        with pytest.raises(TargetError, match=r"train_d.py:2 needs arguments \(batch_size\)") as caught:
-            load_target(parse_target("train_d.py:step"))
-        assert "def make(): return step" in str(caught.value)
+        step = load_target(parse_target("train_d.py:step"))
+        assert step.line == "train_d.py:2"
+        assert step.make() is sys.modules["train_d"].step, "one argument: the step itself"
         with pytest.raises(TargetError, match=r"train_d.py:3 needs arguments \(a, b\)"):
             load_target(parse_target("train_d.py:many"))
 
@@ -342,15 +344,19 @@ class TestLoading:
             parser.parse_args()
             """,
         )
-        with pytest.raises(TargetError, match=r"SystemExit 2 at script.py:4.*__main__"):
+        with pytest.raises(
+            TargetError, match=r"SystemExit 2 at script.py:4.*__main__.*script.py:make -- --lr"
+        ):
             load_target(parse_target("script.py:make"))
+        with pytest.raises(TargetError, match="there is no 'make'"):  # its arguments were right
+            load_target(parse_target("script.py:make", ["imagenet"]))
 
 
 class TestFailure:
     def raised(self, project: Path, text: str) -> BaseException:
         write(project / "broken.py", text)
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            load_target(parse_target("broken.py:make"))()
+            load_target(parse_target("broken.py:make")).make()
         return caught.value
 
     def test_names_the_users_line_and_hides_libraries(self, project: Path) -> None:

@@ -798,3 +798,61 @@ def test_what_cannot_be_read_is_bad_usage(content: bytes | None, text: str, tmp_
     assert done.returncode == 2
     assert text in done.stderr
     assert done.stdout == ""
+
+
+class TestWhereTheImportGoes:
+    """Below what the program does before it imports the package that ours loads: it behaves the same."""
+
+    TRAINER = "from transformers import Trainer, TrainingArguments\n"
+
+    @pytest.mark.parametrize(
+        "before",
+        [
+            'import os\nos.environ["HF_HOME"] = "/data"\n',
+            '"""Doc."""\nimport os, sys\nsys.path.insert(0, "lib")\nos.environ["A"] = "0"\nimport torch\n',
+            "import logging\nlogging.basicConfig()\n",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from transformers import A\nset_up()\n",
+        ],
+    )
+    def test_below_the_programs_own_import(self, before: str) -> None:
+        rest = "\ntrainer = Trainer(None)\n"
+        advice = advise(before + self.TRAINER + rest, file="train.py")
+        ours = "from batchfit.integrations.transformers import adapt\n"
+        assert advice.text == before + self.TRAINER + ours + rest + "trainer = adapt(trainer)\n"
+        again = advise(advice.text, file="train.py")
+        assert again.text == advice.text
+
+    def test_below_a_try_and_not_in_it(self) -> None:
+        text = "try:\n    from transformers import Trainer\nexcept ImportError:\n    raise\nt = Trainer()\n"
+        lines = advise(text, file="train.py").text.splitlines()
+        assert lines[4] == "from batchfit.integrations.transformers import adapt"
+
+    def test_in_the_function_that_imports(self) -> None:
+        text = dedent(
+            """\
+            def main():
+                import os
+                os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+                import lightning as L
+
+                trainer = L.Trainer(max_epochs=2)
+            """
+        )
+        lines = advise(text, file="train.py").text.splitlines()
+        assert lines[4] == "    from batchfit.integrations.lightning import BatchSizeFinder"
+
+    def test_of_a_loop(self) -> None:
+        before = 'import os\nos.environ["CUDA_VISIBLE_DEVICES"] = "1"\nimport torch\nfrom torch import nn\n'
+        loop = dedent(
+            """\
+
+            model = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+            """
+        )
+        assert advise(before + loop, file="train.py").text.startswith(before + "import batchfit\n")

@@ -252,6 +252,17 @@ class TestCharts:
         for lower, upper in pairwise(areas):
             assert [mark.y for mark in lower.marks] == [mark.low for mark in upper.marks]
 
+    def test_results_beside_each_other_have_their_own_colours(self) -> None:
+        one, profile = result("cards"), result("profile")
+        memory = Memory(predictions=tuple((f"{n}: ", one) for n in range(6)))
+        for chart in (memory_chart(memory), throughput_chart([(f"{n}: ", profile) for n in range(6)])):
+            colours: dict[str, set[str]] = {}
+            for series in chart.series:
+                colours.setdefault(series.name.split(":")[0], set()).add(series.role)
+            assert len(colours) == 6
+            assert all(len(roles) == 1 for roles in colours.values()), colours
+            assert len({role for roles in colours.values() for role in roles}) == 6
+
     @pytest.mark.parametrize("name", ["fit", "cards", "why", "profile"])
     def test_notebooks_show_the_same_charts(self, name: str) -> None:
         cell = result(name)._repr_html_()
