@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
+# What `make demo` needs: batchfit as `pip install batchfit` brings it, without the frameworks of the tests.
+BASE   := $(VENV)/.base
 # A private pip cache or index is the machine's business; the versions are ours.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
@@ -21,16 +23,25 @@ export TOKENIZERS_PARALLELISM ?= false
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+# pip's own remarks about this machine's package folders are noise; its errors are not.
+QUIET  := 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
+
+$(BASE): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing batchfit and its test dependencies into $(VENV) (a minute or two, once)"
+	@echo "installing batchfit and torch into $(VENV) (half a minute, once)"
 	@# torch first and on its own: an unconstrained resolve would pull gigabytes of CUDA packages
-	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
-	@$(PIP) install --quiet -c constraints.txt -e '.[test]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
-	@$(BIN)/python -c 'import batchfit, torch, pytest, hypothesis, transformers'
+	@$(PIP) install --quiet --no-warn-conflicts -c constraints.txt torch $(QUIET)
+	@$(PIP) install --quiet -c constraints.txt -e . $(QUIET)
+	@$(BIN)/python -c 'import batchfit, torch'
 	@touch $@
 
-demo: $(STAMP)  ## find the largest batch of a small GPT, time it, predict it for other cards, report
+$(STAMP): $(BASE)
+	@echo "installing the test dependencies into $(VENV) (a minute or two, once)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[test]' $(QUIET)
+	@$(BIN)/python -c 'import pytest, hypothesis, transformers'
+	@touch $@
+
+demo: $(BASE)  ## find the largest batch of a small GPT, time it, predict it for other cards, report
 	@$(BIN)/batchfit demo
 
 check: $(STAMP)  ## ruff and mypy
@@ -53,11 +64,11 @@ test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
 	$(PYTEST) --ignore=tests/unit tests
 
 docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
-	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' $(QUIET)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)  ## benchmarks that a CPU can run, beside stored figures (under 10 minutes)
-	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
+	@$(PIP) install --quiet -c constraints.txt -e '.[bench]' $(QUIET)
 	@# to be kept, results go to benchmarks/results: python benchmarks/search_simulated.py
 	$(BIN)/python benchmarks/search_simulated.py --output build/bench
 	$(BIN)/python benchmarks/summary.py check
