@@ -25,7 +25,8 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expe
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._decide.simulate import largest, simulate
 from batchfit._decide.units import parse_bytes
-from batchfit._oracle import Basis, Oracle, allocator_rules, held_beside, margin_of
+from batchfit._oracle import Basis, Oracle, allocator_caveats, allocator_rules, held_beside, margin_of
+from batchfit._torch.caching_memory import is_capped
 from batchfit._torch.changes import (
     Change,
     Watch,
@@ -146,8 +147,11 @@ class Study:
         self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
         beside = held_beside(workload, rules.card)[0] if basis == "GPU, not run" else 0
         self.residual = (float(beside), 0.0)
-        self.settings = allocator_rules()
-        self.notes: list[str] = []
+        capped = False
+        if basis == "GPU, not run" and budget_bytes is not None:
+            capped = is_capped(device_to_run(workload), budget_bytes)
+        self.settings = allocator_rules(capped=capped)
+        self.notes = allocator_caveats(self.settings)
         self._watch = Watch()
         self._at_size: dict[tuple[str, ...], Trace | None] = {}
         self.base = self._as_it_is(basis)
@@ -245,7 +249,7 @@ class Study:
                 largest_after=after,
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
-                cost="next to nothing",
+                cost="next to nothing; not measured on a GPU",
             )
         ]
 

@@ -22,7 +22,17 @@ from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import Simulation, largest, residual_of, simulate
 from batchfit._decide.units import format_bytes, parse_bytes
-from batchfit._oracle import Basis, Oracle, Oracles, allocator_rules, held_beside, is_recurrent, margin_of
+from batchfit._oracle import (
+    Basis,
+    Oracle,
+    Oracles,
+    allocator_caveats,
+    allocator_rules,
+    held_beside,
+    is_recurrent,
+    margin_of,
+)
+from batchfit._torch.caching_memory import is_capped
 from batchfit._torch.device import device_to_run, tensors_in
 from batchfit._torch.joint import joint
 from batchfit._torch.ranks import Ranks
@@ -67,7 +77,8 @@ def predict_batch_size(
             not run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
             declared, so that it can be put back.
-        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
+            allocator's source and not measured on a GPU yet: a caveat of the answer says so.
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
@@ -96,7 +107,8 @@ def _predicted(
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = _budgets(budget, card, work if here else None)
-    settings = allocator_rules(expandable_segments)
+    capped = here and is_capped(device_to_run(work), min(budgets))
+    settings = allocator_rules(expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
@@ -205,7 +217,7 @@ def _prediction(
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
         knees=tuple(piece.size for piece in pieces[1:]),
-        unseen=_unseen(traced),
+        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
         check=traced.check,
         trace_sizes=traced.sizes,
         trials=tuple(trials),
