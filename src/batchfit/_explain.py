@@ -112,7 +112,7 @@ def explain_memory(
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
-        unseen=(*unseen(work), *study.notes),
+        unseen=(*unseen(work), *study.notes, *rules.card.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
