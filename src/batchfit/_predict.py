@@ -71,7 +71,9 @@ def predict_batch_size(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
             `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
-        gpu: the card to predict for ("h100", "rtx4090"): its memory and its choice of kernels.
+        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its
+            choice of kernels. Of a name that is made with several memories ("a100") the smallest is taken,
+            and a caveat says so.
         max_size: the largest size that is wanted.
         margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
             not run, 1 % calibrated; 5 % where there are recurrent layers.
@@ -292,9 +294,7 @@ def _unseen(traced: Traced) -> tuple[str, ...]:
         notes.append(
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
-    if not traced.rules.card.measured:
-        notes.append(f"{traced.rules.card.name} itself: its figures are the vendor's, not measured by us")
-    return tuple(notes)
+    return (*notes, *traced.rules.card.caveats)
 
 
 def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[int]:

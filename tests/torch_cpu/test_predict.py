@@ -212,7 +212,7 @@ def never(n: int) -> None:
         ({"budget": []}, ValueError, "budget must name at least one"),
         ({"budget": "lots"}, ValueError, "lots"),
         ({"budget": "1GiB", "expandable_segments": "yes"}, TypeError, "expandable_segments must be True"),
-        ({"gpu": 5}, TypeError, "gpu must be the name of a card, not 5"),
+        ({"gpu": 5}, TypeError, "gpu must be the name of a GPU, not 5"),
         ({"budget": 1e9}, TypeError, "budget must be bytes or text such as '24GiB', not 1000000000.0"),
         ({"budget": 0}, ValueError, "0"),
         ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
