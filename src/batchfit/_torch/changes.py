@@ -270,14 +270,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Allocates as such a loss does, on fakes: softmax of a chunk at a time, written over the logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, each: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, each: bool) -> Tensor:
         for chunk in logits.chunk(_CHUNKS):
             chunk.copy_(torch.softmax(chunk, -1))
         ctx.save_for_backward(logits)
         return logits.new_zeros(len(logits) if each else ())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
         return logits.mul_(gradient.unsqueeze(-1)), None
 

@@ -236,6 +236,11 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             optimizer.param_groups[:] = [group for group, _ in saved]
 
         self._undo.append(put_back)
+        for name, value in inner.items():  # what a step keeps there (bitsandbytes' tables of numbers)
+            if type(value) in (dict, list, set) and name not in ("state", "param_groups"):
+                self._keep_items(
+                    value, value.copy(), value.extend if type(value) is list else value.update, ()
+                )
         chooses = _chooses_foreach(optimizer)
         for group, values in saved:
             for index, one in enumerate(values["params"]):
@@ -261,6 +266,17 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for parameter, entries in state.items():
             fresh[self.fake_of(parameter)] = self._faked_state(entries)
         optimizer.state = fresh
+        if is_paged(optimizer):
+            vars(optimizer)["get_state_buffer"] = self._paged_buffer
+            vars(optimizer)["prefetch_state"] = lambda parameter: None
+
+    def _paged_buffer(self, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """State of a paged optimizer: of all but small parameters it is managed memory (`is_paged`)."""
+        if parameter.numel() < _LEAST_PAGED:
+            return torch.zeros_like(parameter, dtype=dtype)
+        paged = self.results.empty(parameter.shape, parameter.stride(), dtype, torch.device("cpu"))
+        paged.is_paged = True  # type: ignore[attr-defined]  # so it may be beside tensors of the GPU
+        return paged
 
     def _faked_state(self, entries: Any) -> Any:
         if not isinstance(entries, dict):
@@ -268,7 +284,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         faked = {}
         for name, value in entries.items():
             if isinstance(value, Tensor):
-                on_host = _on_host(value)
+                on_host = _on_host(value) or getattr(value, "is_paged", False)
                 faked[name] = self.fake_of(value, torch.device("cpu") if on_host else None)
                 if not on_host:
                     self._held.append((f"optimizer.{name}", faked[name], "optimizer"))
@@ -411,6 +427,17 @@ def _chooses_foreach(optimizer: torch.optim.Optimizer) -> bool:
         for kind in type(optimizer).__mro__
         if kind is not torch.optim.Optimizer
     )
+
+
+_LEAST_PAGED = 1e5  # elements: bitsandbytes pages no smaller state
+
+
+def is_paged(part: Any) -> bool:
+    """Whether it is an optimizer of bitsandbytes whose state is managed memory.
+
+    The driver moves its pages between host and GPU as they are used; torch's allocator never sees them.
+    """
+    return bool(getattr(part, "is_paged", False)) and hasattr(part, "get_state_buffer")
 
 
 def _on_host(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What libraries do differently when they see that they are being traced.
+"""What libraries do differently when they see that they are being traced, or that there is no GPU.
 
 transformers looks for fake tensors and then leaves out decisions that depend on values (whether positions
 are one sequence, so that no mask is needed): right for an exported graph, wrong for a picture of the program
@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 
 @contextlib.contextmanager
 def not_called_a_trace(known: Callable[[Any], bool]) -> Iterator[None]:
@@ -29,3 +31,44 @@ def not_called_a_trace(known: Callable[[Any], bool]) -> Iterator[None]:
         yield
     finally:
         module.is_fake_tensor = before
+
+
+@contextlib.contextmanager
+def saved_on_the_host() -> Iterator[None]:
+    """Inside, `save_on_cpu(pin_memory=True)` copies as without: pinned or not, it is no memory of the GPU.
+
+    It fills a tensor that it makes without naming a device; without a GPU that would stand for the device.
+    """
+    kind: Any = torch.autograd.graph.save_on_cpu
+    made = kind.__init__
+
+    def make(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
+        made(self, False, *args, **kwargs)
+
+    kind.__init__ = make
+    try:
+        yield
+    finally:
+        kind.__init__ = made
+
+
+@contextlib.contextmanager
+def flex_refused() -> Iterator[None]:
+    """Inside, FlexAttention refuses to run, with a reason that `trace` names.
+
+    Without its compiler it makes all scores; with it, which a trace leaves out, it makes none.
+    """
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    before = getattr(module, "_validate_device", None)
+    if before is None:
+        yield
+        return
+
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("FlexAttention is a compiled kernel")
+
+    module._validate_device = refuse
+    try:
+        yield
+    finally:
+        module._validate_device = before

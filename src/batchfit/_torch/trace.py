@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import logging
 import sysconfig
 import traceback
@@ -36,7 +37,7 @@ from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.eagerly import eagerly
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import short_generation
-from batchfit._torch.libraries import not_called_a_trace
+from batchfit._torch.libraries import flex_refused, not_called_a_trace, saved_on_the_host
 from batchfit._torch.recorder import Recorder
 from batchfit._torch.rng import global_states
 from batchfit._torch.trial import NOTE
@@ -46,6 +47,7 @@ from batchfit.workload import Workload
 
 STEPS = 2
 _ABOUT_FAKES = ("fake", "meta tensor", "data pointer", "have storage")
+_FLEX = str(Path("nn") / "attention" / "flex_attention.py")
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -84,6 +86,8 @@ def trace(
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
             stack.callback(recorder.put_back_written)
             stack.enter_context(not_called_a_trace(recorder.knows))
+            stack.enter_context(saved_on_the_host())
+            stack.enter_context(flex_refused())
             # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
             jit: Any = torch.jit
             stack.enter_context(jit.optimized_execution(False))
@@ -165,6 +169,10 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
         return UntraceableError(operation, where, "the shape of its result depends on the data")
     if isinstance(error, DataDependentOutputException):
         return UntraceableError(operation, where, "its result is read by the program and depends on the data")
+    if any(file.endswith(_FLEX) for file, _ in places):
+        return UntraceableError(
+            "flex_attention", where, "on a GPU it is a compiled kernel, whose memory a trace does not know"
+        )
     if isinstance(error, UnsupportedOperatorException) or _lacks_kernel(error, in_torch=in_torch):
         why = "torch has no fake kernel for it"
         if not operation.startswith(("aten.", "prims.")):
@@ -183,8 +191,16 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
 
 
 def _lacks_kernel(error: Exception, *, in_torch: bool) -> bool:
-    """Not what the program has yet to write: a model without `forward`, or a method that says so itself."""
-    return isinstance(error, NotImplementedError) and in_torch and '"forward"' not in str(error)
+    """Not what the program has yet to write: a model without `forward`, or a method that says so itself.
+
+    Nor what torch's own Python refuses, with reasons of its own: a kernel that is missing is missed in C++,
+    or where an operation is called.
+    """
+    if not isinstance(error, NotImplementedError) or not in_torch or '"forward"' in str(error):
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    source = linecache.getline(frame.f_code.co_filename, line).lstrip()
+    return not source.startswith("raise ") or "_ops" in frame.f_code.co_filename
 
 
 def _is_standard(file: str) -> bool:

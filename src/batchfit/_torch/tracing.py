@@ -28,6 +28,7 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, chec
 from batchfit._decide.simulate import upper_bound
 from batchfit._decide.units import format_bytes
 from batchfit._torch.cuda_rules import CudaRules
+from batchfit._torch.faking import is_paged
 from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import STEPS, trace
 from batchfit.errors import UntraceableError
@@ -285,6 +286,11 @@ def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = No
 def unseen(workload: Workload) -> Iterator[str]:
     """What a trace cannot see of this workload."""
     for part in parts_of(workload):
+        if is_paged(part):
+            yield (
+                "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
+                "not counted"
+            )
         if not isinstance(part, nn.Module):
             continue
         for name, module in part.named_modules():
