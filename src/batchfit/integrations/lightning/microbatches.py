@@ -101,7 +101,7 @@ class OomProofTraining(Callback):
             "sync": sync,
             "timeout_s": timeout_s,
         }
-        batchfit.Microbatcher(nn.Linear(1, 1), **options)  # wrong ones are told here, not after the set-up
+        batchfit.Microbatcher(nn.Identity(), **options)  # wrong ones are refused here, not after the set-up
         check_budget(budget)
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
