@@ -353,3 +353,50 @@ def test_no_generator_moves_for_a_search(follows: bool, asks: bool, draws: bool,
         assert torch.equal(ours.own, plain.own)
     if not (asks and draws):  # a split drawn again is another split
         assert all(map(torch.equal, weights(plain), weights(ours)))
+
+
+# --- what is said, and BatchNorm
+
+
+def test_the_size_found_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(BatchSizeFinder(tolerance=0.0)).fit(Own(batch_size=2, limit=40))
+    assert capsys.readouterr().out.splitlines() == ["batch size 40 for train_dataloader"]
+    trainer(BatchSizeFinder(max_val=16)).test(Own(batch_size=2), verbose=False)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch size")]
+    assert line.startswith("batch size 16 for test_dataloader: no larger one is allowed, by max_val or ")
+    Tuner(trainer()).scale_batch_size(Own(batch_size=2), max_trials=2, mode="power")
+    line = "batch size 4 for train_dataloader: max_trials was reached, larger ones were not tried"
+    assert capsys.readouterr().out.splitlines() == [line]
+
+
+def test_a_program_that_logs_says_it_in_its_log(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="batchfit"):
+        trainer(BatchSizeFinder(tolerance=0.0)).fit(Own(batch_size=2, limit=40))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("batch size 40 for train_dataloader") == 1
+    assert capsys.readouterr().out == ""
+
+
+class Normed(Own):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("mode", ["guided", "power", "binsearch", "powers", "bisect"])
+@pytest.mark.parametrize("limit", [50, 2])
+def test_batch_norm_does_not_end_a_search(mode: str, limit: int) -> None:
+    module, ours = Normed(batch_size=2, limit=limit), BatchSizeFinder(mode, tolerance=0.0, margin=0.0)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert ours.scale_batch_size(trainer(), module) == (32 if limit == 50 and "power" in mode else limit)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_batch_norm_and_a_single_sample_name_our_own_argument() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        trainer(BatchSizeFinder(max_val=1)).fit(Normed(batch_size=2))
+    notes = "".join(caught.value.__notes__)
+    assert "max_val or the samples of the loaders allow one" in notes
+    assert "min_size" not in notes

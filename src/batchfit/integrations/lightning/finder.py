@@ -57,6 +57,7 @@ _REASONS: Final = {  # why the search ended, in this callback's words
     "time_limit": "time_limit_s was reached, larger ones were not tried",
     "stored": "as stored, and it still runs",
 }
+_TOO_FEW: Final = "Expected more than 1 value per channel"  # torch's own words
 _LEAST_STEPS: Final = 2  # optimizers allocate their state in the first step
 
 
@@ -330,14 +331,26 @@ class BatchSizeFinder(Callback):
             nullcontext() if own is None else own.paused(),
         ):
             work = self._workload(trainer, loop, module, given, mode, move)
-            if kept is None:
-                fit = batchfit.find_batch_size(work, max_size=most, **self._options)
-            else:
-                fit = self._confirmed(work, kept)
+            fit = self._largest(work, most) if kept is None else self._confirmed(work, kept)
             reduced = max(self._options["min_size"], int(fit.batch_size * (1 - self._margin)))
             if reduced < fit.batch_size != kept:
                 fit = self._confirmed(work, reduced)
         return fit
+
+    def _largest(self, work: batchfit.Workload, most: int) -> batchfit.FitResult:
+        """The search; from 2 on where BatchNorm cannot train on one sample."""
+        try:
+            return batchfit.find_batch_size(work, max_size=most, **self._options)
+        except ValueError as error:
+            if _TOO_FEW not in str(error) or self._options["min_size"] > 1:
+                raise
+            if most < 2:
+                _in_our_words(error)
+                raise
+        # Outside of `except`: the traceback would hold the tensors of the step.
+        log.info("BatchNorm cannot train on one sample: sizes are tried from 2 on")
+        options = {**self._options, "min_size": 2}
+        return batchfit.find_batch_size(work, max_size=most, **options)
 
     def _confirmed(self, work: batchfit.Workload, size: int) -> batchfit.FitResult:
         """This size, run; a smaller one where it does not fit."""
@@ -414,6 +427,13 @@ def _check_names(batch_arg_name: object, key: object, fresh: object) -> None:
         raise ValueError(f"key must be a name or None, not {key!r}")
     if type(fresh) is not bool:
         raise ValueError(f"fresh must be True or False, not {fresh!r}")
+
+
+def _in_our_words(error: BaseException) -> None:
+    """The hint of the search names an argument of its own."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "min_size" not in note]
+    why = "batchfit: BatchNorm needs two samples, and max_val or the samples of the loaders allow one"
+    error.__notes__ = [*notes, why]
 
 
 def _device_name(trainer: Any) -> str:
