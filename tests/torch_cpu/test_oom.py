@@ -88,9 +88,7 @@ def turned_into_an_error() -> BaseException:
 
 
 CONTROLS: list[BaseException] = [
-    NothingFitsError(
-        1, device="cuda:0", budget_bytes=1, detail=CUDA_TEXT
-    ),  # a RuntimeError; not to be tried again
+    NothingFitsError(1, device="cuda:0", budget_bytes=1, detail=CUDA_TEXT),  # no second try
     ValueError("CUDA out of memory-efficient attention is not supported"),
     ValueError(CUDA_TEXT),
     RuntimeError("CUDA out of memory-efficient attention is not supported"),
