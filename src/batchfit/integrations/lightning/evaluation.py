@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -277,6 +277,7 @@ def _lists(module: Any) -> _Lists:
         name, value = left.pop()
         if id(value) in met:
             continue
+        inside: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, list):
             found[name] = (value, len(value))
             inside = enumerate(value) if len(value) <= _SMALL else ()

@@ -127,7 +127,8 @@ def generators_now(*own: torch.Generator) -> Callable[[], None]:
     numpy: Any = sys.modules.get("numpy.random")
     of_torch, drawn = torch.get_rng_state(), random.getstate()
     of_numpy = None if numpy is None else numpy.get_state()
-    of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda: Any = torch.cuda  # not waked up only to be looked at
+    of_cuda = cuda.get_rng_state_all() if cuda.is_initialized() else None
     of_own = [(generator, generator.get_state()) for generator in own]
 
     def restore() -> None:
@@ -136,7 +137,7 @@ def generators_now(*own: torch.Generator) -> Callable[[], None]:
         if numpy is not None:
             numpy.set_state(of_numpy)
         if of_cuda is not None:
-            torch.cuda.set_rng_state_all(of_cuda)
+            cuda.set_rng_state_all(of_cuda)
         for generator, state in of_own:
             generator.set_state(state)
 
