@@ -19,6 +19,7 @@ STDLIB = sys.stdlib_module_names
 LAYERS = {
     "batchfit": 0,
     "batchfit.errors": 0,
+    "batchfit.messages": 0,
     "batchfit.results": 0,
     "batchfit._result": 0,
     "batchfit._tables": 0,

@@ -9,9 +9,6 @@ Rules
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,10 +30,9 @@ from batchfit._schedule_plan import multiple, plan_of, starts_by_itself
 from batchfit._torch.lr import ScaledLR
 from batchfit._torch.lr_clock import LRClock
 from batchfit._torch.noise_choice import NoiseChoice
+from batchfit.messages import say
 from batchfit.results import ThroughputProfile
 from batchfit.schedules import NoiseBatchSizeConfig, load_schedule
-
-log = logging.getLogger("batchfit")
 
 _STATE_VERSION = 1
 
@@ -346,7 +342,7 @@ class BatchSizeScheduler:
     def _tell(self, kind: EventKind, before: int, at: Progress, why: str, factors: tuple[float, ...]) -> None:
         event = ScheduleEvent(kind, before, self._size, at, why, self._unit, factors)
         if kind != "kept":  # a decision to do nothing comes with every look at the noise
-            _say(str(event))
+            say(str(event))
         if self._on_event is not None:
             self._on_event(event)
 
@@ -377,18 +373,3 @@ def _world_size(given: int | None, of_loader: int | None) -> int:
         return given or of_loader or 1
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if ready else 1
-
-
-def _say(text: str) -> None:
-    """One line from rank 0: to the logger, or to stdout where nobody listens to the logger."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank = torch.distributed.get_rank()
-    else:
-        rank = int(os.environ.get("RANK", "").strip() or 0)
-    if rank != 0:
-        return
-    if log.hasHandlers():
-        log.info("%s", text)
-    else:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()

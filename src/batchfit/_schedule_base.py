@@ -72,7 +72,7 @@ class BatchSizeConfig(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ValueError(told(error, type(self))) from None
+            raise refusal(error, type(self)) from None
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -185,5 +185,26 @@ class SmoothConfig(PlannedConfig):
         return super().smallest(initial_batch_size)
 
 
-def told(error: ValidationError, kind: type[BatchSizeConfig]) -> str:
-    return sentence(error.errors(), fields=list(kind.model_fields), name=kind.__name__)
+class WrongScheduleError(ValidationError):
+    """A schedule with wrong fields: pydantic's error, which reads as one sentence of ours."""
+
+    def __str__(self) -> str:
+        return str(self.errors()[0]["ctx"]["error"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+
+def refusal(error: ValidationError, kind: type[BatchSizeConfig]) -> ValidationError:
+    """The same error, with a sentence of ours for each field that is wrong."""
+    fields, name = list(kind.model_fields), kind.__name__
+    lines: list[Any] = [
+        {
+            "type": "value_error",
+            "loc": one["loc"],
+            "input": one["input"],
+            "ctx": {"error": ValueError(sentence([one], fields=fields, name=name))},
+        }
+        for one in error.errors()
+    ]
+    return WrongScheduleError.from_exception_data(name, lines)

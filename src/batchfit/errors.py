@@ -1,7 +1,7 @@
 """Errors that batchfit raises itself.
 
     BatchfitError
-    ├── NothingFitsError      not even the smallest allowed size ran
+    ├── NothingFitsError      not even the smallest allowed size ran; a RuntimeError, too
     ├── SearchStoppedError    a limit ended the search before any size ran
     ├── NothingRanError       a trial ran no step, so it proves nothing
     ├── SnapshotError         a part of the state could not be put back
@@ -17,7 +17,8 @@
     ├── RankFailedError       another rank raised, so what all had to do together did not happen
     └── ResultFileError       a result file cannot be read
 
-Wrong arguments are `ValueError` or `TypeError`, raised before any device work. An error of the
+Wrong arguments are `ValueError` or `TypeError`, raised before any device work; a wrong schedule is a
+`ValueError` that is a `pydantic.ValidationError`, too. An error of the
 user's own code comes out unchanged, with the batch size added as a note.
 """
 
@@ -37,8 +38,8 @@ _NO_BATCH_HELPS = (
 )
 
 
-class NothingFitsError(BatchfitError):
-    """Not even the smallest allowed size ran; carries the numbers.
+class NothingFitsError(BatchfitError, RuntimeError):
+    """Not even the smallest allowed size ran; carries the numbers. A RuntimeError, as an OOM is, too.
 
     `state_bytes`: what weights, gradients and optimizer state take, as far as known; `phase`: where memory
     ran out ("optimizer"), where known.

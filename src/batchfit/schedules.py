@@ -34,7 +34,7 @@ from batchfit._schedule_base import (
     SmoothConfig,
     Unit,
     positive_number,
-    told,
+    refusal,
     whole_number,
 )
 
@@ -335,7 +335,7 @@ def _from_mapping(data: dict[str, Any]) -> AnyConfig:
             kind.model_fields["type"].default: kind for kind in get_args(AnyConfig)
         }
         known = kinds.get(data.get("type"))
-        raise ValueError(told(error, known or BatchSizeConfig)) from None
+        raise refusal(error, known or BatchSizeConfig) from None
 
 
 _DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {!r}"

@@ -38,7 +38,11 @@ def _fit(
     class Double(cases.Net):
         def __init__(self) -> None:
             super().__init__(dropout=0.0, width=8, limit=limits[rank])
+            self.register_buffer("held", torch.ones(3))  # which DDP broadcasts in each forward
             self.double()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.log("val_loss", self.loss(batch), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
@@ -51,10 +55,13 @@ def _fit(
     }
     callbacks = [made[name]() for name in names]
     strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
-    size = options.pop("size", 64)
+    size, val, tunes = options.pop("size", 64), options.pop("val", None), options.pop("tunes", False)
     run = cases.trainer(*callbacks, strategy=strategy, devices=2, **options)
     module = cases.seeded(Double)
-    run.fit(module, DataLoader(cases.data(320, dtype=torch.float64), batch_size=size))
+    loader = DataLoader(cases.data(320, dtype=torch.float64), batch_size=size)
+    if tunes:
+        return module, run, ours.Tuner(run).scale_batch_size(module, loader, tolerance=0.0, soak_steps=4)
+    run.fit(module, loader, None if val is None else DataLoader(loader.dataset, batch_size=val))
     return module, run, callbacks
 
 
@@ -78,6 +85,12 @@ def everything(rank: int) -> dict[str, Any]:
         module, run, (proof,) = _fit(rank, "oom", limits=(1000, 40), **options)
         told[f"proof {accumulate}"] = [_numbers(module), run.global_step]
         told[f"retries {accumulate}"] = proof.retries
+    for name, limits in (("whole", (None, None)), ("cut", (1000, 40))):
+        names = ("oom",) if name == "cut" else ()
+        module, run, _ = _fit(rank, *names, limits=limits, size=32, val=64, max_epochs=2)
+        told[f"validation {name}"] = [float(run.callback_metrics["val_loss"]), *_numbers(module)]
+    module, run, size = _fit(rank, limits=LIMITS, tunes=True)
+    told["tuner"] = [size, run.global_step]
     module, run, _ = _fit(rank, "schedule", limits=(None, None), size=16, max_epochs=2)
     told["schedule"] = [module.sizes, run.global_step, _numbers(module)]
     return told
@@ -117,3 +130,12 @@ def test_a_schedule_is_of_all_ranks_and_each_loads_its_part(told: list[dict[str,
     assert told[0]["schedule"] == told[1]["schedule"]
     assert told[0]["schedule"][0] == [16] * 10 + [40] * 4
     assert told[0]["schedule"][1] == 14
+
+
+def test_a_rank_that_runs_out_alone_in_validation_holds_nobody_up(told: list[dict[str, Any]]) -> None:
+    for one in told:
+        assert one["validation cut"] == pytest.approx(one["validation whole"], abs=1e-10)
+
+
+def test_ranks_find_a_size_without_a_run(told: list[dict[str, Any]]) -> None:
+    assert [one["tuner"] for one in told] == [[60, 0]] * 2

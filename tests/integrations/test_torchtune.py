@@ -147,7 +147,9 @@ def test_a_function_increases_the_batch_epoch_by_epoch(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_an_increase_past_what_fits_is_skipped_and_told(name: str, folder: Path, living_bytes: int) -> None:
+def test_an_increase_past_what_fits_is_skipped_and_said(
+    name: str, folder: Path, living_bytes: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(
         folder, name, batch_increase_function="tiny_torchtune:far_too_much", batchfit=QUICK, epochs=3
     )
@@ -158,6 +160,9 @@ def test_an_increase_past_what_fits_is_skipped_and_told(name: str, folder: Path,
         assert f"an increase by 10000 to 10002 is more than the limit of {recipe._largest}" in event.why
         assert recipe._dataloader.batch_size == 2
         assert recipe.global_step == 3 * 24
+        said = "".join(capfd.readouterr())
+        assert said.count(f"batch size {recipe._largest}") == 1  # found
+        assert said.count(f"Epoch 1: batch size stays 2: {event.why}") == 1
         del recipe
 
 
@@ -480,4 +485,6 @@ def test_tune_run(named: str, folder: Path) -> None:
     logged = next((folder / "logs").glob("*.txt")).read_text()
     size = int(logged.partition("batch_size:")[2].split()[0])
     assert 3 <= size <= 48
+    said = done.stdout + done.stderr
+    assert said.count(f"use_maximum_batch_size: batch_size is {size} (the config says 2)") == 1
     assert (folder / "out" / "epoch_0").is_dir()

@@ -123,7 +123,6 @@ class TestTheDocument:
     def test_on_stdout_where_nobody_listens(
         self, rank: str, lines: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
         monkeypatch.setenv("RANK", rank)
         scheduler = BatchSizeScheduler(STEP, 256)
         scheduler.step(20)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from batchfit._torch import oom
 from batchfit._torch.oom import classify, describe, is_oom
 from batchfit._torch.virtual import virtual_memory
+from batchfit.errors import NothingFitsError
 
 KINDS = json.loads((Path(__file__).parents[1] / "data" / "oom_kinds.json").read_text())
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB"
@@ -87,6 +88,7 @@ def turned_into_an_error() -> BaseException:
 
 
 CONTROLS: list[BaseException] = [
+    NothingFitsError(1, device="cuda:0", budget_bytes=1, detail=CUDA_TEXT),  # no second try
     ValueError("CUDA out of memory-efficient attention is not supported"),
     ValueError(CUDA_TEXT),
     RuntimeError("CUDA out of memory-efficient attention is not supported"),

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import batchfit
 from batchfit import FitResult, Microbatcher, MicrobatchEvent, StepReport, Trial, Workload, errors
 from batchfit.integrations import transformers as hf
-from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
+from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining, Tuner
 from batchfit.integrations.ray import RayEngine
 
 model = nn.Linear(4, 2)
@@ -346,5 +346,6 @@ batchfit.report(swept, "sweep.html")
 finder = BatchSizeFinder("power", budget="24GiB", margin=0.05, make_batch=make_batch)
 assert_type(finder.result, FitResult | None)
 assert_type(finder.optimal_batch_size, int | None)
+assert_type(Tuner(object()).scale_batch_size(object(), max_trials=3, budget="1GiB"), int | None)
 assert_type(OomProofTraining(weight="labels", rollback=True).retries, int)
 assert_type(BatchSizeSchedule("0:256 20:512", lr="sqrt").scheduler, batchfit.BatchSizeScheduler | None)

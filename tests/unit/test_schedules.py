@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -444,12 +445,31 @@ class TestBadInput:
     def test_names_field_and_value(self, data: dict[str, Any], words: str) -> None:
         with pytest.raises(ValueError, match=words) as caught:
             load_schedule(data)
-        assert not isinstance(caught.value, ValidationError)
+        assert isinstance(caught.value, ValidationError)  # as seed 003 has it
         assert "\n" not in str(caught.value)
+        assert repr(caught.value) == f"WrongScheduleError({str(caught.value)!r})"
 
     def test_the_constructor_says_the_same(self) -> None:
-        with pytest.raises(ValueError, match=r"^gamma must be at least 2, not 1$"):
+        with pytest.raises(ValueError, match=r"^gamma must be at least 2, not 1$") as caught:
             StepBatchSizeConfig(step_size=20, gamma=1)
+        error = caught.value
+        assert isinstance(error, ValidationError)
+        assert [one["loc"] for one in error.errors()] == [("gamma",)]
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+
+    def test_every_wrong_field_is_among_the_errors_and_a_model_around_it_says_so_too(self) -> None:
+        with pytest.raises(ValidationError) as caught:
+            StepBatchSizeConfig(step_size=0, gamma=1)
+        assert str(caught.value) == "step_size must be a positive integer, not 0"
+        texts = [str(one["ctx"]["error"]) for one in caught.value.errors()]
+        assert texts == ["step_size must be a positive integer, not 0", "gamma must be at least 2, not 1"]
+
+        class Training(BaseModel):
+            schedule: BatchSizeSchedule
+
+        with pytest.raises(ValidationError, match="gamma must be at least 2, not 1"):
+            Training.model_validate({"schedule": {"type": "step", "step_size": 2, "gamma": 1}})
 
     @pytest.mark.parametrize(
         ("keywords", "words"),

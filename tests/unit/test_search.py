@@ -592,6 +592,16 @@ def test_bisect_is_the_binary_search_of_the_seed() -> None:
     assert best == 700
 
 
+@pytest.mark.parametrize(
+    ("start", "tried"), [(4, [4, 8, 16, 32, 64, 48, 40, 44, 42, 41]), (60, [60, 30, 45, 37, 41, 43, 42])]
+)
+def test_bisect_begins_at_the_estimate_where_there_is_one(start: int, tried: list[int]) -> None:
+    search = Search(strategy="bisect", start=start, max_size=1000, soak=False)
+    ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 41))
+    assert ended.best == 41
+    assert [one.size for one in ended.told] == tried
+
+
 def test_bisect_doubles_where_there_is_no_largest_size() -> None:
     assert sizes_tried(11, strategy="bisect") == ["1", "2", "4", "8", "16x", "12x", "10", "11"]
     assert sizes_tried(11, strategy="bisect", start=6) == ["6", "12x", "9", "10", "11"]

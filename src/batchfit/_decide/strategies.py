@@ -15,16 +15,17 @@ from batchfit._decide.state import Ask, Bracket, State, descend, settle
 
 
 def bisect(state: State) -> Ask | str:
-    """The middle of what is left, after doubling where max_size is not given; always exact."""
+    """The middle of what is left, after doubling from `start`, or where max_size is not given; exact."""
     bracket = Bracket.of(state)
     if bracket.soak_failed:
         return descend(state, bracket, tolerance=0.0)
     if bracket.closed:
         return settle(state, bracket, "bracketed")
-    if bracket.bad is None and state.max_size is None:
+    if bracket.bad is None and (state.max_size is None or state.start is not None):
         first = state.start or bracket.sizes.first
-        return Ask(bracket.place(first if bracket.good is None else 2 * bracket.good), False)
-    size = bracket.middle(by_ratio=False)
+        size = bracket.place(first if bracket.good is None else 2 * bracket.good)
+    else:
+        size = bracket.middle(by_ratio=False)
     return Ask(size, state.soak and size == bracket.largest)
 
 

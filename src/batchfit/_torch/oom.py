@@ -17,14 +17,16 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from batchfit.errors import NothingFitsError
+
 Verdict = Literal["oom", "too_large", "ambiguous", "fatal", "error"]
 
 # Grave first. A dead context outweighs the OOM that may have led to it, and an OOM explains any
 # ambiguous error around it.
 _GRAVITY: Final[tuple[Verdict, ...]] = ("fatal", "oom", "too_large", "ambiguous", "error")
 
-# These are RuntimeErrors by inheritance only: none of them is raised by a full device.
-_NEVER: Final = (NotImplementedError, RecursionError)
+# These are RuntimeErrors by inheritance only: none of them is raised by a full device, or cured by a retry.
+_NEVER: Final = (NotImplementedError, RecursionError, NothingFitsError)
 
 _DEVICE: Final = r"\b(?:CUDA|HIP|XPU|NPU|MLU|MUSA|SDAA|HPU|GCU|MPS backend)"
 _CALL: Final = (

@@ -36,6 +36,7 @@ from typing import Any, Final, final
 import torch
 
 import batchfit
+from batchfit.messages import say
 from batchfit.testing import FakeDevice
 from batchfit.workload import batches
 
@@ -231,7 +232,7 @@ class AdaptiveBatchSize:
             device=self._device,
             **self._settings.search,
         )
-        log.info("%s", fit.summary)
+        say(fit.summary)
         return fit.batch_size
 
     def _workload(self, loader: Any) -> batchfit.Workload:
@@ -283,7 +284,7 @@ class AdaptiveBatchSize:
                 )
             return size
         if self._settings.use_maximum:
-            log.info("use_maximum_batch_size: batch_size is %d (the config says %d)", largest, batch_size)
+            say(f"use_maximum_batch_size: batch_size is {largest} (the config says {batch_size})")
             return largest
         if batch_size > largest:
             raise ValueError(

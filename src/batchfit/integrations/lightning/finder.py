@@ -22,25 +22,43 @@ from batchfit.integrations.lightning.framework import (
     Callback,
     check_budget,
     check_trainer,
+    generators_now,
     log,
     overrides,
+    part,
+    put_before,
     refuse_beside,
+    same_random_numbers,
+    set_up_for,
     write,
 )
 from batchfit.integrations.lightning.loaders import (
+    attribute_moving,
     check_resizable,
+    generators_of,
     largest_batch,
     leaves,
     mapped,
     requested,
     set_size,
+    size_of,
     source_of,
 )
 from batchfit.integrations.lightning.microbatches import OomProofTraining
-from batchfit.integrations.lightning.trials import Source, evaluation, training, undisturbed
+from batchfit.integrations.lightning.trials import Move, Source, evaluation, training, undisturbed
+from batchfit.messages import say
 
 _MODES: Final = {"power": "powers", "binsearch": "bisect"}
 _OURS: Final = ("guided", "bisect", "halve", "grow", "powers")
+_REASONS: Final = {  # why the search ended, in this callback's words
+    "max_size": "no larger one is allowed, by max_val or by the samples that the loaders have",
+    "near_max_size": "hardly a larger one is allowed, by max_val or by the samples that the loaders have",
+    "max_trials": "max_trials was reached, larger ones were not tried",
+    "time_limit": "time_limit_s was reached, larger ones were not tried",
+    "stored": "as stored, and it still runs",
+}
+_TOO_FEW: Final = "Expected more than 1 value per channel"  # torch's own words
+_LEAST_STEPS: Final = 2  # optimizers allocate their state in the first step
 
 
 class BatchSizeFinder(Callback):
@@ -56,11 +74,12 @@ class BatchSizeFinder(Callback):
     Args:
         mode: "guided" (measured memory leads), "power" or "binsearch" as in Lightning, or another strategy of
             `batchfit.find_batch_size`.
-        steps_per_trial: steps of each trial, at least 2.
-        init_val: the first size to try; default: the search begins by itself.
-        max_trials: how many trials there may be.
-        batch_arg_name: the attribute that holds the size; it need not exist.
-        margin: this share of the size is given up, and the smaller size is run too.
+        steps_per_trial: steps of each trial; 1 is run as 2, since optimizers allocate state in the first.
+        init_val: the first size to try; default: 2 with "power" and "binsearch", otherwise the search's own.
+        max_trials: how many trials there may be, the stability check (soak) of the answer apart. With 0
+            nothing runs: the size is `init_val`, or the present one.
+        batch_arg_name: the attribute that holds the size; it need not exist. In a trial it has its size.
+        margin: this share of the size is given up, and the smaller size is run too; not with "power".
         max_val: the largest size to try. A size never exceeds the samples that a rank has, nor those of its
             smallest loader with drop_last, of which nothing would be left.
         min_val, multiple_of, power_of_two: which sizes may be tried.
@@ -108,18 +127,20 @@ class BatchSizeFinder(Callback):
             raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
         self.optimal_batch_size: int | None = None
         self.result: batchfit.FitResult | None = None
+        self._early_exit = False  # Lightning's Tuner sets it: the run ends with the search
         self._attribute = batch_arg_name
-        self._margin = margin
+        self._margin = 0.0 if mode.lower() == "power" else margin
         self._max_size = max_val
         self._make_batch = make_batch
         self._fresh = fresh
         self._kept: dict[str, Any] | None = None  # of a checkpoint, for the `fit` that comes
         self._device: str | None = None
+        self._max_trials, self._init_val = max_trials, init_val
         self._options: dict[str, Any] = {
             "strategy": _MODES.get(mode.lower(), mode.lower()),
-            "steps": steps_per_trial,
-            "start": init_val,
-            "max_trials": max_trials,
+            "steps": max(_LEAST_STEPS, steps_per_trial),
+            "start": 2 if init_val is None and mode.lower() in _MODES else init_val,
+            "max_trials": max_trials + (soak_steps != 0),  # a search counts the soak
             "min_size": min_val,
             "multiple_of": multiple_of,
             "power_of_two": power_of_two,
@@ -135,13 +156,34 @@ class BatchSizeFinder(Callback):
         }
 
     def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
-        """Refuse what contradicts the search."""
+        """Refuse what contradicts the search, and come before Lightning's LearningRateFinder."""
         check_trainer(trainer, self)
         refuse_beside(trainer, self, "BatchSizeFinder", why="both would set the batch size. Keep one of them")
+        put_before(trainer, self, "LearningRateFinder")
 
-    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Search now, and set what was found: in the hooks below, or in one of your own."""
-        self._scale(trainer, pl_module)
+    def scale_batch_size(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        *,
+        method: str = "fit",
+        train_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+    ) -> int | None:
+        """Search now, set what was found, and return it.
+
+        In a hook, the loaders of the run are searched with, and the run goes on. Outside of a run nothing is
+        trained or evaluated: `method` ("fit", "validate", "test" or "predict") is set up with the loaders or
+        the datamodule, as the Trainer's method of that name takes them, and left after the search.
+        """
+        if trainer._active_loop is None:
+            given = {"train_dataloaders": train_dataloaders, "dataloaders": dataloaders}
+            set_up_for(self, trainer, pl_module, method, {**given, "datamodule": datamodule})
+        else:
+            self._scale(trainer, pl_module)
+            self._leave(trainer)
+        return self.optimal_batch_size
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `fit`, and before its sanity check."""
@@ -150,21 +192,31 @@ class BatchSizeFinder(Callback):
             log.warning("no batch size is searched for with fast_dev_run")
         else:
             self._scale(trainer, pl_module, None if self._fresh else kept)
+        self._leave(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `validate`; not within `fit`."""
-        if trainer.state.fn == "validate" and not trainer.fast_dev_run:
-            self.scale_batch_size(trainer, pl_module)
+        if trainer.state.fn == "validate":
+            self._before_evaluation(trainer, pl_module)
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `test`."""
-        if not trainer.fast_dev_run:
-            self.scale_batch_size(trainer, pl_module)
+        self._before_evaluation(trainer, pl_module)
 
     def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
         """Before `predict`."""
-        if not trainer.fast_dev_run:
+        self._before_evaluation(trainer, pl_module)
+
+    def _before_evaluation(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fast_dev_run:
+            self._leave(trainer)
+        else:
             self.scale_batch_size(trainer, pl_module)
+
+    def _leave(self, trainer: Any) -> None:
+        """The search was all that was asked for: Lightning ends the run as after its own."""
+        if self._early_exit:
+            raise part(trainer, "utilities.exceptions")._TunerExitException
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Forget the checkpoint."""
@@ -188,19 +240,45 @@ class BatchSizeFinder(Callback):
         self._kept = state_dict if self.optimal_batch_size is not None else None
 
     def _scale(self, trainer: Any, module: Any, checkpoint: dict[str, Any] | None = None) -> None:
-        loop = trainer._active_loop
+        loop, restore = trainer._active_loop, generators_now()
         given, mode = requested(trainer, loop)
-        check_resizable(trainer, loop, module, self._attribute, given)
+        with same_random_numbers(*generators_of(given)):
+            check_resizable(trainer, loop, module, self._attribute, given)
+            size = self._searched(trainer, loop, module, given, mode, checkpoint)
+        restore()  # the user's function that made the loaders drew some, and will again
+        self._set(trainer, loop, module, size)
+        if self._early_exit and loop._combined_loader is None:
+            with same_random_numbers(*generators_of(given)):
+                loop.setup_data()  # the Trainer shows the loaders that have the size
+
+    def _searched(
+        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None, checkpoint: Any
+    ) -> int:
+        if self._max_trials == 0:
+            return self._unsearched(trainer, module, given)
         most = max(1, int(min(self._max_size, largest_batch(given, world_size=trainer.world_size))))
         device = _device_name(trainer)
         kept = None if checkpoint is None else self._still_asked_for(checkpoint, device, most)
         fit = self._found(trainer, loop, module, given, mode, most=most, kept=kept)
-        self._set(trainer, loop, module, fit.batch_size)
         self.result, self._device = fit, device
         write(trainer, {"batchfit/batch_size": fit.batch_size, "batchfit/find_s": fit.elapsed_s})
-        if trainer.is_global_zero:
-            why = "as in the checkpoint" if fit.batch_size == kept else fit.stopped_because
-            log.info("batch size %d for %s: %s", fit.batch_size, loop._data_source.name, why)
+        why = "as in the checkpoint" if fit.batch_size == kept else _REASONS.get(fit.stopped_because, "")
+        ranks = f" per process ({trainer.world_size} of them)" if trainer.world_size > 1 else ""
+        say(f"batch size {fit.batch_size}{ranks} for {loop._data_source.name}{why and ': ' + why}")
+        return fit.batch_size
+
+    def _unsearched(self, trainer: Any, module: Any, given: Any) -> int:
+        """Without a trial: the size that was asked for, or the present one."""
+        sizes = [self._init_val]
+        parsing = part(trainer, "utilities.parsing")
+        if parsing.lightning_hasattr(module, self._attribute):
+            sizes.append(parsing.lightning_getattr(module, self._attribute))
+        sizes += [size_of(loader, world_size=trainer.world_size) for loader in leaves(given)]
+        size = next((one for one in sizes if isinstance(one, int)), None)
+        if size is None:
+            raise ValueError("max_trials must be at least 1 where no size is known, not 0: or give init_val")
+        say(f"batch size {size}: not tried, with max_trials=0")
+        return size
 
     def _still_asked_for(self, checkpoint: dict[str, Any], device: str, most: int) -> int | None:
         """The size of a checkpoint, unless it was found for something else."""
@@ -247,16 +325,32 @@ class BatchSizeFinder(Callback):
         kept: int | None,
     ) -> batchfit.FitResult:
         own = next((one for one in trainer.callbacks if isinstance(one, OomProofTraining)), None)
-        with undisturbed(trainer, loop), nullcontext() if own is None else own.paused():
-            work = self._workload(trainer, loop, module, given, mode)
-            if kept is None:
-                fit = batchfit.find_batch_size(work, max_size=most, **self._options)
-            else:
-                fit = self._confirmed(work, kept)
+        with (
+            undisturbed(trainer, loop),
+            attribute_moving(trainer, module, self._attribute) as move,
+            nullcontext() if own is None else own.paused(),
+        ):
+            work = self._workload(trainer, loop, module, given, mode, move)
+            fit = self._largest(work, most) if kept is None else self._confirmed(work, kept)
             reduced = max(self._options["min_size"], int(fit.batch_size * (1 - self._margin)))
             if reduced < fit.batch_size != kept:
                 fit = self._confirmed(work, reduced)
         return fit
+
+    def _largest(self, work: batchfit.Workload, most: int) -> batchfit.FitResult:
+        """The search; from 2 on where BatchNorm cannot train on one sample."""
+        try:
+            return batchfit.find_batch_size(work, max_size=most, **self._options)
+        except ValueError as error:
+            if _TOO_FEW not in str(error) or self._options["min_size"] > 1:
+                raise
+            if most < 2:
+                _in_our_words(error)
+                raise
+        # Outside of `except`: the traceback would hold the tensors of the step.
+        log.info("BatchNorm cannot train on one sample: sizes are tried from 2 on")
+        options = {**self._options, "min_size": 2}
+        return batchfit.find_batch_size(work, max_size=most, **options)
 
     def _confirmed(self, work: batchfit.Workload, size: int) -> batchfit.FitResult:
         """This size, run; a smaller one where it does not fit."""
@@ -264,13 +358,13 @@ class BatchSizeFinder(Callback):
         return batchfit.find_batch_size(work, max_size=size, **options)
 
     def _workload(
-        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None
+        self, trainer: Any, loop: Any, module: Any, given: Any, mode: str | None, move: Move
     ) -> batchfit.Workload:
         if loop is trainer.fit_loop:
             if self._make_batch is not None:
-                return training(trainer, self._make_batch)
+                return training(trainer, self._make_batch, move)
             sources = mapped(given, source_of)
-            return training(trainer, lambda size: mapped(sources, lambda source: source(size)))
+            return training(trainer, lambda size: mapped(sources, lambda source: source(size)), move)
         name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[
             trainer.state.fn
         ]
@@ -284,7 +378,7 @@ class BatchSizeFinder(Callback):
         else:
             sources = mapped(given, source_of)
             each = [lambda size: mapped(sources, lambda source: source(size))]
-        return evaluation(trainer, loop, name, each)
+        return evaluation(trainer, loop, name, each, move)
 
 
 # The search would refuse these too, but in `fit`, and by its own names for them.
@@ -293,7 +387,9 @@ class BatchSizeFinder(Callback):
 def _check_sizes(
     min_val: int, max_val: int, init_val: int | None, max_trials: int, multiple_of: int, power_of_two: bool
 ) -> None:
-    counts = {"max_val": max_val, "min_val": min_val, "max_trials": max_trials, "multiple_of": multiple_of}
+    if type(max_trials) is not int or max_trials < 0:
+        raise ValueError(f"max_trials must be an integer of at least 0, not {max_trials!r}")
+    counts = {"max_val": max_val, "min_val": min_val, "multiple_of": multiple_of}
     for name, value in {**counts, **({} if init_val is None else {"init_val": init_val})}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
@@ -311,11 +407,12 @@ def _check_sizes(
 def _check_steps(
     steps_per_trial: int, soak_steps: int | None, tolerance: float, time_limit_s: float | None
 ) -> None:
-    if type(steps_per_trial) is not int or steps_per_trial < 2:
-        raise ValueError(f"steps_per_trial must be an integer of at least 2, not {steps_per_trial!r}")
-    if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < steps_per_trial):
+    if type(steps_per_trial) is not int or steps_per_trial < 1:
+        raise ValueError(f"steps_per_trial must be a positive integer, not {steps_per_trial!r}")
+    least = max(_LEAST_STEPS, steps_per_trial)
+    if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < least):
         raise ValueError(
-            f"soak_steps must be 0 or at least steps_per_trial ({steps_per_trial}), not {soak_steps!r}"
+            f"soak_steps must be 0 or at least the steps of a trial ({least}), not {soak_steps!r}"
         )
     if type(tolerance) not in (int, float) or not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be at least 0 and below 1, not {tolerance!r}")
@@ -330,6 +427,13 @@ def _check_names(batch_arg_name: object, key: object, fresh: object) -> None:
         raise ValueError(f"key must be a name or None, not {key!r}")
     if type(fresh) is not bool:
         raise ValueError(f"fresh must be True or False, not {fresh!r}")
+
+
+def _in_our_words(error: BaseException) -> None:
+    """The hint of the search names an argument of its own."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "min_size" not in note]
+    why = "batchfit: BatchNorm needs two samples, and max_val or the samples of the loaders allow one"
+    error.__notes__ = [*notes, why]
 
 
 def _device_name(trainer: Any) -> str:

@@ -13,9 +13,12 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import random
 import re
 import sys
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +30,7 @@ log = logging.getLogger("batchfit")
 
 NAMES: Final[tuple[str, ...]] = ("lightning.pytorch", "pytorch_lightning")
 TESTED: Final = ((2, 5), (2, 6))  # the first and the last release that the tests have run with
+_METHODS: Final = ("fit", "validate", "test", "predict")
 _told: set[str] = set()
 
 
@@ -109,6 +113,47 @@ def refuse_beside(trainer: Any, callback: Any, *others: str, why: str) -> None:
             )
 
 
+def put_before(trainer: Any, callback: Any, other: str) -> None:
+    """Have a callback called before Lightning's own of this name, which Lightning moves to the front."""
+    kind = getattr(part(trainer, "callbacks"), other)
+    others = [one for one in trainer.callbacks if one is not callback]
+    place = next((index for index, one in enumerate(others) if isinstance(one, kind)), None)
+    if place is not None and any(one is callback for one in trainer.callbacks[place:]):
+        trainer.callbacks = [*others[:place], callback, *others[place:]]
+
+
+def generators_now(*own: torch.Generator) -> Callable[[], None]:
+    """What restores all generators (torch's on each device, NumPy's, Python's, these) to where they are."""
+    numpy: Any = sys.modules.get("numpy.random")
+    of_torch, drawn = torch.get_rng_state(), random.getstate()
+    of_numpy = None if numpy is None else numpy.get_state()
+    cuda: Any = torch.cuda  # not waked up only to be looked at
+    of_cuda = cuda.get_rng_state_all() if cuda.is_initialized() else None
+    of_own = [(generator, generator.get_state()) for generator in own]
+
+    def restore() -> None:
+        torch.set_rng_state(of_torch)
+        random.setstate(drawn)
+        if numpy is not None:
+            numpy.set_state(of_numpy)
+        if of_cuda is not None:
+            cuda.set_rng_state_all(of_cuda)
+        for generator, state in of_own:
+            generator.set_state(state)
+
+    return restore
+
+
+@contextmanager
+def same_random_numbers(*own: torch.Generator) -> Iterator[None]:
+    """What is drawn inside, by samplers, workers' seeds or the user's functions, was never drawn."""
+    restore = generators_now(*own)
+    try:
+        yield
+    finally:
+        restore()
+
+
 def write(trainer: Any, values: dict[str, float]) -> None:
     """To the Trainer's loggers, at the step that it is at."""
     for logger in trainer.loggers:
@@ -147,3 +192,39 @@ def overrides(module: Any, name: str, trainer: Any) -> bool:
     """Whether the user's module has a method of its own in place of Lightning's."""
     plain = part(trainer, "core.module").LightningModule
     return getattr(type(module), name, None) is not getattr(plain, name)
+
+
+def set_up_for(
+    finder: Any, trainer: Any, module: Any, method: str, given: Mapping[str, Any], val_dataloaders: Any = None
+) -> None:
+    """Have the Trainer call the finder in a run of `method`, which ends with the search.
+
+    The method is set up as far as its first hook, and Lightning's own way out of a tuner ends it: nothing is
+    trained, evaluated or saved. Afterwards callbacks and generators are as before.
+    """
+    options = _options(method, {**given, "val_dataloaders": val_dataloaders})
+    spawning = part(trainer, "strategies.launchers.multiprocessing")._MultiProcessingLauncher
+    if isinstance(trainer.strategy.launcher, spawning):
+        raise BatchfitError(
+            "a search without a run needs the processes that it is called in, and this strategy starts its "
+            'own: use strategy="ddp", or the callback in fit'
+        )
+    before, early = trainer.callbacks, finder._early_exit
+    trainer.callbacks = [finder, *(one for one in before if one is not finder)]
+    finder._early_exit = True
+    try:
+        with same_random_numbers():
+            getattr(trainer, method)(module, **options)
+    finally:
+        trainer.callbacks, finder._early_exit = before, early
+
+
+def _options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    if method not in _METHODS:
+        raise ValueError(f"method must be one of {', '.join(_METHODS)}, not {method!r}")
+    wrong = ("dataloaders",) if method == "fit" else ("train_dataloaders", "val_dataloaders")
+    for name in wrong:
+        if given[name] is not None:
+            right = "train_dataloaders and val_dataloaders" if method == "fit" else "dataloaders"
+            raise ValueError(f"{name} must be None with method={method!r}: give {right}")
+    return {name: value for name, value in given.items() if value is not None}

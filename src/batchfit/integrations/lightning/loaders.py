@@ -16,8 +16,6 @@ import copy
 import itertools
 import math
 import os
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +24,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 import batchfit
-from batchfit.integrations.lightning.framework import log, part
+from batchfit.integrations.lightning.framework import (
+    generators_now,
+    log,
+    part,
+    same_random_numbers,
+)
 from batchfit.workload import batches
 
 _READ_OF_A_STREAM = 1024  # samples of an iterable dataset that trials are made of
@@ -124,7 +127,7 @@ def check_resizable(trainer: Any, loop: Any, module: Any, attribute: str, given:
     refusal: Exception | None = None
     if trainer.reload_dataloaders_every_n_epochs:
         refusal = _reloading(trainer, attribute)
-    with _same_random_numbers():
+    with same_random_numbers():
         for loader in leaves(given):
             refusal = refusal or _refusal(loader)
         if refusal is not None and not _follows(trainer, loop, module, attribute):
@@ -174,31 +177,36 @@ def _length(sampler: Any) -> int | None:
 
 def _follows(trainer: Any, loop: Any, module: Any, attribute: str) -> bool:
     """Whether loaders made anew have the size that the attribute says."""
-    parsing, world_size = part(trainer, "utilities.parsing"), trainer.world_size
-    if not parsing.lightning_hasattr(module, attribute):
-        return False
-    before = parsing.lightning_getattr(module, attribute)
-    probe = 2 if before == 1 else 1
-    parsing.lightning_setattr(module, attribute, probe)
-    try:
+    with attribute_moving(trainer, module, attribute) as move:
+        if move is None:
+            return False
+        now = part(trainer, "utilities.parsing").lightning_getattr(module, attribute)
+        probe = 2 if now == 1 else 1
+        move(probe)
         made = leaves(requested(trainer, loop)[0])
-        return all(size_of(loader, world_size=world_size) == probe for loader in made)
-    finally:
-        parsing.lightning_setattr(module, attribute, before)
+        return all(size_of(loader, world_size=trainer.world_size) == probe for loader in made)
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Samplers and the user's functions may draw some when they are only looked at."""
-    numpy: Any = sys.modules.get("numpy")
-    drawn, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+def attribute_moving(trainer: Any, module: Any, name: str) -> Iterator[Callable[[int], None] | None]:
+    """What sets the attribute of this name to a size, wherever it is kept; None where nobody has it.
+
+    Afterwards each holder (module, hparams, datamodule) has its own value again.
+    """
+    parsing = part(trainer, "utilities.parsing")
+    holders = parsing._lightning_get_all_attr_holders(module, name)
+    if not holders:
+        yield None
+        return
+    before = [holder[name] if isinstance(holder, dict) else getattr(holder, name) for holder in holders]
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield lambda size: parsing.lightning_setattr(module, name, size)
     finally:
-        random.setstate(drawn)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
+        for holder, value in zip(holders, before, strict=True):
+            if isinstance(holder, dict):
+                holder[name] = value
+            else:
+                setattr(holder, name, value)
 
 
 def source_of(loader: Any) -> Callable[[int], Any]:
@@ -254,13 +262,21 @@ def _drops_last(loader: Any) -> bool:
 
 
 def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) -> None:
-    """Loaders of this loop have batches of `size` samples from now on."""
+    """Loaders of this loop have batches of `size` samples from now on.
+
+    Generators end where they would in a run that began with this size: the user's function that makes the
+    loaders draws its numbers once, here or when Lightning calls it.
+    """
     parsing, world_size = part(trainer, "utilities.parsing"), trainer.world_size
     named = parsing.lightning_hasattr(module, attribute)
     if named:
         parsing.lightning_setattr(module, attribute, size)
+    before = generators_now()
     given, mode = requested(trainer, loop)
-    if any(size_of(loader, world_size=world_size) != size for loader in leaves(given)):
+    follows = all(size_of(loader, world_size=world_size) == size for loader in leaves(given))
+    if follows or loop._combined_loader is not None:  # it is called again, or was called before
+        before()
+    if not follows:
         if trainer.reload_dataloaders_every_n_epochs:
             raise _reloading(trainer, attribute)
         if named:
@@ -273,9 +289,23 @@ def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) ->
             given = part(trainer, "utilities.combined_loader").CombinedLoader(given, mode)
         loop._data_source.instance = given
     if loop._combined_loader is not None:
-        _load_anew(loop)
+        with same_random_numbers(*generators_of(given)):
+            _load_anew(loop)
         if named and loop is trainer.fit_loop:  # validation loads its data when it comes
             loop.epoch_loop.val_loop._combined_loader = None
+
+
+def generators_of(given: Any) -> list[torch.Generator]:
+    """The generators of the user's own that these loaders and their samplers draw from."""
+    found: dict[int, torch.Generator] = {}
+    for loader in leaves(given):
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        inner = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+        for one in (loader, batch_sampler, *inner):
+            generator = getattr(one, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())
 
 
 def _load_anew(loop: Any) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +27,37 @@ class Logged(NamedTuple):
     place: tuple[str, str]  # the hook and the name
     value: Any
     options: dict[str, Any]
+
+
+@dataclass
+class Record:
+    """What one microbatch left behind."""
+
+    weight: Any
+    logs: list[Logged] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Keeper(Protocol):
+    """Who runs microbatches, with a record of each."""
+
+    _records: list[Record]
+
+
+class Recorder:
+    """Stands in for Lightning's collection of logged values; anything but `log` is the collection's own."""
+
+    def __init__(self, keeper: Keeper, results: Any) -> None:
+        self._keeper, self._results = keeper, results
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        """Keep it with its microbatch."""
+        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
+            value = value.detach()
+        self._keeper._records[-1].logs.append(Logged((fx, name), value, options))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._results, name)
 
 
 def merged(parts: Sequence[Sequence[Logged]], weights: Sequence[float]) -> list[Logged]:

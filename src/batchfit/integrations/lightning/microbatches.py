@@ -6,6 +6,7 @@ Rules
 - What the module logs for microbatches is logged once, as the batch would have logged it.
 - Clipping, accumulation, precision, hooks around backward and the optimizer's step stay Lightning's. Where
   they cannot (manual optimization, a `backward` of the user's), that is said before training.
+- Validation within `fit` runs in microbatches too, where a batch of it does not fit (`evaluation`).
 - Outside of `fit` the Trainer is as if the callback had never been there.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import nn
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.lightning.evaluation import Evaluation
 from batchfit.integrations.lightning.framework import (
     Callback,
     Shown,
@@ -32,7 +33,8 @@ from batchfit.integrations.lightning.framework import (
     part,
 )
 from batchfit.integrations.lightning.merging import (
-    Logged,
+    Record,
+    Recorder,
     detached,
     joined,
     merged,
@@ -45,15 +47,6 @@ _ADVICE = {  # what can be done in a LightningModule, where the loss is no mean 
     "sum": "Return the mean from training_step: the loss divided by its samples",
     "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact",
 }
-
-
-@dataclass
-class _Record:
-    """What one microbatch left behind."""
-
-    weight: Any
-    logs: list[Logged] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class OomProofTraining(Callback):
@@ -101,7 +94,7 @@ class OomProofTraining(Callback):
             "sync": sync,
             "timeout_s": timeout_s,
         }
-        batchfit.Microbatcher(nn.Linear(1, 1), **options)  # wrong ones are told here, not after the set-up
+        batchfit.Microbatcher(nn.Identity(), **options)  # wrong ones are refused here, not after the set-up
         check_budget(budget)
         if not isinstance(rollback, bool):
             raise TypeError(f"rollback must be True or False, not {rollback!r}")
@@ -112,10 +105,12 @@ class OomProofTraining(Callback):
         self._rollback = rollback
         self._microbatcher: batchfit.Microbatcher | None = None
         self._learned: Mapping[str, Any] | None = None
+        self._evaluation: Evaluation | None = None
+        self._evaluated: Mapping[str, Any] | None = None  # what it learned
         self._largest = 0  # microbatch of the last batch
         self._shown = Shown()
         self._failed = self._is_paused = False
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
         self._metrics: list[nn.Module] = []
         self._saved: Any = None  # states of the metrics when the batch began
         self._trainer: Any = None
@@ -145,6 +140,11 @@ class OomProofTraining(Callback):
                 "or use batchfit.Microbatcher with manual optimization"
             )
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here on, the sanity check included, batches of validation that do not fit are cut."""
+        options = {name: self._options[name] for name in ("split", "budget", "sync", "timeout_s")}
+        self._evaluation = Evaluation(trainer, {**options, "on_event": self._on_event}, self._evaluated)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """From here on batches go through the Microbatcher."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
@@ -170,15 +170,22 @@ class OomProofTraining(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Lightning's own way again."""
         self._let_go()
+        self._let_evaluation_go()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        """Lightning's own way again."""
+        self._let_evaluation_go()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about sizes, and how often a batch was done again."""
         learned = self._learned if self._microbatcher is None else self._microbatcher.state_dict()
-        return {"learned": learned, "retries": self.retries}
+        evaluated = self._evaluated if self._evaluation is None else self._evaluation.state_dict()
+        return {"learned": learned, "retries": self.retries, "evaluation": evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what was learned."""
         self._learned, self.retries = state_dict["learned"], state_dict["retries"]
+        self._evaluated = state_dict.get("evaluation")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,6 +195,12 @@ class OomProofTraining(Callback):
             yield
         finally:
             self._is_paused = before
+
+    def _let_evaluation_go(self) -> None:
+        if self._evaluation is not None:
+            self._evaluated = self._evaluation.state_dict()
+            self._evaluation.end()
+            self._evaluation = None
 
     # --- one batch
 
@@ -246,7 +259,7 @@ class OomProofTraining(Callback):
         if self._failed:  # a try before this one: what it left behind does not count
             self._records, self._failed = [], False
             restore_metrics(self._saved)
-        record = _Record(None if self._weight is None else _weight_of(self._weight, micro))
+        record = Record(None if self._weight is None else _weight_of(self._weight, micro))
         self._records.append(record)
         loss, extra = self._step_of(micro)
         record.extra = detached(extra)
@@ -257,7 +270,7 @@ class OomProofTraining(Callback):
     def _looked_at(self, micro: Any) -> torch.Tensor:
         """The Microbatcher asks what kind of mean the loss is: nothing of it stays."""
         saved = saved_metrics(self._metrics)
-        self._records.append(_Record(None))
+        self._records.append(Record(None))
         try:
             return self._step_of(micro)[0]
         finally:
@@ -286,7 +299,7 @@ class OomProofTraining(Callback):
         """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
         loop = self._trainer.fit_loop.epoch_loop
         results = loop._results
-        loop._results = _Recorder(self, results)
+        loop._results = Recorder(self, results)
         try:
             yield results
         finally:
@@ -312,22 +325,6 @@ class OomProofTraining(Callback):
         self._failed = self._failed or event.kind in ("retry", "shrunk")
         if self._on_event is not None:
             self._on_event(event)
-
-
-class _Recorder:
-    """Stands in for Lightning's collection of logged values; anything but `log` is the collection's own."""
-
-    def __init__(self, callback: OomProofTraining, results: Any) -> None:
-        self._callback, self._results = callback, results
-
-    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        """Keep it with its microbatch."""
-        if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
-            value = value.detach()
-        self._callback._records[-1].logs.append(Logged((fx, name), value, options))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._results, name)
 
 
 def _weight_of(weight: Callable[[Any], Any] | str, micro: Any) -> Any:

@@ -3,6 +3,7 @@
 Rules
 - A step is what Lightning runs for a batch: the module's transfer hooks, its step through strategy and
   precision, backward, clipping and the optimizer's step, automatic or manual.
+- The attribute that holds the batch size has the size of the trial while it runs.
 - Callbacks, loggers, logged values and progress counters are put aside for the whole search and come back as
   they were. What the step changes of the module, the optimizers and the scaler is the workload's state.
 """
@@ -23,14 +24,17 @@ from batchfit.integrations.lightning.framework import call_step, part
 from batchfit.integrations.lightning.loaders import on_device
 
 Source = Callable[[int], Any]
+Move = Callable[[int], None] | None  # sets the attribute that holds the batch size, where there is one
 
 
-def training(trainer: Any, source: Source) -> batchfit.Workload:
+def training(trainer: Any, source: Source, move: Move) -> batchfit.Workload:
     """A step of `fit`."""
     loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
     hook = part(trainer, "trainer.call")._call_lightning_module_hook
 
     def step(size: int) -> None:
+        if move is not None:
+            move(size)
         batch = on_device(trainer, source(size), 0)
         # Every step moves the optimizer, whatever is accumulated: the most that a batch can need.
         loop.batch_progress.is_last_batch = True
@@ -46,12 +50,16 @@ def training(trainer: Any, source: Source) -> batchfit.Workload:
     return batchfit.Workload(step, state=_state(trainer))
 
 
-def evaluation(trainer: Any, loop: Any, name: str, sources: Sequence[Source]) -> batchfit.Workload:
+def evaluation(
+    trainer: Any, loop: Any, name: str, sources: Sequence[Source], move: Move
+) -> batchfit.Workload:
     """A step of `validate`, `test` or `predict`: one batch of each loader."""
     several = len(sources) > 1
     quiet = torch.inference_mode if loop.inference_mode else torch.no_grad
 
     def step(size: int) -> None:
+        if move is not None:
+            move(size)
         with quiet():
             for index, source in enumerate(sources):
                 batch = on_device(trainer, source(size), index)
