@@ -311,7 +311,7 @@ def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | Non
     if source is None or isinstance(source, BatchSizeConfig):
         return source  # type: ignore[return-value]
     if isinstance(source, Path):
-        return _from_mapping(read_document(source))
+        return _from_file(source)
     if isinstance(source, Mapping):
         return _from_mapping(dict(source))
     if not isinstance(source, str):
@@ -321,10 +321,18 @@ def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | Non
     if looks_like_milestones(source):
         return MilestoneBatchSizeConfig(milestones=source)
     if source.lower().endswith(SUFFIXES) or Path(source).is_file():
-        return _from_mapping(read_document(Path(source)))
+        return _from_file(Path(source))
     raise ValueError(
         f"source must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r}"
     )
+
+
+def _from_file(path: Path) -> AnyConfig:
+    data = read_document(path)
+    try:
+        return _from_mapping(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _from_mapping(data: dict[str, Any]) -> AnyConfig:
@@ -334,7 +342,8 @@ def _from_mapping(data: dict[str, Any]) -> AnyConfig:
         kinds: dict[Any, type[BatchSizeConfig]] = {
             kind.model_fields["type"].default: kind for kind in get_args(AnyConfig)
         }
-        known = kinds.get(data.get("type"))
+        kind = data.get("type")
+        known = kinds.get(kind) if isinstance(kind, str) else None
         raise ValueError(told(error, known or BatchSizeConfig)) from None
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from batchfit._documents import parse_json
 from batchfit._sweep_result import SweepResult
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
@@ -123,8 +124,8 @@ def read_file(path: Path) -> list[Source]:
 def results_in(text: str) -> list[Result]:
     """The results in a JSON text."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ResultFileError(f"not JSON, or cut short: {error}") from None
     if isinstance(data, list):
         if not data:
