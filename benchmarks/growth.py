@@ -104,7 +104,8 @@ def traced(name: str) -> Results:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config).to(torch.bfloat16).train()
     optimizer = torch.optim.AdamW(model.parameters())
-    workload = batchfit.training(model, optimizer, zoo._hf_loss, zoo._tokens(vocabulary, 512, "meta"))
+    make_batch = zoo._tokens(vocabulary, 512, "meta")
+    workload = batchfit.training(model, optimizer, zoo._hf_loss, make_batch, keep_outputs=False)
     rules = rules_for(workload)
     trace(workload, 2, rules=rules, steps=1)
     times = []

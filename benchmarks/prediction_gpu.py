@@ -4,10 +4,15 @@
     python benchmarks/prediction_gpu.py predict --out gpu.json --mode gpu    # or none, calibrated
     python benchmarks/prediction_gpu.py explain --out explain.json          # its what-ifs; truth runs them
     python benchmarks/prediction_gpu.py history --folder histories           # allocations as they really came
+    python benchmarks/prediction_gpu.py truth --loop kept --out kept.json    # loops that keep their outputs
 
 The truth is a bracket under a cap (`set_per_process_memory_fraction`): the size survives 25 steps, the one
 0.5 % (at least one sample) above it does not. Each case is a process of its own; several share the card: the
 cap and not the card ends them. Results are kept in one JSON file, and what is there is not run again.
+
+`--loop lean` (default): nothing outlives a step. `--loop kept`: outputs, loss and batch live until the next
+step's replace them; the truth is then that of loops written by hand (`zoo.by_hand`), not of batchfit's own
+step, and keys end in "/kept".
 """
 
 from __future__ import annotations
@@ -83,7 +88,7 @@ def capped(cap_gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(cap_gib * GIB / total)
 
 
-def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
+def run_truth(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]:
     """The largest size that survives a soak, by find and then by single soaks upwards."""
     import batchfit
     import zoo
@@ -91,7 +96,7 @@ def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
     from batchfit._torch.snapshot import Snapshot
     from batchfit._torch.trial import run_trial
 
-    workload = zoo.make(model, precision)
+    workload = zoo.make(model, precision, loop=loop)
     begun = time.perf_counter()
     fit = batchfit.find_batch_size(workload)
     find_s = time.perf_counter() - begun
@@ -100,22 +105,30 @@ def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
     parameters = [one for one in tensors_in(workload.state) if one.requires_grad]
     soaks: list[dict[str, Any]] = []
 
+    steps_of = zoo.by_hand(workload) if loop == "kept" else lambda: iter([workload.step])
+    generates = loop == "kept" and workload.kind == "generation"
+
     def soak(size: int) -> bool:
-        trial = run_trial(
-            workload.step,
-            size,
-            device=place,
-            snapshot=snapshot,
-            parameters=parameters,
-            steps=SOAK,
-            soak=True,
-            raise_ambiguous=False,
-        )
+        for step in steps_of():
+            trial = run_trial(
+                step,
+                size,
+                device=place,
+                snapshot=snapshot,
+                parameters=parameters,
+                steps=3 if generates else SOAK,
+                soak=True,
+                generates=generates,
+                raise_ambiguous=False,
+            )
         soaks.append(trial.model_dump())
         return trial.sustained
 
     good = fit.batch_size
     stride = max(1, round(good / 100))
+    if loop == "kept":  # does a loop written by hand last at what was found?
+        while not soak(good) and good > stride:
+            good -= stride
     while soak(good + stride):
         good += stride
     fails = good + stride
@@ -131,11 +144,12 @@ def run_truth(model: str, precision: str, cap: str) -> dict[str, Any]:
             "sizes": [t.size for t in fit.trials],
             "ooms": sum(not t.fits for t in fit.trials),
         },
+        "loop": loop,
         "trials": [t.model_dump() for t in fit.trials] + soaks,
     }
 
 
-def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, Any]:
+def run_predict(model: str, precision: str, cap: str, loop: str, mode: str) -> dict[str, Any]:
     """The prediction at the default margin, and the same without a margin."""
     import batchfit
     import zoo
@@ -145,7 +159,7 @@ def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, An
     basis = {"none": "no GPU", "gpu": "GPU, not run", "calibrated": "calibrated"}[mode]
     budget = round(float(cap) * GIB)
     begun = time.perf_counter()
-    workload = zoo.make(model, precision, device="cuda" if here else "cpu")
+    workload = zoo.make(model, precision, device="cuda" if here else "cpu", loop=loop)
     build_s = time.perf_counter() - begun
     asked: dict[str, Any] = {"gpu": None if here else "h200", "calibrate": mode == "calibrated"}
     # The larger budget is the one whose margin is the cap: one trace answers for both.
@@ -163,12 +177,12 @@ def run_predict(model: str, precision: str, cap: str, mode: str) -> dict[str, An
     }
 
 
-def run_explain(model: str, precision: str, cap: str) -> dict[str, Any]:
+def run_explain(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]:
     """What explain says would change the largest batch."""
     import batchfit
     import zoo
 
-    workload = zoo.make(model, precision)
+    workload = zoo.make(model, precision, loop=loop)
     begun = time.perf_counter()
     told = batchfit.explain_memory(workload, batch_size=8, budget=round(float(cap) * GIB))
     return {
@@ -532,6 +546,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("truth", "predict", "explain", "history", "page", "child"))
     parser.add_argument("--mode", choices=("none", "gpu", "calibrated"), default="gpu")
+    parser.add_argument("--loop", choices=("lean", "kept"), default="lean")
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("prediction_gpu.json"))
     parser.add_argument("--folder", type=Path, default=Path("histories"))
@@ -587,10 +602,10 @@ def main() -> None:
     keep(given.out.with_name("about.json"), about())
     jobs = []
     for model, precision, cap in asked_for(given.what, given.models or [], given.precisions):
-        key = f"{model}/{precision}/{cap}"
+        key = f"{model}/{precision}/{cap}" + ("/kept" if given.loop == "kept" else "")
         if results.get(key) and "error" not in results[key]:
             continue
-        rest = [model, precision, str(cap)] + ([given.mode] if given.what == "predict" else [])
+        rest = [model, precision, str(cap), given.loop] + ([given.mode] if given.what == "predict" else [])
         # What runs nothing on the card waits for no room on it; a calibration's runs are small.
         room = float(cap)
         if given.what == "predict":

@@ -2,7 +2,10 @@
 
     workload = zoo.make("gpt2", "bf16", device="cuda")
     workload = zoo.make("gpt2@checkpointing", "fp32")     # also @short, @generate, @inference
+    workload = zoo.make("gpt2", "bf16", loop="kept")      # outputs, loss and batch live until the next step's
 
+The loops are lean by default (`keep_outputs=False`), as those are that the recorded figures come from.
+`by_hand(workload)` is the same step as a loop that somebody wrote, with variables that keep what they hold.
 `CORE` is what the code was developed beside; `HELD_OUT` was chosen after the code was frozen and is reported
 apart. Each model is a training step with AdamW: fp32 (TF32 off), "bf16" (autocast) or "bf16_params".
 """
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,8 +68,12 @@ def make(
     build_on: str | None = None,
     optimizer: str = "adamw",
     checkpointing: bool = False,
+    loop: str = "lean",
 ) -> batchfit.Workload:
     """The workload of a model, on `device` (built on `build_on`, "meta" for what fits nowhere)."""
+    if loop not in ("lean", "kept"):
+        raise ValueError(f"loop must be 'lean' or 'kept', not {loop!r}")
+    keeps = loop == "kept"
     name, _, variant = name.partition("@")
     if variant == "checkpointing":
         checkpointing = True
@@ -84,15 +92,80 @@ def make(
     if variant == "generate":
         prompts = _tokens(30000, 128, device)
         return batchfit.generation(
-            model, lambda n: {"input_ids": prompts(n)["input_ids"]}, max_new_tokens=64, use_cache=True
+            model,
+            lambda n: {"input_ids": prompts(n)["input_ids"]},
+            max_new_tokens=64,
+            use_cache=True,
+            keep_outputs=keeps,
         )
     autocast = torch.bfloat16 if precision == "bf16" else None
     if variant == "inference":
-        return batchfit.inference(model, make_batch, autocast=autocast)
+        return batchfit.inference(model, make_batch, autocast=autocast, keep_outputs=keeps)
     if name == "dcgan":
-        return _gan(model, make_batch, autocast)
+        return _gan(model, make_batch, autocast, keeps=keeps)
     made = _OPTIMIZERS[optimizer](model.parameters())
-    return batchfit.training(model, made, loss_fn, make_batch, autocast=autocast)
+    return batchfit.training(model, made, loss_fn, make_batch, autocast=autocast, keep_outputs=keeps)
+
+
+def by_hand(workload: batchfit.Workload) -> Callable[[], Iterator[Callable[[int], None]]]:
+    """The loop of a workload of `make` as people write it: a `step` whose variables stay from call to call.
+
+    for step in loop():
+        step(32)
+    """
+    model, optimizer, parts = workload.model, workload.optimizer, workload._parts
+
+    def lowered() -> AbstractContextManager[Any]:
+        device = next(model.parameters()).device.type
+        return torch.autocast(device, dtype=parts["autocast"]) if parts["autocast"] else nullcontext()
+
+    def training(sizes: Iterator[int]) -> Iterator[None]:
+        call, criterion = _CALLS[parts["loss_fn"]]
+        for n in sizes:
+            batch = parts["source"](n)
+            optimizer.zero_grad()
+            with lowered():
+                out = call(model, batch)
+                loss = criterion(out, batch)
+            loss.backward()
+            optimizer.step()
+            yield
+
+    def inference(sizes: Iterator[int]) -> Iterator[None]:
+        model.eval()
+        for n in sizes:
+            batch = parts["source"](n)
+            with torch.inference_mode(), lowered():
+                out = model(**batch) if isinstance(batch, dict) else model(batch[0])  # noqa: F841  kept
+            yield
+
+    def generation(sizes: Iterator[int]) -> Iterator[None]:
+        model.eval()
+        for n in sizes:
+            batch = parts["source"](n)
+            with torch.inference_mode():
+                out = model.generate(**batch, **parts["options"])  # noqa: F841  kept
+            yield
+
+    run = {"training": training, "inference": inference, "generation": generation}.get(workload.kind)
+
+    def loop() -> Iterator[Callable[[int], None]]:
+        if run is None:  # a plain workload: its step is written by hand already
+            yield workload.step  # type: ignore[misc]
+            return
+        asked: list[int] = []
+        frame = run(iter(asked.pop, None))
+
+        def step(n: int) -> None:
+            asked.append(n)
+            next(frame)
+
+        try:
+            yield step
+        finally:
+            frame.close()
+
+    return loop
 
 
 def _halved(make_batch: MakeBatch) -> MakeBatch:
@@ -110,6 +183,34 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def _hf_loss(model: Any, batch: Any) -> torch.Tensor:
     loss: torch.Tensor = model(**batch).loss
     return loss
+
+
+def _clip_loss(model: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**batch, return_loss=True).loss
+    return loss
+
+
+def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _tags_loss(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1].flatten())
+
+
+# The same in two lines, as a loop has them: the model's call, and the loss of what it returned.
+_CALLS: dict[Any, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], torch.Tensor]]] = {
+    _hf_loss: (lambda model, batch: model(**batch), lambda out, batch: out.loss),
+    _clip_loss: (lambda model, batch: model(**batch, return_loss=True), lambda out, batch: out.loss),
+    _cross_entropy: (
+        lambda model, batch: model(batch[0]),
+        lambda out, batch: nn.functional.cross_entropy(out, batch[1]),
+    ),
+    _tags_loss: (
+        lambda model, batch: model(batch[0]),
+        lambda out, batch: nn.functional.cross_entropy(out, batch[1].flatten()),
+    ),
+}
 
 
 def _tokens(vocabulary: int, length: int, device: str, *, labels: str = "tokens") -> MakeBatch:
@@ -310,10 +411,6 @@ def _unet(device: str) -> Any:
     return UNet(), make_batch, _cross_entropy
 
 
-def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
 class Tagger(nn.Module):
     """Two LSTM layers between an embedding and a vocabulary."""
 
@@ -333,10 +430,7 @@ def _lstm(device: str) -> Any:
         ids = torch.randint(0, 20000, (n, 128), device=device)
         return ids, ids
 
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1].flatten())
-
-    return Tagger(), make_batch, loss_fn
+    return Tagger(), make_batch, _tags_loss
 
 
 def _mlp(device: str) -> Any:
@@ -388,10 +482,10 @@ def _dcgan(device: str) -> Any:
     return Gan(), make_batch, None
 
 
-def _gan(model: Any, make_batch: MakeBatch, autocast: torch.dtype | None) -> batchfit.Workload:
-    """Two optimizers in one step: a plain `Workload`."""
-    from contextlib import nullcontext
-
+def _gan(
+    model: Any, make_batch: MakeBatch, autocast: torch.dtype | None, *, keeps: bool
+) -> batchfit.Workload:
+    """Two optimizers in one step: a plain `Workload`. In a loop that keeps, `last` has its variables."""
     for_g = torch.optim.AdamW(model.generator.parameters(), lr=1e-4)
     for_d = torch.optim.AdamW(model.discriminator.parameters(), lr=1e-4)
     bce = nn.functional.binary_cross_entropy_with_logits
@@ -418,6 +512,28 @@ def _gan(model: Any, make_batch: MakeBatch, autocast: torch.dtype | None) -> bat
         loss_g.backward()
         for_g.step()
 
+    last: dict[str, Any] = {}
+
+    def keeping(n: int) -> None:
+        last["real"] = make_batch(n)
+        device = last["real"].device
+        for_d.zero_grad(set_to_none=True)
+        with lowered():
+            last["fake"] = model.generator(torch.randn(n, 128, 1, 1, device=device))
+            last["on_real"] = on_real = model.discriminator(last["real"]).flatten()
+            last["on_fake"] = on_fake = model.discriminator(last["fake"].detach()).flatten()
+            last["loss_d"] = bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
+        last["loss_d"].backward()
+        for_d.step()
+        for_g.zero_grad(set_to_none=True)
+        with lowered():
+            last["judged"] = judged = model.discriminator(last["fake"]).flatten()
+            last["loss_g"] = bce(judged, torch.ones_like(judged))
+        last["loss_g"].backward()
+        for_g.step()
+
+    if keeps:
+        return batchfit.Workload(keeping, state=[model, for_g, for_d, last])
     return batchfit.Workload(step, state=[model, for_g, for_d])
 
 
@@ -455,11 +571,7 @@ def _clip(device: str) -> Any:
             "pixel_values": torch.randn(n, 3, 224, 224, device=device),
         }
 
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch, return_loss=True).loss
-        return loss
-
-    return hf.CLIPModel(hf.CLIPConfig()), make_batch, loss_fn
+    return hf.CLIPModel(hf.CLIPConfig()), make_batch, _clip_loss
 
 
 def _bart(device: str) -> Any:

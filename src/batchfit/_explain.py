@@ -25,11 +25,13 @@ from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expe
 from batchfit._decide.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._decide.simulate import largest, simulate
 from batchfit._decide.units import parse_bytes
-from batchfit._oracle import Basis, Oracle, allocator_rules, held_beside, margin_of
+from batchfit._oracle import Basis, Oracle, allocator_caveats, allocator_rules, held_beside, margin_of
+from batchfit._torch.caching_memory import is_capped
 from batchfit._torch.changes import (
     Change,
     Watch,
     checkpointing,
+    chunked_loss,
     lower_precision,
     shorter_sequence,
     smaller_optimizer,
@@ -94,13 +96,13 @@ def explain_memory(
     now = study.base
     found = study.what_ifs() if what_if else ()
     peak = Peak.of(now.at_size)
-    held = simulate(Footprint.of(now.at_size), batch_size, capacity_bytes=None, rules=study.settings)
+    held = _reserved(Footprint.of(now.at_size), batch_size, budget_bytes, study.settings)
     return MemoryExplanation(
         batch_size=batch_size,
         budget_bytes=budget_bytes,
         largest=now.largest,
         peak_bytes=peak.size,
-        reserved_bytes=held.peak_reserved_bytes,
+        reserved_bytes=held,
         peak_phase=peak.origin.phase,
         peak_operation=peak.origin.operation,
         peak_source=peak.origin.source,
@@ -111,7 +113,7 @@ def explain_memory(
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
-        unseen=(*unseen(work), *study.notes),
+        unseen=(*unseen(work), *study.notes, *rules.card.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
@@ -146,8 +148,11 @@ class Study:
         self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
         beside = held_beside(workload, rules.card)[0] if basis == "GPU, not run" else 0
         self.residual = (float(beside), 0.0)
-        self.settings = allocator_rules()
-        self.notes: list[str] = []
+        capped = False
+        if basis == "GPU, not run" and budget_bytes is not None:
+            capped = is_capped(device_to_run(workload), budget_bytes)
+        self.settings = allocator_rules(capped=capped)
+        self.notes = allocator_caveats(self.settings)
         self._watch = Watch()
         self._at_size: dict[tuple[str, ...], Trace | None] = {}
         self.base = self._as_it_is(basis)
@@ -196,8 +201,10 @@ class Study:
 
     def _changes(self) -> list[Change]:
         """Those that apply to this workload."""
-        found = self._best_level(checkpointing(self.workload))
+        found = self._best_level(checkpointing(self.workload, self._watch.learning))
         found += lower_precision(self.workload, self.rules.card, uses_autocast=self._watch.autocast)
+        if self._loss_share() >= LEAST_GAIN - 1:
+            found += chunked_loss(self.workload)
         if self._in_optimizer(self.base):
             found += update_changes(self.workload)
         if self._state_bytes() >= (LEAST_GAIN - 1) * (self.capacity or self.base.peak_bytes):
@@ -245,7 +252,7 @@ class Study:
                 largest_after=after,
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
-                cost="next to nothing",
+                cost="next to nothing; not measured on a GPU",
             )
         ]
 
@@ -299,6 +306,13 @@ class Study:
             return False
         footprint = told.traced.footprint
         return outside_share(footprint, footprint.sizes_at(told.largest), "optimizer") * LEAST_GAIN < 1
+
+    def _loss_share(self) -> float:
+        """What a cross-entropy's log-probabilities and their gradient hold of the peak."""
+        peak = Peak.of(self.base.at_size)
+        origins = self.base.at_size.origins
+        own = (block for block in peak.live if "log_softmax" in origins[block].operation)
+        return sum(map(peak.size_of, own)) / max(peak.size, 1)
 
     def _state_bytes(self) -> int:
         """What the optimizer keeps: less of it cannot bring more."""
@@ -420,6 +434,18 @@ def _holders(held: Sequence[Held], peak_bytes: int) -> tuple[Holder, ...]:
         for one in held
         if one.size
     )
+
+
+def _reserved(footprint: Footprint, size: int, budget_bytes: int | None, rules: Rules) -> int:
+    """What the allocator takes for a size: where it fits, what it takes within the budget.
+
+    It takes more where there is more: without an end, unused segments are never given back.
+    """
+    free = simulate(footprint, size, capacity_bytes=None, rules=rules).peak_reserved_bytes
+    if budget_bytes is None or free <= budget_bytes:
+        return free
+    held = simulate(footprint, size, capacity_bytes=budget_bytes, rules=rules)
+    return held.peak_reserved_bytes if held.fits else free
 
 
 def _outside(workload: Workload) -> str:

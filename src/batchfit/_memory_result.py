@@ -158,10 +158,14 @@ class WhatIf(Result):
 
     @property
     def gain(self) -> float:
-        """How many times as many samples; without a budget, how many times less memory."""
+        """How many times as many samples; without a budget, how many times less memory.
+
+        Where not even one sample fits as things are, it is one more than the number that then does: any is a
+        gain.
+        """
         if self.largest_before is None or self.largest_after is None:
             return self.peak_bytes_before / max(self.peak_bytes_after, 1)
-        return self.largest_after / max(self.largest_before, 1)
+        return self.largest_after / self.largest_before if self.largest_before else 1.0 + self.largest_after
 
 
 class Moment(Result):

@@ -18,7 +18,8 @@ import torch
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card
 from batchfit._decide.simulate import Simulation, largest, simulate, upper_bound
-from batchfit._torch.device import own_bytes, tensors_in
+from batchfit._torch.caching_memory import is_capped
+from batchfit._torch.device import device_to_run, own_bytes, tensors_in
 from batchfit._torch.reach import parts_of
 from batchfit._torch.trace import uncollected
 from batchfit._torch.tracing import Traced, glance, rules_for, trace_workload
@@ -165,7 +166,7 @@ class Foresight:
         try:
             limit_s = _PATIENCE_GENERATION_S if work.kind == "generation" else _PATIENCE_S
             traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
-            settings = allocator_rules()
+            settings = allocator_rules(capped=is_capped(device_to_run(work), budget_bytes))
         except UntraceableError as error:
             log.info("no %s: %s", name, str(error))
             return None
@@ -245,10 +246,22 @@ def held_beside(work: Workload, card: Card) -> tuple[int, int]:
     return (known, unsure) if known > 0 else (0, 0)
 
 
-def allocator_rules(expandable_segments: bool | None = None) -> Rules:
-    """The allocator's settings: the environment's, and what is asked for."""
+def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = False) -> Rules:
+    """The allocator's settings: the environment's, and what is asked for; `capped`: see `Rules`."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     rules = Rules.from_environment(text)
     if expandable_segments is None:
-        return rules
-    return replace(rules, expandable_segments=expandable_segments)
+        expandable_segments = rules.expandable_segments
+    return replace(rules, expandable_segments=expandable_segments, capped=rules.capped or capped)
+
+
+def allocator_caveats(rules: Rules) -> list[str]:
+    """What of the allocator's model was compared with no GPU."""
+    if not rules.expandable_segments:
+        return []
+    end = (
+        "under a memory fraction, where torch asks for room for the whole of a request"
+        if rules.capped
+        else "for the GPU's own memory; under set_per_process_memory_fraction less may fit"
+    )
+    return [f"expandable segments: not measured on a GPU, but replayed by the allocator's source, {end}"]

@@ -22,7 +22,17 @@ from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint
 from batchfit._decide.simulate import Simulation, largest, residual_of, simulate
 from batchfit._decide.units import format_bytes, parse_bytes
-from batchfit._oracle import Basis, Oracle, Oracles, allocator_rules, held_beside, is_recurrent, margin_of
+from batchfit._oracle import (
+    Basis,
+    Oracle,
+    Oracles,
+    allocator_caveats,
+    allocator_rules,
+    held_beside,
+    is_recurrent,
+    margin_of,
+)
+from batchfit._torch.caching_memory import is_capped
 from batchfit._torch.device import device_to_run, tensors_in
 from batchfit._torch.joint import joint
 from batchfit._torch.ranks import Ranks
@@ -61,13 +71,16 @@ def predict_batch_size(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
             `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
-        gpu: the card to predict for ("h100", "rtx4090"): its memory and its choice of kernels.
+        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its
+            choice of kernels. Of a name that is made with several memories ("a100") the smallest is taken,
+            and a caveat says so.
         max_size: the largest size that is wanted.
         margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
             not run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
             declared, so that it can be put back.
-        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
+            allocator's source and not measured on a GPU yet: a caveat of the answer says so.
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
@@ -96,7 +109,8 @@ def _predicted(
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = _budgets(budget, card, work if here else None)
-    settings = allocator_rules(expandable_segments)
+    capped = here and is_capped(device_to_run(work), min(budgets))
+    settings = allocator_rules(expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
@@ -205,7 +219,7 @@ def _prediction(
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
         knees=tuple(piece.size for piece in pieces[1:]),
-        unseen=_unseen(traced),
+        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
         check=traced.check,
         trace_sizes=traced.sizes,
         trials=tuple(trials),
@@ -280,9 +294,7 @@ def _unseen(traced: Traced) -> tuple[str, ...]:
         notes.append(
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
-    if not traced.rules.card.measured:
-        notes.append(f"{traced.rules.card.name} itself: its figures are the vendor's, not measured by us")
-    return tuple(notes)
+    return (*notes, *traced.rules.card.caveats)
 
 
 def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[int]:

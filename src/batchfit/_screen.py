@@ -176,7 +176,8 @@ def _gain(one: WhatIf, *, by_size: bool) -> float:
 
 def _numbers(one: WhatIf, arrow: str, wide: int, *, by_size: bool) -> str:
     if by_size:
-        return f"{one.largest_before:>{wide}} {arrow} {one.largest_after:<{wide}} x{one.gain:.2f}"
+        times = f"x{one.gain:.2f}" if one.largest_before else "fits"
+        return f"{one.largest_before:>{wide}} {arrow} {one.largest_after:<{wide}} {times}"
     return f"{format_bytes(one.peak_bytes_before)} {arrow} {format_bytes(one.peak_bytes_after)}"
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from batchfit._decide.grid import Configuration
 from batchfit._sweep_course import Course, Measure, Settings
 from batchfit._sweep_result import OWN_COLUMNS
-from batchfit._torch import oom
+from batchfit._torch import loop, oom
 from batchfit._torch.attempt import recover
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
@@ -98,7 +98,8 @@ def _attempt(
     """What it measured; None where it ran out of memory and a smaller size is left. `verdicts`: why not."""
     ambient = sys.exception()
     try:
-        measured: Any = measure(work, size)
+        with loop.running():
+            measured: Any = measure(work, size)
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         verdicts.add(verdict)

@@ -1,9 +1,9 @@
 """Workloads: a step together with the state that a trial must put back.
 
 Rules: arguments are checked when the workload is made, before any device work. A step says which phase
-it is in. Nothing outlives a step: the batch and the loss live until it ends, as they do in a loop written
-by hand, logits die inside `loss_fn`, and no tensor is left for the next step to find. (A loop that keeps
-its last output while the next batch runs needs room for one more output than a step here.)
+it is in. In a trial, a timing or a trace the batch, the model's outputs and the loss live until the next
+step's take their place, as the variables of a loop written by hand do (`_torch/loop.py`); with
+`keep_outputs=False` nothing outlives a step, and outputs die inside `loss_fn`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from batchfit._torch import phase
+from batchfit._torch import loop, phase
 from batchfit._torch.batches import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._torch.structure import to_device
 from batchfit._torch.workload_parts import (
     check_belongs,
+    check_flag,
     check_full_length,
     check_generated,
     check_loss,
@@ -87,13 +88,18 @@ class Workload:
         source = self._parts.get("source")
         return len(source) if isinstance(source, Longest) else None
 
+    @property
+    def _passes(self) -> int:
+        """Over how many passes of `batch_size` samples a step accumulates gradients."""
+        return int(self._parts.get("accumulate", 1))
+
     def _brief(self, new_tokens: int) -> Workload | None:
         """This generation, of fewer tokens; None where that is not much less, or the step is not our own."""
         options = self._parts.get("options", {})
         if self.model is None or "step" in self._parts or options.get("max_new_tokens", 0) < 4 * new_tokens:
             return None
         fewer = {**options, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-        return _generation(self.model, self._parts["source"], fewer)
+        return _generation(self.model, self._parts["source"], fewer, keep_outputs=self._parts["keep_outputs"])
 
     def __repr__(self) -> str:
         what = getattr(self.step, "__qualname__", None) if self.model is None else type(self.model).__name__
@@ -122,6 +128,8 @@ def training(
     autocast: Autocast | None = None,
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
+    accumulate: int = 1,
+    keep_outputs: bool = True,
     state: object = (),
 ) -> Workload:
     """A training step, as a loop written by hand would do it.
@@ -136,6 +144,12 @@ def training(
     `optimizer=None` a step is forward and backward only. `state` names what else the step changes. A model in
     eval mode is in training mode during the step; one that is in training mode already is left as it is, with
     any part frozen in eval mode. Several models or optimizers: write the step and give it to `Workload`.
+
+    The batch, what the model returned and the loss stay alive until those of the next step replace them, as
+    in `for batch in loader: out = model(batch); loss = criterion(out, batch); ...`. With `keep_outputs=False`
+    they do not: for a loop that deletes them, or computes its loss in a function. `accumulate=k`: k passes of
+    `batch_size` samples each, one optimizer step; gradients are held during all forward passes but the first,
+    as they are where `zero_grad` comes after the forward pass.
     """
     check_model(model)
     check_optimizer(optimizer, scaler=scaler)
@@ -145,21 +159,34 @@ def training(
     check_loss_fn(loss_fn)
     if clip_norm is not None and not is_positive_number(clip_norm):
         raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise ValueError(f"accumulate must be a positive integer, not {accumulate!r}")
+    check_flag("keep_outputs", keep_outputs)
     context = _autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
     clears = model if optimizer is None else optimizer
+    owner = object()
 
     def step(batch_size: int) -> None:
+        kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=True):
-            phase.enter("batch")
-            batch = to_device(source(batch_size), _device_of(model))
-            phase.enter("forward")
-            clears.zero_grad(set_to_none=True)
-            with context():
-                loss = loss_fn(model, batch)
-            check_loss(loss, "loss_fn")
-            phase.enter("backward")
-            _backward(loss, scaler)
+            for number in range(loop.passes_of(accumulate)):
+                phase.enter("batch")
+                batch = to_device(source(batch_size), _device_of(model))
+                if kept is not None:
+                    kept.batch = batch
+                phase.enter("forward")
+                if number == 0:
+                    clears.zero_grad(set_to_none=True)
+                with context(), loop.catching(model, kept):
+                    loss = loss_fn(model, batch)
+                check_loss(loss, "loss_fn")
+                if accumulate > 1:
+                    loss = loss / accumulate
+                if kept is not None:
+                    kept.result = loss
+                phase.enter("backward")
+                _backward(loss, scaler)
             phase.enter("optimizer")
             _update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
         phase.clear()
@@ -171,6 +198,8 @@ def training(
         "autocast": autocast,
         "scaler": scaler,
         "clips": clip_norm is not None,
+        "keep_outputs": keep_outputs,
+        "accumulate": accumulate,
     }
     return _known(step, "training", model, optimizer, state=(*known, *others), parts=parts)
 
@@ -190,33 +219,42 @@ def inference(
     collate_fn: CollateFn | None = None,
     autocast: Autocast | None = None,
     forward: Callable[[Any, Any], object] | None = None,
+    keep_outputs: bool = True,
 ) -> Workload:
     """A forward pass in eval mode under `torch.inference_mode`.
 
         workload = inference(model, dataset, collate_fn=collate, autocast=torch.bfloat16)
 
     `forward(model, batch)` defaults to `model(**batch)` for mappings, `model(*batch)` for tuples and
-    `model(batch)` for anything else. `make_batch` as in `training`. The output is dropped when the step
-    ends, before the next batch is made: a loop that still holds its last output while it runs the next
-    batch needs room for that one too (`del output`, or keep it in a `Workload` of your own).
+    `model(batch)` for anything else. `make_batch` as in `training`. The batch and the outputs stay alive
+    until those of the next step replace them, as in `for batch in loader: out = model(batch)`; with
+    `keep_outputs=False` they are dropped when the step ends, as where a loop deletes them.
     """
     check_model(model)
     run: Any = _call_model if forward is None else forward
     if not callable(run) or not takes_arguments(run, 2):
         raise TypeError(f"forward must be a callable forward(model, batch) or None, not {forward!r}")
+    check_flag("keep_outputs", keep_outputs)
     context = _autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
+    owner = object()
 
     def step(batch_size: int) -> None:
+        kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=False):
             phase.enter("batch")
             batch = to_device(source(batch_size), _device_of(model))
+            if kept is not None:
+                kept.batch = batch
             phase.enter("forward")
-            with torch.inference_mode(), context():
-                run(model, batch)
+            with torch.inference_mode(), context(), loop.catching(model, kept):
+                returned = run(model, batch)
+                if kept is not None:
+                    kept.result = returned
+                del returned
         phase.clear()
 
-    parts = {"source": source, "forward": forward, "autocast": autocast}
+    parts = {"source": source, "forward": forward, "autocast": autocast, "keep_outputs": keep_outputs}
     return _known(step, "inference", model, None, state=(model,), parts=parts)
 
 
@@ -226,6 +264,7 @@ def generation(
     *,
     max_new_tokens: int,
     collate_fn: CollateFn | None = None,
+    keep_outputs: bool = True,
     **generate_kwargs: Any,
 ) -> Workload:
     """`model.generate` forced to the full length: every sample gets `max_new_tokens` new tokens.
@@ -234,51 +273,69 @@ def generation(
 
     Any object with a `generate` that knows `max_new_tokens` and `min_new_tokens` will do. A batch that
     is a mapping goes as keywords, any other as the first argument; the remaining keywords go to
-    `generate` as they are. `make_batch` as in `training`. In eval mode under `torch.inference_mode`.
+    `generate` as they are. `make_batch` as in `training`. In eval mode under `torch.inference_mode`. The
+    batch and what `generate` returned stay alive until the next ones replace them; with `keep_outputs=False`
+    they are dropped when the step ends.
     `model` may also be a function `generate(batch, max_new_tokens=...)`, which returns the tokens and has to
     make all of them; its batch stays where `make_batch` put it.
     """
+    check_flag("keep_outputs", keep_outputs)
     if isinstance(model, FunctionType | MethodType | functools.partial):
-        return _generating(model, make_batch, max_new_tokens, collate_fn, generate_kwargs)
+        check_full_length(generate_kwargs, max_new_tokens)
+        options = {**generate_kwargs, "max_new_tokens": max_new_tokens}
+        source = batch_source(make_batch, collate_fn=collate_fn)
+        return _generating(model, source, options, keep_outputs=keep_outputs)
     if not callable(getattr(model, "generate", None)) or isinstance(model, type):
         raise TypeError(f"model must be an object with a generate method, not {type(model).__name__}")
     check_full_length(generate_kwargs, max_new_tokens)
     options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
-    return _generation(model, batch_source(make_batch, collate_fn=collate_fn), options)
+    source = batch_source(make_batch, collate_fn=collate_fn)
+    return _generation(model, source, options, keep_outputs=keep_outputs)
 
 
-def _generation(model: Any, source: BatchSource, options: dict[str, Any]) -> Workload:
+def _generation(model: Any, source: BatchSource, options: dict[str, Any], *, keep_outputs: bool) -> Workload:
+    owner = object()
+
     def step(batch_size: int) -> None:
+        kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=False):
             phase.enter("batch")
             batch = to_device(source(batch_size), _device_of(model))
+            if kept is not None:
+                kept.batch = batch
             phase.enter("forward")
             with torch.inference_mode():
                 if isinstance(batch, Mapping):
                     output = model.generate(**batch, **options)
                 else:
                     output = model.generate(batch, **options)
+            if kept is not None:
+                kept.result = output
             check_generated(output, batch, model, options["max_new_tokens"])
         phase.clear()
 
     state = (model,) if isinstance(model, nn.Module) else ()
-    return _known(step, "generation", model, None, state=state, parts={"source": source, "options": options})
+    parts = {"source": source, "options": options, "keep_outputs": keep_outputs}
+    return _known(step, "generation", model, None, state=state, parts=parts)
 
 
 def _generating(
-    function: Callable[..., Any], make_batch: Any, max_new_tokens: int, collate_fn: Any, more: dict[str, Any]
+    function: Callable[..., Any], source: BatchSource, options: dict[str, Any], *, keep_outputs: bool
 ) -> Workload:
     """Generation by a function of the user's."""
-    check_full_length(more, max_new_tokens)
-    options = {**more, "max_new_tokens": max_new_tokens}
-    source = batch_source(make_batch, collate_fn=collate_fn)
+    owner, max_new_tokens = object(), options["max_new_tokens"]
 
     def step(batch_size: int) -> None:
+        kept = loop.variables_of(owner) if keep_outputs else None
         phase.enter("batch")
         batch = source(batch_size)
+        if kept is not None:
+            kept.batch = batch
         phase.enter("forward")
         with torch.inference_mode():
             tokens = function(batch, **options)
+        if kept is not None:
+            kept.result = tokens
         length = tokens.shape[-1] if isinstance(tokens, torch.Tensor) else max_new_tokens
         if length < max_new_tokens:
             raise ValueError(
@@ -287,7 +344,7 @@ def _generating(
             )
         phase.clear()
 
-    parts = {"source": source, "options": options, "function": function}
+    parts = {"source": source, "options": options, "function": function, "keep_outputs": keep_outputs}
     return _known(step, "generation", None, None, state=(), parts=parts)
 
 

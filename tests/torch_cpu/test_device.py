@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from batchfit._torch import caching_memory
 from batchfit._torch import device as device_module
 from batchfit._torch import ram as ram_module
-from batchfit._torch.caching_memory import allocator_mark, largest_bytes
+from batchfit._torch.caching_memory import allocator_mark, is_capped, largest_bytes
 from batchfit._torch.device import (
     CpuDevice,
     CudaDevice,
@@ -65,6 +65,17 @@ def test_readings_are_the_allocators() -> None:
     assert device.peaks() == Peaks(101 * MiB, 102 * MiB, 77)
     assert device.budget_bytes() == 900 * MiB
     assert cuda.opened == {1}, "no context on a device that is not ours"
+
+
+def test_a_device_is_capped_where_a_memory_fraction_is_or_would_be_set() -> None:
+    device = CudaDevice(1, backend=FakeCuda())
+    all_of_it = device.budget_bytes()
+    assert not is_capped(device, all_of_it)
+    assert is_capped(device, all_of_it - MiB)
+    with device.limit(100 * MiB):
+        assert is_capped(device, device.budget_bytes()), "a fraction is set, whoever set it"
+    assert not is_capped(device, all_of_it)
+    assert not is_capped(resolve_device("cpu"), 1), "nothing but a caching allocator has one"
 
 
 def test_another_allocator_is_read_by_its_live_tensors() -> None:

@@ -297,11 +297,93 @@ def test_inference_is_offered_dtypes_alone() -> None:
     assert {one.name for one in found.kinds}.isdisjoint({"gradients", "optimizer"})
 
 
-def test_a_card_without_bf16_is_not_offered_it() -> None:
-    assert lower_precision(workload(), card_named("t4"), uses_autocast=False) == []
+def test_a_gpu_without_bf16_is_offered_fp16() -> None:
+    (fp16,) = lower_precision(workload(), card_named("t4"), uses_autocast=False)
+    assert fp16.name == "fp16 autocast"
+    assert "torch.float16" in fp16.how
+    assert "GradScaler" in fp16.how
+    assert lower_precision(workload(), card_named("t4"), uses_autocast=True) == [], "no training in fp16"
     offered = [one.name for one in lower_precision(workload(), card_named("a10g"), uses_autocast=True)]
     assert offered == ["bf16 parameters (with them gradients, optimizer state)"]
     assert lower_precision(workload(dtype=torch.bfloat16), card_named("h100"), uses_autocast=False) == []
+
+
+def test_fp16_is_what_the_program_in_fp16_takes() -> None:
+    told = batchfit.explain_memory(workload(), batch_size=8, gpu="t4", budget=BUDGET)
+    changed = batchfit.explain_memory(
+        workload(autocast=torch.float16), batch_size=8, gpu="t4", budget=BUDGET, what_if=False
+    )
+    fp16 = named(told, "fp16 autocast")
+    assert fp16.peak_bytes_after == changed.peak_bytes < told.peak_bytes
+    assert not [one for one in told.what_ifs if "bf16" in one.change]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_an_ema_copy_is_not_counted_among_the_blocks_to_checkpoint(frozen: bool) -> None:
+    """It keeps no activations, whether its parameters say so (requires_grad) or only its use does."""
+    model = Model()
+    ema = copy.deepcopy(model).requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_with(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            for kept, new in zip(ema.parameters(), model.parameters(), strict=True):
+                kept.lerp_(new, 0.01)
+            teacher = ema(batch["words"])
+        return loss_of(model, batch) + 0.0 * teacher.mean()
+
+    work = batchfit.training(model, optimizer, loss_with, make_tokens(), state=[model, optimizer, ema])
+    told = batchfit.explain_memory(work, batch_size=8, gpu="h100", budget=BUDGET)
+    (checkpointed,) = [
+        one for one in told.what_ifs if one.change.startswith("activation") and " and " not in one.change
+    ]
+    assert checkpointed.change == f"activation checkpointing of each of {BLOCKS} Block"
+
+
+def test_where_the_loss_holds_much_a_chunked_one_is_offered() -> None:
+    model = nn.Sequential(nn.Embedding(4096, 32), nn.Linear(32, 4096))
+
+    def loss(model: nn.Module, words: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten())
+
+    plain = torch.nn.functional.cross_entropy
+    work = batchfit.training(
+        model, torch.optim.AdamW(model.parameters()), loss, lambda n: torch.randint(0, 4096, (n, 64))
+    )
+    told = batchfit.explain_memory(work, batch_size=8, gpu="h100", budget=BUDGET)
+    assert torch.nn.functional.cross_entropy is plain
+    chunked = named(told, "a cross-entropy in chunks")
+    # Logits, log-probabilities and their gradient are three of a kind: one is left, and a sixteenth.
+    logits = 8 * 64 * 4096 * 4
+    saved = chunked.peak_bytes_before - chunked.peak_bytes_after
+    assert saved == pytest.approx((2 - 1 / 16) * logits, rel=0.05)
+    assert chunked.gain > 2.2
+    assert "LinearCrossEntropyLoss" in chunked.how
+
+
+def test_a_size_that_fits_reserves_no_more_than_the_budget() -> None:
+    """Without an end the allocator gives nothing back; what it takes where it has to is what counts."""
+    roomy = batchfit.explain_memory(_churn(), batch_size=64, budget="4GiB", what_if=False)
+    largest = batchfit.predict_batch_size(
+        _churn(), budget=roomy.reserved_bytes - 2**20, margin=0.0
+    ).batch_size
+    told = batchfit.explain_memory(
+        _churn(), batch_size=largest, budget=roomy.reserved_bytes - 2**20, what_if=False
+    )
+    assert told.budget_bytes is not None
+    assert told.peak_bytes <= told.reserved_bytes <= told.budget_bytes
+
+
+def _churn() -> batchfit.Workload:
+    model = nn.Sequential(
+        *(layer for width in (700, 300, 900) for layer in (nn.Conv2d(3, width, 3), nn.Conv2d(width, 3, 3)))
+    )
+    return batchfit.training(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, x: model(x).square().mean(),
+        lambda n: torch.zeros(n, 3, 24, 24),
+    )
 
 
 def test_checkpointing_that_is_on_is_not_offered() -> None:

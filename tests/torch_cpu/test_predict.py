@@ -212,7 +212,7 @@ def never(n: int) -> None:
         ({"budget": []}, ValueError, "budget must name at least one"),
         ({"budget": "lots"}, ValueError, "lots"),
         ({"budget": "1GiB", "expandable_segments": "yes"}, TypeError, "expandable_segments must be True"),
-        ({"gpu": 5}, TypeError, "gpu must be the name of a card, not 5"),
+        ({"gpu": 5}, TypeError, "gpu must be the name of a GPU, not 5"),
         ({"budget": 1e9}, TypeError, "budget must be bytes or text such as '24GiB', not 1000000000.0"),
         ({"budget": 0}, ValueError, "0"),
         ({"budget": "1GiB", "gpu": "h1"}, ValueError, "gpu must be one of"),
@@ -306,6 +306,50 @@ def test_the_allocators_settings_come_from_the_environment(monkeypatch: pytest.M
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:3")
     with pytest.raises(ValueError, match="allocator settings must be"):
         predict(batchfit.Workload(never, state=[]), budget="1GiB")
+
+
+class _Skip(nn.Module):
+    """A small U-Net: blocks of many sizes, which leave gaps in segments of fixed size."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        twice = 2 * width
+        self.down = nn.Sequential(*self._conv(3, width), *self._conv(width, width))
+        self.deep = nn.Sequential(nn.MaxPool2d(2), *self._conv(width, twice), *self._conv(twice, twice))
+        self.up = nn.ConvTranspose2d(twice, width, 2, stride=2)
+        self.out = nn.Sequential(*self._conv(twice, width), nn.Conv2d(width, 3, 1))
+
+    def _conv(self, inner: int, outer: int) -> tuple[nn.Module, nn.Module]:
+        return nn.Conv2d(inner, outer, 3, padding=1), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        near = self.down(x)
+        out: torch.Tensor = self.out(torch.cat([near, self.up(self.deep(near))], 1))
+        return out
+
+
+def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were held to a cap that no GPU has, and answered less than fixed segments."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    model = _Skip()
+    work = batchfit.training(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        lambda m, x: (m(x) - x).square().mean(),
+        lambda n: torch.zeros(n, 3, 64, 64),
+    )
+    fixed, grown = (predict(work, gpu="h200", budget=GIB, expandable_segments=on) for on in (False, True))
+    assert grown.batch_size > fixed.batch_size
+    assert not [note for note in fixed.unseen if "expandable" in note]
+    (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: not measured")]
+    assert "for the GPU's own memory" in caveat
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,per_process_memory_fraction:0.5")
+    capped = predict(work, gpu="h200", budget=GIB)
+    assert capped.batch_size < grown.batch_size, "torch asks the cap about the whole request"
+    assert "under a memory fraction" in capped.unseen[-1]
 
 
 @pytest.fixture

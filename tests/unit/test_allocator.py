@@ -14,6 +14,7 @@ from batchfit._decide.addresses import AddressSpace
 from batchfit._decide.allocator import MIB, Block, CachingAllocator, Replay, Rules, replay
 
 EXPANDABLE = Rules(expandable_segments=True)
+CAPPED = Rules(expandable_segments=True, capped=True)
 
 
 def take(device: CachingAllocator, size: int) -> Block:
@@ -254,6 +255,8 @@ def test_peaks_start_again_from_what_is_held() -> None:
             "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True",
             Rules(garbage_collection_threshold=0.8),
         ),
+        ("per_process_memory_fraction:0.5,expandable_segments:True", CAPPED),
+        ("per_process_memory_fraction:1.0", Rules()),
         ("roundup_power2_divisions:4", Rules(roundup_power2_divisions=(4,))),
         # As torch 2.13 reads it: asked of its own library.
         (
@@ -359,13 +362,13 @@ def test_an_oversize_block_goes_back_without_a_retry() -> None:
         (100, 0.1, 18 + 22),  # 10 wanted: then the younger 16 MiB as well, not the 18 MiB in use
         (100, 0.6, 54 + 22),  # below the threshold
         (100, 0.0, 54 + 22),
-        (None, 0.1, 54 + 22),  # without a cap nothing is collected
+        (None, 0.1, 54 + 22),  # without a capacity nothing is collected
     ],
 )
 def test_garbage_is_collected_by_age_before_a_new_segment(
     capacity: int | None, threshold: float, reserved: int
 ) -> None:
-    rules = Rules(garbage_collection_threshold=threshold)
+    rules = Rules(garbage_collection_threshold=threshold, capped=True)
     device = CachingAllocator(None if capacity is None else capacity * MIB, rules)
     old, young, used = (take(device, size * MIB) for size in (20, 16, 18))
     device.free(old)
@@ -375,6 +378,14 @@ def test_garbage_is_collected_by_age_before_a_new_segment(
     take(device, 22 * MIB)
     assert device.reserved_bytes == reserved * MIB
     assert device.retries == 0
+
+
+def test_without_a_cap_no_garbage_is_collected() -> None:
+    """torch does so only where `set_per_process_memory_fraction` was called with less than 1."""
+    device = CachingAllocator(100 * MIB, Rules(garbage_collection_threshold=0.1))
+    device.free(take(device, 20 * MIB))
+    take(device, 30 * MIB)
+    assert device.reserved_bytes == 50 * MIB
 
 
 # ---------------------------------------------------------------- expandable segments
@@ -429,8 +440,53 @@ def test_expandable_best_fit_prefers_the_block_that_cannot_grow() -> None:
     assert keep.live
 
 
-def test_the_cap_is_asked_about_the_request_but_pages_are_mapped() -> None:
-    device = CachingAllocator(50 * MIB, EXPANDABLE)
+def test_on_a_gpu_without_a_cap_only_the_missing_pages_are_needed() -> None:
+    """By hand: 100 MiB are five pages of 20; `cuMemCreate` refuses the sixth, whatever was asked for."""
+    device = CachingAllocator(100 * MIB, EXPANDABLE)
+    first = take(device, 50 * MIB)  # pages 0 to 60, of which 50 to 60 stays free
+    assert device.reserved_bytes == 60 * MIB
+    second = take(device, 45 * MIB)  # 10 MiB are there, 35 are missing: two pages
+    assert (second.address, device.reserved_bytes, device.retries) == (50 * MIB, 100 * MIB, 0)
+    assert device.allocate(6 * MIB) is None, "5 MiB are free, and a page more would be the sixth"
+    assert device.retries == 1
+    device.free(first)
+    # 0 to 50 is free. 60 MiB find no room: pages 0 to 40 are unmapped, and three would be mapped at the end.
+    assert device.allocate(60 * MIB) is None
+    assert (device.reserved_bytes, device.retries) == (60 * MIB, 2)
+    third = take(device, 48 * MIB)  # pages 0 to 40 are mapped again, in front of 40 to 50
+    assert (third.address, device.reserved_bytes, device.retries) == (0, 100 * MIB, 2)
+
+
+def test_under_a_cap_the_same_request_must_fit_as_a_whole() -> None:
+    """`alloc_block` compares reserved + the request (45 MiB, in multiples of 2) with the memory fraction."""
+    device = CachingAllocator(100 * MIB, CAPPED)
+    take(device, 50 * MIB)
+    assert device.allocate(45 * MIB) is None, "60 + 46 is more than 100, though two pages are not"
+    assert (device.reserved_bytes, device.retries) == (60 * MIB, 1)
+    assert CachingAllocator(None, CAPPED).allocate(1 << 40) is not None, "no capacity: no cap"
+
+
+def test_pages_are_mapped_stretch_by_stretch_until_the_gpu_is_full() -> None:
+    device = CachingAllocator(160 * MIB, EXPANDABLE)
+    low, middle, high = take(device, 20 * MIB), take(device, 30 * MIB), take(device, 60 * MIB)
+    end = take(device, 10 * MIB)  # pages 0 to 120
+    device.free(low)
+    device.free(high)  # 50 to 110 is free
+    device.empty_cache()  # 0 to 20 and 60 to 100 are unmapped; 50 to 60 and 100 to 110 stay
+    assert device.reserved_bytes == 60 * MIB
+    rest = take(device, 80 * MIB)  # four pages behind 120
+    assert (rest.address, device.reserved_bytes) == (120 * MIB, 140 * MIB)
+    device.free(middle)  # 20 to 60 is free, with 0 to 20 and 60 to 100 unmapped around it
+    assert device.allocate(75 * MIB) is None
+    # 0 to 20 was mapped, then there was no page left for 60 to 80; the retry unmapped 0 to 60, and four pages
+    # were too many once more.
+    assert (device.retries, device.peak_reserved_bytes) == (1, 160 * MIB)
+    assert device.reserved_bytes == 100 * MIB
+    assert end.live
+
+
+def test_under_a_cap_pages_are_mapped_without_asking_again() -> None:
+    device = CachingAllocator(50 * MIB, CAPPED)
     take(device, 22 * MIB)
     assert device.reserved_bytes == 40 * MIB
     take(device, 17 * MIB)
@@ -458,6 +514,7 @@ RULES = st.builds(
     max_split_size_bytes=st.sampled_from([None, 20 * MIB, 33 * MIB, 64 * MIB]),
     roundup_power2_divisions=st.sampled_from([(), (), (4,), (2,) * 5 + (8,) * 11]),
     garbage_collection_threshold=st.sampled_from([0.0, 0.0, 0.3, 0.8]),
+    capped=st.booleans(),
 )
 CAPACITIES = st.one_of(st.none(), st.integers(0, 400 * MIB))
 
@@ -509,7 +566,7 @@ def check_books(device: CachingAllocator, held: list[Block], capacity: int | Non
     assert device.requested_bytes <= device.allocated_bytes <= device.reserved_bytes
     assert device.peak_reserved_bytes >= device.reserved_bytes
     if capacity is not None:
-        slack = device.rules.large_segment_bytes if expandable else 0
+        slack = device.rules.large_segment_bytes if expandable and device.rules.capped else 0
         assert device.reserved_bytes <= capacity + slack
 
 
@@ -675,8 +732,9 @@ UNMAPPED = "unmapped"
 class PlainExpandable:
     """Each range is a list of [bytes, owner], None for free; joined anew after every change."""
 
-    def __init__(self, capacity: int | None) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int | None, capped: bool) -> None:
+        self.capacity = 2**60 if capacity is None else capacity
+        self.capped = capped
         self.ranges: dict[int, list[list[Any]]] = {page: [[2**50, UNMAPPED]] for page in (20 * MIB, 2 * MIB)}
         self.retries = 0
         self.peak = 0
@@ -702,16 +760,15 @@ class PlainExpandable:
         page = 2 * MIB if size <= MIB else 20 * MIB
         if self.place(page, size, owner, self.best(page, size)):
             return True
-        if not self.may_grow(size):
-            self.retries += 1
-            self.unmap()
-            if not self.may_grow(size):
-                return False
+        if self.place(page, size, owner, self.grow(page, size)):
+            return True
+        self.retries += 1
+        self.unmap()
         return self.place(page, size, owner, self.grow(page, size))
 
     def may_grow(self, size: int) -> bool:
         asked = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        return self.capacity is None or self.reserved + asked <= self.capacity
+        return not self.capped or self.reserved + asked <= self.capacity
 
     def best(self, page: int, size: int) -> int | None:
         """By size then place; a block that can grow is passed over for the next one if that cannot."""
@@ -723,9 +780,11 @@ class PlainExpandable:
                 return i
         return None
 
-    def grow(self, page: int, size: int) -> int:
+    def grow(self, page: int, size: int) -> int | None:
         """Map pages from the lowest place where free and unmapped pieces in a row hold the request."""
         pieces = self.ranges[page]
+        if not self.may_grow(size):
+            return None
         for i, (_, owner) in enumerate(pieces):
             if owner != UNMAPPED:
                 continue
@@ -738,6 +797,9 @@ class PlainExpandable:
                 length, kind = pieces[k]
                 if kind == UNMAPPED:
                     length = min(length, -(-(size - room) // page) * page)
+                    if not self.capped and self.reserved + length > self.capacity:
+                        self.tidy(page)
+                        return None
                     pieces[k : k + 1] = [[length, None], [pieces[k][0] - length, UNMAPPED]]
                     k += 1
                 room, k = room + length, k + 1
@@ -776,10 +838,12 @@ class PlainExpandable:
 
 
 @settings(deadline=None, max_examples=200)
-@given(histories(), CAPACITIES)
-def test_a_plain_expandable_model_agrees(history: tuple[list[int], list[int]], capacity: int | None) -> None:
+@given(histories(), CAPACITIES, st.booleans())
+def test_a_plain_expandable_model_agrees(
+    history: tuple[list[int], list[int]], capacity: int | None, capped: bool
+) -> None:
     sizes, events = history
-    plain = PlainExpandable(capacity)
+    plain = PlainExpandable(capacity, capped and capacity is not None)
     failed_at = None
     for index, event in enumerate(events):
         if event < 0:
@@ -787,7 +851,7 @@ def test_a_plain_expandable_model_agrees(history: tuple[list[int], list[int]], c
         elif not plain.allocate(event, sizes[event]):
             failed_at = index
             break
-    seen = replay(sizes, events, capacity_bytes=capacity, rules=EXPANDABLE)
+    seen = replay(sizes, events, capacity_bytes=capacity, rules=CAPPED if capped else EXPANDABLE)
     assert (seen.failed_at, seen.retries, seen.peak_reserved_bytes) == (failed_at, plain.retries, plain.peak)
 
 

@@ -206,6 +206,16 @@ class TestScreen:
         assert "what would change" not in str(explanation(what_ifs=()))
         assert "; no batch fits" in str(explanation(largest=0))
 
+    def test_where_nothing_fitted_before_there_is_no_factor(self) -> None:
+        first, more = (
+            what_if("bf16", after, 33).model_copy(update={"largest_before": 0}) for after in (1, 2)
+        )
+        text = str(explanation(largest=0, what_ifs=(first, more.model_copy(update={"change": "less"}))))
+        assert "0 → 2 fits  less" in text
+        assert "0 → 1 fits  bf16" in text, "one sample is a gain where none fitted"
+        assert text.index("0 → 2") < text.index("0 → 1")
+        assert "x2.00" not in text
+
     def test_a_notebook_shows_the_same(self) -> None:
         shown = explanation(peak_source="<string>:3 <lambda>")._repr_html_()
         assert "&lt;lambda&gt;" in shown

@@ -112,7 +112,10 @@ def checked_flags(settings: PredictSettings) -> list[str | None]:
     try:
         for budget in settings["budget"] or ():
             parse_bytes(budget)
-        cards = list(dict.fromkeys(card_named(name).name for name in settings["gpu"] or ()))
+        chosen: dict[str, str] = {}  # each GPU once, as it was written: predict says what the name left open
+        for name in settings["gpu"] or ():
+            chosen.setdefault(card_named(name).name, name)
+        cards = list(chosen.values())
         size, margin = settings["max_size"], settings["margin"]
         if size is not None and size < 1:
             raise ValueError(f"max_size must be a positive integer or None, not {size!r}")
@@ -322,7 +325,7 @@ def card_lines() -> list[Line]:
             [
                 (f"{card.name:<{wide}}  {format_bytes(card.usable_bytes):>9}  {f'{major}.{minor}':>10}", ""),
                 (
-                    "  measured" if card.measured else "  the vendor's figures",
+                    f"  {'nominal figure, derived' if card.source == 'nominal' else card.source}",
                     "good" if card.measured else "dim",
                 ),
             ]

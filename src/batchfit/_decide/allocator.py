@@ -5,12 +5,17 @@ Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.
   10 MiB from segments of 20 MiB; from 10 MiB on it gets a segment of its own, in multiples of 2 MiB.
 - The smallest free block that is large enough is taken, the lowest address among equals. It is split if at
   least 512 B (small) or more than 1 MiB (large) would be left over. A freed block joins free neighbours.
-- The cap is that of `set_per_process_memory_fraction`: reserved + segment > capacity means no. Then the
-  oversize blocks (with `max_split_size`), then every unsplit cached segment go back, and it is tried once
-  more: that is a retry, whether or not it helps. Only then is the device out of memory.
+- Where reserved + segment > capacity, the oversize blocks (with `max_split_size`), then every unsplit cached
+  segment go back, and it is tried once more: that is a retry, whether or not it helps. Only then is the
+  device out of memory.
 - Expandable segments: one range of addresses a pool, mapped in pages of 2 MiB (small) or 20 MiB (large) at
-  the lowest address with room, and unmapped in whole free pages. The cap is asked about the size of the
-  request but pages are mapped, so reserved may pass the capacity by less than a page. That is how it is.
+  the lowest address with room, and unmapped in whole free pages. A request needs only the pages that are
+  missing: the driver refuses the first page that the GPU has no memory for (`cuMemCreate` in
+  `ExpandableSegment::map`), and of one stretch of pages all are mapped or none.
+- The capacity is the GPU's memory, or a cap (`Rules.capped`: `set_per_process_memory_fraction` is below 1).
+  They differ for expandable segments: `alloc_block` compares the cap with reserved + the whole request,
+  before it looks which pages are missing, and then maps pages without asking again. So under a cap less
+  fits, and reserved may pass the cap by less than a page. Garbage is collected only under a cap.
 
 What is not known here is where the driver puts a new segment, and that decides which of two free blocks of
 equal size is taken: `AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
@@ -18,7 +23,8 @@ of that card (torch 2.11, 106,000 allocations, 19 retries) replay without a diff
 ours, which were fitted to these runs, 27 do, and the worst peak is 3.4 % off. Only default settings were
 compared with a card: not expandable segments, `max_split_size`, garbage collection or divisions.
 Other streams, CUDA graphs, private pools and memory that another process holds are not modelled, nor the
-end of an expandable range (9/8 of the card), nor a card that is itself full while the cap is not reached.
+end of an expandable range (9/8 of the GPU: holes aside, all of it), nor a GPU that is itself full while the
+cap is not reached.
 """
 
 from __future__ import annotations
@@ -63,8 +69,11 @@ class CachingAllocator:
         )
         self._max_split = _ENDLESS if rules.max_split_size_bytes is None else rules.max_split_size_bytes
         self._rounding = rules.max_non_split_rounding_bytes or rules.large_segment_bytes
-        # PyTorch collects garbage only under a cap.
-        threshold = 0.0 if capacity_bytes is None else rules.garbage_collection_threshold
+        capped = rules.capped and capacity_bytes is not None
+        threshold = rules.garbage_collection_threshold if capped else 0.0
+        # What is compared with the whole of a new request, and with the pages that are mapped.
+        self._request_limit = self._capacity if capped or not self._expandable else _ENDLESS
+        self._page_limit = _ENDLESS if capped else self._capacity
         self._collect_above = int(threshold * self._capacity) if threshold > 0 else None
         self._small = Pool(SMALL_SEGMENT, least_rest=GRAIN, split_below=_ENDLESS)
         self._large = Pool(
@@ -214,7 +223,7 @@ class CachingAllocator:
             segment = self.rules.large_segment_bytes
         else:
             segment = size + SEGMENT_GRAIN - 1 & -SEGMENT_GRAIN
-        if self.reserved_bytes + segment > self._capacity:
+        if self.reserved_bytes + segment > self._request_limit:
             return None
         if self._expandable:
             return self._extend(pool, size)
@@ -263,24 +272,31 @@ class CachingAllocator:
                 self._release(pool, block)
             waiting = [block for block, age in zip(waiting, ages, strict=True) if age < average]
 
-    def _extend(self, pool: Pool, size: int) -> Block:
-        """A free block of at least `size` bytes at the lowest address where mapping pages makes one."""
+    def _extend(self, pool: Pool, size: int) -> Block | None:
+        """A free block of at least `size` bytes at the lowest address where mapping pages makes one.
+
+        None where the GPU has no memory for the missing pages; what was mapped before that stays free.
+        """
         block = _lowest_room(pool, size)
         if block.mapped:
             pool.remove(block)
-        else:
-            self._map(pool, block, min(size, block.size))
+        elif not self._map(pool, block, min(size, block.size)):
+            return None
         while block.size < size:
             more = block.next
             assert more is not None, "the room was counted"
-            self._map(pool, more, min(size - block.size, more.size))
+            if not self._map(pool, more, min(size - block.size, more.size)):
+                pool.add(block)
+                return None
             absorb(block, more)
         return block
 
-    def _map(self, pool: Pool, block: Block, size: int) -> None:
-        """Back the first pages of an unmapped block with memory; the block is then in no list."""
-        pool.forget_unmapped(block)
+    def _map(self, pool: Pool, block: Block, size: int) -> bool:
+        """Back the first pages of an unmapped block with memory: all or none; it is then in no list."""
         mapped = -(-size // pool.page) * pool.page
+        if self.reserved_bytes + mapped > self._page_limit:
+            return False
+        pool.forget_unmapped(block)
         if mapped < block.size:
             rest = Block(block.address + mapped, block.size - mapped, pool)
             rest.mapped = False
@@ -290,6 +306,7 @@ class CachingAllocator:
         block.mapped = True
         self._reserve(mapped)
         self._join_next(pool, block)
+        return True
 
     def _join_next(self, pool: Pool, block: Block) -> None:
         other = block.next

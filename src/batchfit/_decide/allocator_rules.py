@@ -30,6 +30,8 @@ class Rules:
     garbage_collection_threshold: float = 0.0
     large_segment_bytes: int = 20 * MIB
     max_non_split_rounding_bytes: int | None = None  # None: as large_segment_bytes
+    # Whether the capacity is a cap (a memory fraction below 1, set by key or by call) or the GPU's memory.
+    capped: bool = False
 
     def __post_init__(self) -> None:
         # What PyTorch refuses too. With it, a free block of max_split_size or more is always a whole segment.
@@ -62,6 +64,7 @@ class Rules:
                 garbage_collection_threshold=float(found.get("garbage_collection_threshold", 0.0)),
                 large_segment_bytes=_parse_mib(found.get("large_segment_size_mb")) or 20 * MIB,
                 max_non_split_rounding_bytes=_parse_mib(found.get("max_non_split_rounding_mb")),
+                capped=float(found.get("per_process_memory_fraction", 1.0)) < 1.0,
             )
         except ValueError as error:
             raise ValueError(

@@ -1,18 +1,31 @@
-"""The cards that a prediction can be made for: usable bytes, and what changes memory there.
+"""The GPUs that a prediction can be made for: usable bytes, and what changes memory there.
 
 Rules: `usable_bytes` is what a program's tensors can have once the driver and the CUDA context have taken
-theirs. A card that we have not measured says so (`measured=False`): its memory is the figure that its driver
-reports, less what a context took on the card that we did measure.
+theirs: the total that CUDA reports, less what a context took on the GPU that we measured. The total is
+- "measured": by us;
+- "reported": the smallest in public reports of what torch prints on Linux ("a total capacity of ...");
+- "nominal": the vendor's figure, less a share that no reported GPU of its kind passes: 4 % (2080 Ti: 10.57 of
+  11 GiB), 9 % where GDDR memory spends a sixteenth on ECC (T4: 14.56 of 16), 2 % of HBM (A30: 23.53 of 24),
+  9 % where the vendor may count a billion bytes as one GB (B200: 178.4 of 192).
+GeForce and RTX workstation GPUs are counted with ECC off, their default. On Windows CUDA reports more, and
+the desktop takes some. AMD's GPUs are not listed: their allocator is torch's, but what HIP rounds to and what
+its kernels work with was not looked at.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+import re
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Literal, final
 
 GIB = 2**30
 MIB = 2**20
 _CONTEXT = 560 * MIB  # an H200 after the first kernel, torch 2.11
+Memory = Literal["gddr", "ecc", "hbm", "decimal"]
+Source = Literal["measured", "reported", "nominal"]
+_LOST = {"gddr": 0.04, "ecc": 0.09, "hbm": 0.02, "decimal": 0.09}
+_NO_LONGER_BUILT = (7, 5)  # CUDA 13's compilers make no kernels for what is older
 
 
 @final
@@ -26,6 +39,9 @@ class Card:
     multiprocessors: int
     threads_per_multiprocessor: int = 2048
     measured: bool = False
+    source: Source = "reported"
+    box_gb: int = 0  # the memory that the vendor names
+    note: str = field(default="", compare=False)  # which variant was taken, where the name left it open
 
     @property
     def blas_bytes(self) -> int:
@@ -42,55 +58,226 @@ class Card:
         """torch puts cuDNN's attention first on Hopper and on B200s, not on RTX cards."""
         return self.capability[0] in (9, 10)
 
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What a prediction for it should say."""
+        found = [self.note] if self.note else []
+        if not self.measured:
+            of = {"reported": "what CUDA reports there", "nominal": f"derived from {self.box_gb} GB nominal"}
+            memory = of.get(self.source, "")
+            found.append(f"{self.name} itself: not measured by us; its memory is {memory}")
+        if self.capability < _NO_LONGER_BUILT:
+            major, minor = self.capability
+            found.append(
+                f"compute capability {major}.{minor}: torch built with CUDA 13 has no kernels for it; use a "
+                "build for an older CUDA"
+            )
+        return tuple(found)
+
 
 def _card(
     name: str,
-    gib: float,
+    box_gb: int,
     capability: tuple[int, int],
     multiprocessors: int,
-    threads: int = 2048,
+    memory: Memory = "gddr",
     *,
+    reported: float | None = None,
     measured: bool = False,
 ) -> Card:
-    return Card(name, round(gib * GIB) - _CONTEXT, capability, multiprocessors, threads, measured)
+    """`reported` is in GiB; without it the nominal figure counts, less what is lost of such memory."""
+    gib = box_gb * (1 - _LOST[memory]) if reported is None else reported
+    threads = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(capability, 2048)
+    source: Source = "measured" if measured else "nominal" if reported is None else "reported"
+    usable = round(gib * GIB) - _CONTEXT
+    return Card(name, usable, capability, multiprocessors, threads, measured, source, box_gb)
 
 
+_PASCAL, _TURING, _AMPERE, _ADA, _BLACKWELL = (6, 1), (7, 5), (8, 6), (8, 9), (12, 0)
 CARDS = {
     card.name: card
     for card in (
-        _card("b200", 178.4, (10, 0), 148),
-        _card("h200", 139.8, (9, 0), 132, measured=True),
-        _card("h100", 79.1, (9, 0), 132),
-        _card("gh200", 94.5, (9, 0), 132),
-        _card("a100-80gb", 79.1, (8, 0), 108),
-        _card("a100-40gb", 39.4, (8, 0), 108),
-        _card("l40s", 44.4, (8, 9), 142, 1536),
-        _card("l4", 22.0, (8, 9), 58, 1536),
-        _card("a10g", 22.0, (8, 6), 80, 1536),
-        _card("a6000", 47.4, (8, 6), 84, 1536),
-        _card("rtx6000-ada", 47.4, (8, 9), 142, 1536),
-        _card("rtx5090", 31.4, (12, 0), 170, 1536),
-        _card("rtx4090", 23.6, (8, 9), 128, 1536),
-        _card("rtx3090", 23.7, (8, 6), 82, 1536),
-        _card("v100-32gb", 31.7, (7, 0), 80),
-        _card("v100-16gb", 15.8, (7, 0), 80),
-        _card("t4", 14.6, (7, 5), 40, 1024),
+        # Data centres
+        _card("gb300", 288, (10, 3), 148, "decimal"),
+        _card("b300", 288, (10, 3), 148, "decimal"),
+        _card("gb200", 192, (10, 0), 148, "decimal"),
+        _card("b200", 192, (10, 0), 148, "decimal", reported=178.4),
+        _card("b100", 192, (10, 0), 148, "decimal"),
+        _card("h200", 141, (9, 0), 132, "hbm", reported=139.8, measured=True),
+        _card("h200-nvl", 141, (9, 0), 132, "hbm"),
+        _card("h100", 80, (9, 0), 132, "hbm", reported=79.1),
+        _card("h100-pcie", 80, (9, 0), 114, "hbm"),
+        _card("h100-nvl", 94, (9, 0), 132, "hbm"),
+        _card("h800", 80, (9, 0), 132, "hbm"),
+        _card("h20", 96, (9, 0), 78, "hbm"),
+        _card("gh200", 96, (9, 0), 132, "hbm", reported=94.5),
+        _card("gh200-144gb", 144, (9, 0), 132, "decimal"),
+        _card("a100-80gb", 80, (8, 0), 108, "hbm", reported=79.1),
+        _card("a100-40gb", 40, (8, 0), 108, "hbm", reported=39.4),
+        _card("a800-80gb", 80, (8, 0), 108, "hbm"),
+        _card("a800-40gb", 40, (8, 0), 108, "hbm"),
+        _card("a30", 24, (8, 0), 56, "hbm", reported=23.5),
+        _card("l40s", 48, _ADA, 142, "ecc", reported=44.4),
+        _card("l40", 48, _ADA, 142, "ecc"),
+        _card("l20", 48, _ADA, 92, "ecc"),
+        _card("l4", 24, _ADA, 58, "ecc", reported=22.0),
+        _card("a40", 48, _AMPERE, 84, "ecc"),
+        _card("a16", 16, _AMPERE, 10, "ecc"),
+        _card("a10", 24, _AMPERE, 72, "ecc"),
+        _card("a10g", 24, _AMPERE, 80, "ecc", reported=22.0),
+        _card("a2", 16, _AMPERE, 10, "ecc"),
+        _card("t4", 16, _TURING, 40, "ecc", reported=14.6),
+        _card("v100-32gb", 32, (7, 0), 80, "hbm", reported=31.7),
+        _card("v100-16gb", 16, (7, 0), 80, "hbm", reported=15.8),
+        _card("p100-16gb", 16, (6, 0), 56, "hbm"),
+        _card("p100-12gb", 12, (6, 0), 56, "hbm"),
+        _card("p40", 24, _PASCAL, 30, "ecc"),
+        # Workstations
+        _card("rtx-pro6000", 96, _BLACKWELL, 188, reported=94.9),
+        _card("rtx-pro5000", 48, _BLACKWELL, 110),
+        _card("rtx-pro4500", 32, _BLACKWELL, 82),
+        _card("rtx-pro4000", 24, _BLACKWELL, 70),
+        _card("rtx6000-ada", 48, _ADA, 142, reported=47.4),
+        _card("rtx5000-ada", 32, _ADA, 100),
+        _card("rtx4500-ada", 24, _ADA, 60),
+        _card("rtx4000-ada", 20, _ADA, 48),
+        _card("rtx2000-ada", 16, _ADA, 22),
+        _card("a6000", 48, _AMPERE, 84, reported=47.4),
+        _card("a5500", 24, _AMPERE, 80),
+        _card("a5000", 24, _AMPERE, 64),
+        _card("a4500", 20, _AMPERE, 56),
+        _card("a4000", 16, _AMPERE, 48, reported=15.6),
+        _card("a2000-12gb", 12, _AMPERE, 26),
+        _card("a2000-6gb", 6, _AMPERE, 26),
+        _card("quadro-rtx8000", 48, _TURING, 72, reported=47.4),
+        _card("quadro-rtx6000", 24, _TURING, 72),
+        _card("quadro-rtx5000", 16, _TURING, 48),
+        _card("quadro-rtx4000", 8, _TURING, 36),
+        # GeForce
+        _card("rtx5090", 32, _BLACKWELL, 170, reported=31.4),
+        _card("rtx5090-laptop", 24, _BLACKWELL, 82),
+        _card("rtx5080", 16, _BLACKWELL, 84),
+        _card("rtx5080-laptop", 16, _BLACKWELL, 60),
+        _card("rtx5070-ti", 16, _BLACKWELL, 70),
+        _card("rtx5070-ti-laptop", 12, _BLACKWELL, 46),
+        _card("rtx5070", 12, _BLACKWELL, 48),
+        _card("rtx5070-laptop", 8, _BLACKWELL, 36),
+        _card("rtx5060-ti-16gb", 16, _BLACKWELL, 36, reported=15.4),
+        _card("rtx5060-ti-8gb", 8, _BLACKWELL, 36),
+        _card("rtx5060", 8, _BLACKWELL, 30),
+        _card("rtx4090", 24, _ADA, 128, reported=23.5),
+        _card("rtx4090-d", 24, _ADA, 114),
+        _card("rtx4090-laptop", 16, _ADA, 76),
+        _card("rtx4080-super", 16, _ADA, 80),
+        _card("rtx4080", 16, _ADA, 76),
+        _card("rtx4080-laptop", 12, _ADA, 58),
+        _card("rtx4070-ti-super", 16, _ADA, 66),
+        _card("rtx4070-ti", 12, _ADA, 60),
+        _card("rtx4070-super", 12, _ADA, 56),
+        _card("rtx4070", 12, _ADA, 46),
+        _card("rtx4070-laptop", 8, _ADA, 36),
+        _card("rtx4060-ti-16gb", 16, _ADA, 34),
+        _card("rtx4060-ti-8gb", 8, _ADA, 34),
+        _card("rtx4060", 8, _ADA, 24),
+        _card("rtx4060-laptop", 8, _ADA, 24, reported=7.75),
+        _card("rtx4050-laptop", 6, _ADA, 20),
+        _card("rtx3090-ti", 24, _AMPERE, 84),
+        _card("rtx3090", 24, _AMPERE, 82, reported=23.7),
+        _card("rtx3080-ti", 12, _AMPERE, 80),
+        _card("rtx3080-ti-laptop", 16, _AMPERE, 58),
+        _card("rtx3080-12gb", 12, _AMPERE, 70),
+        _card("rtx3080-10gb", 10, _AMPERE, 68, reported=9.75),
+        _card("rtx3080-laptop-16gb", 16, _AMPERE, 48),
+        _card("rtx3080-laptop-8gb", 8, _AMPERE, 48),
+        _card("rtx3070-ti", 8, _AMPERE, 48),
+        _card("rtx3070", 8, _AMPERE, 46, reported=7.78),
+        _card("rtx3070-laptop", 8, _AMPERE, 40),
+        _card("rtx3060-ti", 8, _AMPERE, 38),
+        _card("rtx3060", 12, _AMPERE, 28),
+        _card("rtx3060-laptop", 6, _AMPERE, 30, reported=5.8),
+        _card("rtx3050", 8, _AMPERE, 20),
+        _card("titan-rtx", 24, _TURING, 72),
+        _card("rtx2080-ti", 11, _TURING, 68, reported=10.56),
+        _card("rtx2080-super", 8, _TURING, 48),
+        _card("rtx2080", 8, _TURING, 46),
+        _card("rtx2070-super", 8, _TURING, 40),
+        _card("rtx2070", 8, _TURING, 36),
+        _card("rtx2060-super", 8, _TURING, 34),
+        _card("rtx2060", 6, _TURING, 30, reported=5.79),
+        _card("gtx1080-ti", 11, _PASCAL, 28, reported=10.9),
+        _card("gtx1080", 8, _PASCAL, 20),
+        _card("gtx1070", 8, _PASCAL, 15),
     )
 }
 DEFAULT = CARDS["h200"]  # whose rules are measured: taken where no card is named
 
+# What drivers print around a name ("NVIDIA H100 80GB HBM3", "NVIDIA RTX 6000 Ada Generation").
+_AROUND = {
+    *("nvidia", "tesla", "geforce", "gpu", "generation", "blackwell", "workstation", "server", "edition"),
+    *("max", "q", "hbm2", "hbm2e", "hbm3", "hbm3e", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "ac"),
+}
+# A GH200's name has the memory of its CPU; a V100S is a V100 with another clock.
+_ALIASES = {
+    "gh200480gb": "gh200",
+    "gh200120gb": "gh200",
+    "v100s32gb": "v100-32gb",
+    "titanrtx": "titan-rtx",
+    "rtx8000": "quadro-rtx8000",
+}
+_SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?g(?:i?b)?(?![a-z0-9])")
+
 
 def card_named(name: str) -> Card:
-    """The card of that name, however it is written: "H100", "a100_80gb", "RTX 4090"."""
+    """The GPU of that name, as people or nvidia-smi write it: "H100", "RTX 4090", "NVIDIA A100-SXM4-80GB".
+
+    Where a name leaves open which of several memories it has ("a100"), the smallest is taken and `note` says
+    so.
+    """
     if not isinstance(name, str):
-        raise TypeError(f"gpu must be the name of a card, not {name!r}")
-    plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    for known, card in CARDS.items():
-        if plain in (known.replace("-", ""), "nvidia" + known.replace("-", "")):
-            return card
-    if plain in ("a100", "v100"):
-        both = [known for known in CARDS if known.startswith(plain)]
-        raise ValueError(f"gpu must say how much memory it has ({' or '.join(both)}), not {name!r}")
+        raise TypeError(f"gpu must be the name of a GPU, not {name!r}")
+    text = name.lower().replace("_", " ")
+    size = _SIZE.search(text)
+    words = [w for w in re.split(r"[^a-z0-9]+", _SIZE.sub(" ", text)) if w and w not in _AROUND]
+    if "mig" in words:
+        raise ValueError(f"gpu must be a whole GPU, not {name!r}: give the memory of a MIG slice as budget")
+    for kept in (words, [word for word in words if word != "pcie"]):
+        found = _meant("".join(kept), None if size is None else int(size[1]))
+        if found:
+            return _smallest(found, name)
+    plain = "".join(words)
+    names = [known for known in CARDS if len(plain) > 1 and plain in _plain(known)]
+    near = get_close_matches(plain, map(_plain, CARDS), n=4, cutoff=0.7)
+    names = names or [known for known in CARDS if _plain(known) in near]
+    hint = f" (like it: {', '.join(names)})" if names else ""
     raise ValueError(
-        f"gpu must be one of {', '.join(CARDS)}, not {name!r}; --budget takes any number of bytes"
+        f"gpu must be one of those that `batchfit predict --list-gpus` lists, not {name!r}{hint}; budget "
+        "takes any number of bytes"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "")
+
+
+def _meant(plain: str, box_gb: int | None) -> list[Card]:
+    """The GPUs that a name without marks may mean: the one of that name, or all that differ by their size."""
+    whole = plain if box_gb is None else f"{plain}{box_gb}gb"
+    for spelling in (plain, f"rtx{plain}", f"gtx{plain}", plain.removeprefix("rtx")):
+        if (alias := _ALIASES.get(whole)) is not None:
+            return [CARDS[alias]]
+        exact = [card for known, card in CARDS.items() if _plain(known) == spelling]
+        family = [card for known, card in CARDS.items() if _plain(re.sub(r"-\d+gb$", "", known)) == spelling]
+        found = family if box_gb is not None else exact or family
+        if found:
+            return [card for card in found if box_gb in (None, card.box_gb)]
+    return []
+
+
+def _smallest(found: list[Card], name: str) -> Card:
+    least = min(found, key=lambda card: card.usable_bytes)
+    if len(found) == 1:
+        return least
+    others = " and ".join(card.name for card in found if card is not least)
+    return replace(
+        least, note=f"{name!r} is made with several memories: this is for {least.name}, not {others}"
     )

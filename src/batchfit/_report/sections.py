@@ -301,8 +301,9 @@ def _changes(told: MemoryExplanation) -> str:
         else:
             numbers = f"{format_bytes(one.peak_bytes_before)} → {format_bytes(one.peak_bytes_after)}"
         cost = f" Costs {escaped(one.cost)}." if one.cost else ""
+        times = "fits" if one.largest_before == 0 else f"x{one.gain:.2f}"
         items.append(
-            f'<li><span class="gain">{escaped(numbers)} (x{one.gain:.2f})</span> <b>{escaped(one.change)}</b>'
+            f'<li><span class="gain">{escaped(numbers)} ({times})</span> <b>{escaped(one.change)}</b>'
             f'<br><span class="dim">{escaped(one.how)}{cost}</span></li>'
         )
     what = "the largest batch" if told.largest is not None else "the peak"

@@ -24,7 +24,7 @@ from torch import nn
 
 from batchfit._decide.memory import Curve, Reading, rests_return
 from batchfit._decide.steady import Timing
-from batchfit._torch import oom, phase
+from batchfit._torch import loop, oom, phase
 from batchfit._torch.bottlenecks import flops_of, refuses_to_count
 from batchfit._torch.clock import UNCOUNTED, Run, Step, counts_memory, run_timed
 from batchfit._torch.device import Device, Peaks, tensors_in
@@ -152,7 +152,8 @@ class Bench:
         answer: T | None = None
         counts = counts_memory(self.place)
         try:
-            answer = read()
+            with loop.running():
+                answer = read()
         except Exception as error:
             if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
                 raised = error

@@ -39,6 +39,11 @@ def allocator_mark(device: Device) -> Mark | None:
     return device.mark() if isinstance(device, _CachingDevice) else None
 
 
+def is_capped(device: Device, budget_bytes: int) -> bool:
+    """Whether a program that is held to a budget on this device runs under torch's memory fraction."""
+    return isinstance(device, _CachingDevice) and device.is_capped(budget_bytes)
+
+
 def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
     """Whether the GPU driver of this system gives out RAM when the card is full (Windows, WSL)."""
     return system == "nt" or "microsoft" in (platform.release() if release is None else release).lower()
@@ -163,6 +168,10 @@ class _CachingDevice:
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         check_budget(self, budget_bytes)
         return self._limited(budget_bytes)
+
+    def is_capped(self, budget_bytes: int) -> bool:
+        """Whether a fraction below 1 is set, or `limit` would set one."""
+        return budget_bytes < self.budget_bytes() or self._spills() or self._fraction() < 1.0
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

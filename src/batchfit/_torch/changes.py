@@ -1,4 +1,4 @@
-"""Changes to a step for the time of a trace: checkpointing, bf16, another optimizer, a shorter sequence.
+"""Changes to a step for the time of a trace: checkpointing, bf16 or fp16, a chunked loss, another optimizer.
 
 Rules:
 - A change is a context, `change(workload, faked)`, entered while the state is fake: it works on the fakes and
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from types import CellType, FunctionType
 from typing import Any, Literal, final
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,11 +29,12 @@ from batchfit._torch.reach import parts_of
 from batchfit._torch.structure import children, rebuilt
 from batchfit.workload import Workload
 
-Group = Literal["checkpointing", "dtype", "optimizer", "length"]
+Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
 Context = Callable[[Workload, Any], AbstractContextManager[Any]]
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _SHORTEST = 16  # a sequence that is cut has at least this length
+_CHUNKS = 16  # of a loss
 
 
 @final
@@ -64,8 +66,12 @@ class Repeated:
     blocks: tuple[nn.Module, ...]
 
 
-def checkpointing(workload: Workload) -> list[Change]:
-    """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already."""
+def checkpointing(workload: Workload, learning: Container[int] | None = None) -> list[Change]:
+    """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
+
+    `learning` are the ids of the modules whose outputs need gradients in the step (`Watch.learning`): an EMA
+    copy or a teacher keeps no activations, so there is nothing to save.
+    """
     if workload.kind in ("inference", "generation"):
         return []
     roots = [part for part in parts_of(workload) if isinstance(part, nn.Module)]
@@ -74,7 +80,11 @@ def checkpointing(workload: Workload) -> list[Change]:
     found = []
     level = [one for root in roots for one in repeated_blocks(root)]
     while level:
-        found.append(_checkpointing(level, workload.model))
+        if learning is not None:
+            kept = [(one, tuple(block for block in one.blocks if id(block) in learning)) for one in level]
+            level = [Repeated(one.kind, blocks) for one, blocks in kept if blocks]
+        if level:
+            found.append(_checkpointing(level, workload.model))
         level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
     return found
 
@@ -144,21 +154,32 @@ class _Checkpointed:
 
 
 def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> list[Change]:
-    """bf16 by autocast and bf16 parameters, where the program is in fp32 and the card has bf16."""
+    """Half precision by autocast and for parameters, where the program is in fp32.
+
+    It is bf16 where the GPU has it. Before Ampere it is fp16, which needs a GradScaler to train with, and
+    parameters in fp16 are for inference only.
+    """
     wide = any(
         tensor.dtype is torch.float32
         for part in parts_of(workload)
         if isinstance(part, nn.Module)
         for tensor in part.parameters()
     )
-    if not wide or card.capability < (8, 0):
+    if not wide:
         return []
     found = []
     learns = workload.kind in ("training", "step")
+    dtype = torch.bfloat16 if card.capability >= (8, 0) else torch.float16
+    short = "bf16" if dtype is torch.bfloat16 else "fp16"
     if not uses_autocast and step_variable(workload, "context") is not None:
-        how = f'with torch.autocast("cuda", torch.bfloat16): {"forward and loss" if learns else "forward"}'
+        how = f'with torch.autocast("cuda", {dtype}): {"forward and loss" if learns else "forward"}'
         cost = "exactness of products and convolutions; it is also faster"
-        found.append(Change("bf16 autocast", how, cost, "dtype", (_autocast,)))
+        if learns and short == "fp16":
+            how += "; torch.amp.GradScaler around backward and step"
+            cost = f"a GradScaler, since small gradients vanish in fp16 (no bf16 on this GPU); {cost}"
+        found.append(Change(f"{short} autocast", how, cost, "dtype", (partial(_autocast, dtype),)))
+    if learns and short == "fp16":
+        return found
     if learns:
         name = "bf16 parameters (with them gradients, optimizer state)"
         how = "model.to(torch.bfloat16) before the optimizer is made"
@@ -166,33 +187,36 @@ def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> l
             "accuracy: updates below 1/256 of a weight are lost (keep fp32 copies, or round stochastically)"
         )
     else:
-        name = "bf16 parameters"
-        how = "model.to(torch.bfloat16), and its inputs"
-        cost = "accuracy: numbers have 8 significant bits"
-    found.append(Change(name, how, cost, "dtype", (_bf16_parameters,), same_result=not learns))
+        name = f"{short} parameters"
+        how = f"model.to({dtype}), and its inputs"
+        cost = f"accuracy: numbers have {8 if short == 'bf16' else 11} significant bits"
+    contexts = (partial(_parameters_in, dtype),)
+    found.append(Change(name, how, cost, "dtype", contexts, same_result=not learns))
     return found
 
 
 @contextlib.contextmanager
-def _autocast(workload: Workload, faked: Any) -> Iterator[None]:
+def _autocast(dtype: torch.dtype, workload: Workload, faked: Any) -> Iterator[None]:
     kind = faked.device.type
-    with _step_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=torch.bfloat16)):
+    with _step_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=dtype)):
         yield
 
 
 @contextlib.contextmanager
-def _bf16_parameters(workload: Workload, faked: Faked) -> Iterator[None]:
-    """As `model.to(torch.bfloat16)` before the optimizer: state that exists already goes along.
+def _parameters_in(dtype: torch.dtype, workload: Workload, faked: Faked) -> Iterator[None]:
+    """As `model.to(dtype)` before the optimizer: state that exists already goes along.
 
-    The fakes are thrown away after the trace, so there is nothing to put back in them.
+    The fakes are thrown away after the trace, so there is nothing to restore in them.
     """
     with faked.mode, torch.no_grad():
         for _, tensor, _ in faked.held():
-            if tensor.is_floating_point() and tensor.dtype is not torch.bfloat16:
-                tensor.data = tensor.data.to(torch.bfloat16)
+            if tensor.is_floating_point() and tensor.dtype is not dtype:
+                tensor.data = tensor.data.to(dtype)
 
     def lowered(source: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda size: _mapped(source(size), _to_bf16)
+        return lambda size: _mapped(
+            source(size), lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+        )
 
     with (
         _step_variable(workload, "source", lowered),
@@ -201,8 +225,61 @@ def _bf16_parameters(workload: Workload, faked: Faked) -> Iterator[None]:
         yield
 
 
-def _to_bf16(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.bfloat16) if tensor.dtype is torch.float32 else tensor
+# -- the loss
+
+
+def chunked_loss(workload: Workload) -> list[Change]:
+    """A cross-entropy that keeps no log-probabilities and makes no gradient beside the logits."""
+    if workload.kind not in ("training", "step"):
+        return []
+    return [
+        Change(
+            "a cross-entropy in chunks, its gradient in the place of the logits",
+            "liger_kernel's LigerCrossEntropyLoss; with less memory still, the last Linear and the loss in "
+            "one: torch.nn.LinearCrossEntropyLoss (torch 2.13)",
+            "nothing that training sees; the logits are overwritten, so metrics come before the loss",
+            "loss",
+            (_in_chunks,),
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _in_chunks(workload: Workload, faked: Any) -> Iterator[None]:
+    """`torch.nn.functional.cross_entropy`, as `nn.CrossEntropyLoss` and transformers call it."""
+    plain = F.cross_entropy
+
+    def cross_entropy(input: Tensor, target: Tensor, *args: Any, **more: Any) -> Tensor:
+        classes = input.dim() == 2 and not target.is_floating_point() and input.requires_grad
+        # What is not small beside a step: a row for each token, and many of them.
+        if not classes or args or set(more) - {"ignore_index", "reduction"} or len(input) < 4 * _CHUNKS:
+            return plain(input, target, *args, **more)
+        each = more.get("reduction", "mean") == "none"
+        loss: Tensor = _ChunkedCrossEntropy.apply(input, each)  # type: ignore[no-untyped-call]
+        return loss
+
+    F.cross_entropy = cross_entropy
+    try:
+        yield
+    finally:
+        F.cross_entropy = plain
+
+
+@final
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Allocates as such a loss does, on fakes: softmax of a chunk at a time, written over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, each: bool) -> Tensor:  # type: ignore[override]
+        for chunk in logits.chunk(_CHUNKS):
+            chunk.copy_(torch.softmax(chunk, -1))
+        ctx.save_for_backward(logits)
+        return logits.new_zeros(len(logits) if each else ())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (logits,) = ctx.saved_tensors
+        return logits.mul_(gradient.unsqueeze(-1)), None
 
 
 # -- optimizers
@@ -352,11 +429,14 @@ def _mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 @final
 class Watch:
-    """Notes whether a traced step runs under autocast, and how long its sequences are. Changes nothing."""
+    """Notes whether a traced step runs under autocast, how long its sequences are, and which modules' outputs
+    need gradients (`learning`, by their id). Changes nothing.
+    """
 
     def __init__(self) -> None:
         self.autocast = False
         self.length = 0
+        self.learning: set[int] = set()
 
     @contextlib.contextmanager
     def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
@@ -366,11 +446,17 @@ class Watch:
             self.autocast = self.autocast or bool(context._enabled)
             return entered(context)  # type: ignore[no-untyped-call]
 
+        def ran(module: nn.Module, _: Any, output: Any) -> None:
+            if any(leaf.requires_grad for leaf in _leaves(output)):
+                self.learning.add(id(module))
+
+        hook = nn.modules.module.register_module_forward_hook(ran)
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
         try:
             with _step_variable(workload, "source", lambda source: lambda size: self._seen(source(size))):
                 yield
         finally:
+            hook.remove()
             torch.autocast.__enter__ = entered  # type: ignore[method-assign]
 
     def _seen(self, batch: Any) -> Any:

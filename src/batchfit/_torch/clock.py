@@ -23,7 +23,7 @@ from typing import Any, Literal, final
 import torch
 
 from batchfit._decide.steady import Interval, Timing, Verdict, is_warm, verdict
-from batchfit._torch import oom, phase
+from batchfit._torch import loop, oom, phase
 from batchfit._torch.attempt import begin_peak
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, Peaks
 from batchfit._torch.snapshot import Snapshot
@@ -144,7 +144,8 @@ def _attempted(
     """Run the steps; True where they ran out of memory here, which the other ranks have to be told."""
     ambient = sys.exception()
     try:
-        _take_steps(step, run, device, timing, deadline_s, agree)
+        with loop.running():
+            _take_steps(step, run, device, timing, deadline_s, agree)
     except _PeerFailed:
         run.outcome, run.message = "oom", "another rank ran out of memory"
     except Exception as error:

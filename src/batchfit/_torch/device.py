@@ -245,20 +245,20 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     held: dict[int, int] = {}
     for tensor in tensors_in((*things, moments)):
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
-            for one in () if whole is None else _plain_parts(whole):
+            for one in () if whole is None else plain_parts(whole):
                 if one.device == on:
                     storage = one.untyped_storage()
                     held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
 
 
-def _plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
     if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
         inner = (getattr(tensor, name) for name in cast("Any", tensor).__tensor_flatten__()[0])
         for part in inner:
             if isinstance(part, torch.Tensor):
-                yield from _plain_parts(part)
+                yield from plain_parts(part)
     elif tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor):
         yield tensor
 

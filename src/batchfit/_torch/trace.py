@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from batchfit._decide.footprint import ShapeChangedError, Trace
+from batchfit._torch import loop
 from batchfit._torch import phase as phases
 from batchfit._torch.calling import HERE, TORCH, named
 from batchfit._torch.cuda_rules import CudaRules
@@ -87,6 +88,8 @@ def trace(
             jit: Any = torch.jit
             stack.enter_context(jit.optimized_execution(False))
             stack.enter_context(values_unread(recorder.knows, recorder.refused))
+            # What its variables keep is still there when the trace is taken: no step has let go of it.
+            stack.enter_context(loop.running(most_passes=loop.PASSES))
             with recorder.watching():
                 for _ in range(steps):
                     _run(workload, size, recorder)

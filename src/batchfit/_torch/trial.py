@@ -9,6 +9,7 @@ Rules:
 - Only steps that really ran are counted, and a step that ran nothing is an error.
 - Under `cudnn.benchmark` the first step of a size tries every algorithm, with workspaces that no later step
   takes. A trial is read from its second step on; a soak runs as a program does, with what the first one left.
+- The steps are those of one loop: what its variables keep from step to step is dropped when they have ended.
 - A soak that may settle ends once the allocator goes in circles: more steps would show nothing new.
 """
 
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from batchfit._decide.rounds import Mark, goes_round
-from batchfit._torch import oom, phase
+from batchfit._torch import loop, oom, phase
 from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import Device, tensors_in
 from batchfit._torch.snapshot import Snapshot
@@ -90,7 +91,8 @@ def run_trial(
     back and others are taken. Such retries are how it works, and no sign that the next step will not fit.
 
     `parameters` are those whose gradients a step may free before it makes new ones: they do not count
-    as held, since the floor under every peak is what is live at every moment.
+    as held, nor does what a loop's variables keep, since the floor under every peak is what is live at every
+    moment, at any size.
     `raise_ambiguous` is for the smallest size allowed: an error that may or may not mean memory
     cannot be cured by going lower, so it is the user's and comes out unchanged.
     """
@@ -167,29 +169,31 @@ def _run_steps(
 ) -> _Failure | None:
     ambient = sys.exception()
     try:
-        for number in range(steps):
-            if number == 1 and not soak and _autotunes(device):
-                device.reset()
-            phase.clear()
-            begun = time.perf_counter()
-            nothing = lazy_kind(step(size))
-            if nothing:
-                raise NothingRanError(
-                    f"the step returned {nothing} instead of running: nothing was measured. "
-                    "Give batchfit a plain function that runs one step when it is called."
-                )
-            device.synchronize()
-            readings.step_s.append(time.perf_counter() - begun)
-            readings.retries_at.append(device.alloc_retries())
-            readings.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
-            mark = allocator_mark(device) if may_settle else None
-            if mark is not None:
-                updates = tuple(_updates(one) for one in optimizers)
-                readings.marks.append(replace(mark, updates=updates))
-                if readings.settled:
-                    break
-            if may_settle and not generates and readings.steps_that_retried(steps // 2) > 1:
-                break  # it retries again and again
+        with loop.running(most_passes=loop.PASSES) as kept:
+            for number in range(steps):
+                if number == 1 and not soak and _autotunes(device):
+                    device.reset()
+                phase.clear()
+                begun = time.perf_counter()
+                nothing = lazy_kind(step(size))
+                if nothing:
+                    raise NothingRanError(
+                        f"the step returned {nothing} instead of running: nothing was measured. "
+                        "Give batchfit a plain function that runs one step when it is called."
+                    )
+                device.synchronize()
+                readings.step_s.append(time.perf_counter() - begun)
+                readings.retries_at.append(device.alloc_retries())
+                beside = _gradient_bytes(parameters) + kept.held_bytes(device.name)
+                readings.held_bytes = max(0, device.held_bytes() - beside)
+                mark = allocator_mark(device) if may_settle else None
+                if mark is not None:
+                    updates = tuple(_updates(one) for one in optimizers)
+                    readings.marks.append(replace(mark, updates=updates))
+                    if readings.settled:
+                        break
+                if may_settle and not generates and readings.steps_that_retried(steps // 2) > 1:
+                    break  # it retries again and again
     except Exception as error:
         verdict = oom.classify(error, ambient=ambient)
         if verdict in ("error", "fatal") or (verdict == "ambiguous" and raise_ambiguous):

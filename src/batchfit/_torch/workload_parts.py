@@ -164,3 +164,8 @@ def check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) ->
             f"model.generate stopped after {made} of {max_new_tokens} new tokens: take max_time, "
             "stop_strings and other early ends out of its generation_config"
         )
+
+
+def check_flag(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise TypeError(f"{name} must be True or False, not {value!r}")
