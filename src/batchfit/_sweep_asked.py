@@ -54,6 +54,7 @@ class Asked:
 
         `named`: what a file is to call functions, where their targets depend on the current folder.
         """
+        said_start = _plain("start_from", start_from)
         entries = plan(knobs, mode=mode, start_from=start_from)
         names = tuple(entries[0].configuration)
         for name in names:
@@ -69,7 +70,7 @@ class Asked:
             "knobs": _plain("knobs", knobs),
             "mode": mode,
             "seed": SEED,
-            "start_from": _plain("start_from", start_from),
+            "start_from": said_start,
             "estimate": None if estimate == "predict" else _plain("estimate", estimate),
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),
@@ -213,7 +214,7 @@ def _plain(name: str, value: Any) -> Any:
         return {str(key): _plain(name, one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    if isinstance(value, list | tuple):
         return [_plain(name, one) for one in value]
     if callable(value):
         return _name(value)

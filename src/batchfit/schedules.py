@@ -303,10 +303,12 @@ AnyConfig = (
 BatchSizeSchedule = Annotated[AnyConfig, Field(discriminator="type")]
 
 
-def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | None) -> AnyConfig | None:
+def load_schedule(
+    source: str | Path | Mapping[str, Any] | BatchSizeConfig | None, *, name: str = "source"
+) -> AnyConfig | None:
     """A schedule from a JSON or YAML file, from text ("0:256 20:512", or JSON), or from a mapping.
 
-    None is no schedule, a constant size.
+    None is no schedule, a constant size. `name` is the argument that an error names: your function's own.
     """
     if source is None or isinstance(source, BatchSizeConfig):
         return source  # type: ignore[return-value]
@@ -315,16 +317,23 @@ def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | Non
     if isinstance(source, Mapping):
         return _from_mapping(dict(source))
     if not isinstance(source, str):
-        raise TypeError(f"source must be a file, text, a mapping or a schedule, not {source!r}")
+        raise TypeError(f"{name} must be a file, text, a mapping or a schedule, not {source!r}")
     if source.lstrip().startswith("{"):
         return _from_mapping(parse_document(source, name="the schedule"))
     if looks_like_milestones(source):
         return MilestoneBatchSizeConfig(milestones=source)
-    if source.lower().endswith(SUFFIXES) or Path(source).is_file():
+    if source.lower().endswith(SUFFIXES) or _is_file(source):
         return _from_file(Path(source))
     raise ValueError(
-        f"source must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r}"
+        f"{name} must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r:.80}"
     )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null byte in it
+        return False
 
 
 def _from_file(path: Path) -> AnyConfig:

@@ -7,7 +7,7 @@ nothing is guessed. A list of results, as `batchfit predict --json` writes for s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,7 @@ def sources_of(given: object) -> list[Source]:
         return [Source(given)]
     if isinstance(given, str | Path):
         return read_file(Path(given))
-    if isinstance(given, Iterable) and not isinstance(given, Result | bytes | dict):
+    if isinstance(given, list | tuple | set | frozenset | Iterator):
         found = [source for one in given for source in sources_of(one)]
         if found:
             return found
