@@ -22,10 +22,15 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-def check_whole(name: str, value: object, *, at_least: int = 1, at_most: int = LARGEST_SIZE) -> None:
-    """Refuse what is no whole number between the two."""
+def check_whole(
+    name: str, value: object, *, at_least: int = 1, at_most: int = LARGEST_SIZE, optional: bool = False
+) -> None:
+    """Refuse what is no whole number between the two, nor None where it is `optional`."""
+    if value is None and optional:
+        return
     if type(value) is not int or value < at_least:
         what = "a positive integer" if at_least == 1 else f"an integer of at least {at_least}"
+        what += " or None" if optional else ""
         raise ValueError(f"{name} must be {what}, not {value!r}")
     if value > at_most:
         raise ValueError(f"{name} must be at most {at_most}, not {value!r}")

@@ -137,7 +137,9 @@ def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, wi
     try:
         named = tuple(sizes)
     except TypeError:
-        raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}") from None
+        named = None
+    if named is None or isinstance(sizes, str):
+        raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
     if not named:
         raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
     if largest is not None:
@@ -161,8 +163,7 @@ def _check(
     ):
         raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
     for name, value in (("tokens_per_sample", tokens_per_sample), ("target_batch_size", target_batch_size)):
-        if value is not None:
-            check_whole(name, value)
+        check_whole(name, value, optional=True)
     if loader is not None and (not isinstance(loader, Iterable) or isinstance(loader, Iterator)):
         raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
     if type(diagnose) is not bool:

@@ -55,6 +55,7 @@ class Asked:
         `named`: what a file is to call functions, where their targets depend on the current folder.
         """
         said_start = _plain("start_from", start_from)
+        start_from = list(start_from) if isinstance(start_from, range) else start_from
         entries = plan(knobs, mode=mode, start_from=start_from)
         names = tuple(entries[0].configuration)
         for name in names:
@@ -214,7 +215,7 @@ def _plain(name: str, value: Any) -> Any:
         return {str(key): _plain(name, one) for key, one in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain(name, one) for one in value]
     if callable(value):
         return _name(value)

@@ -72,6 +72,8 @@ class Where:
                 f"engine must be {', '.join(map(repr, _NAMED))}, a callable or None, not {engine!r}"
                 f"{did_you_mean(engine, _NAMED)}"
             )
+        if engine is not None and not isinstance(engine, str) and not callable(engine):
+            raise TypeError(f"engine must be 'ray', a callable or None, not {engine!r}")
         if not isinstance(engine, str):
             check_callback("engine", engine, "job", "waiting", "on_event")
         if self.devices is not None and engine is not None:
