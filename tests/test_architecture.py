@@ -28,6 +28,7 @@ LAYERS = {
     "batchfit._throughput_result": 0,
     "batchfit.schedules": 0,
     "batchfit._schedule_base": 0,
+    "batchfit._arguments": 0,
     "batchfit._documents": 0,
     "batchfit._decide": 0,
     "batchfit._draw": 0,

@@ -17,6 +17,34 @@ YAML = (".yaml", ".yml")
 SUFFIXES = (".json", *YAML)
 
 
+_DEEPEST_DATA = 100  # levels of lists and mappings; none of our files has more than ten
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds. Whatever is wrong with it is a `ValueError` of one line."""
+    try:
+        data = json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and mappings are nested too deeply") from None
+    check_depth(data)
+    return data
+
+
+def check_depth(data: object) -> None:
+    """Refuse data so deep that code which goes through it would end in a RecursionError."""
+    level = [data]
+    for _ in range(_DEEPEST_DATA):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"its lists and mappings are nested more than {_DEEPEST_DATA} deep")
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """The mapping in a file."""
     try:
@@ -91,23 +119,28 @@ def _placed(node: Any, place: Place) -> Iterator[tuple[Place, int]]:
 def parse_document(text: str, *, name: str, is_yaml: bool = False) -> dict[str, Any]:
     """The mapping in a text."""
     try:
-        data = _parse_yaml(text, name) if is_yaml else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} must be JSON, and is not: {error}") from None
+        data = _parse_yaml(text) if is_yaml else parse_json(text)
+    except ImportError:
+        raise ValueError(f"pip install pyyaml to read {name}, or write it as JSON") from None
+    except ValueError as error:
+        what = "YAML" if is_yaml else "JSON"
+        raise ValueError(f"{name} must be {what}, and is not: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{name} must hold a mapping of fields, not {_short(data)}")
     return data
 
 
-def _parse_yaml(text: str, name: str) -> Any:
+def _parse_yaml(text: str) -> Any:
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
     try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        raise ValueError(f"pip install pyyaml to read {name}, or write it as JSON") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} must be YAML, and is not: {' '.join(str(error).split())}") from None
+        data = yaml.safe_load(text)
+        check_depth(data)
+        return data
+    except RecursionError:
+        raise ValueError("its lists and mappings are nested too deeply, or hold themselves") from None
+    except (yaml.YAMLError, TypeError, OverflowError) as error:  # a key that is a list is a TypeError
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def sentence(found: Sequence[Mapping[str, Any]], *, fields: Sequence[str], name: str) -> str:

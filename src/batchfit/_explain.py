@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import batchfit
+from batchfit._arguments import check_whole
 from batchfit._decide.allocator import Rules
 from batchfit._decide.cards import Card, card_named
 from batchfit._decide.footprint import Footprint, ShapeChangedError, Trace, expected_end
@@ -82,8 +83,7 @@ def explain_memory(
     """
     begun = time.perf_counter()
     work = as_workload(workload)
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"batch_size must be a positive integer, not {batch_size!r}")
+    check_whole("batch_size", batch_size)
     if not isinstance(what_if, bool):
         raise TypeError(f"what_if must be True or False, not {what_if!r}")
     card = None if gpu is None else card_named(gpu)

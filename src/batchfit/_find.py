@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from batchfit._arguments import MOST_STEPS, check_callback, check_whole, checked_file
 from batchfit._decide.room import Room
 from batchfit._decide.search import Ask, Search
 from batchfit._decide.units import format_bytes, parse_bytes
@@ -132,6 +133,7 @@ def find_batch_size(
     ranks = Ranks.current()
     with telling_others(ranks) as everyone, contextlib.ExitStack() as stack:
         check_isolation(isolate, timeout_s, resume)
+        check_steps(steps, soak_steps, time_limit_s, on_trial)
         work = None if isolate else as_workload(workload)
         factory = Factory.of(workload) if isolate else None
         search = Search(
@@ -146,7 +148,6 @@ def find_batch_size(
             max_trials=max_trials,
             soak=soak_steps != 0,
         )
-        check_steps(steps, soak_steps, time_limit_s, on_trial)
         if type(predict) is not bool:
             raise TypeError(f"predict must be True or False, not {predict!r}")
         check_store(store, fresh, key, work, isolate=isolate)
@@ -330,14 +331,13 @@ def check_steps(
     steps: int, soak_steps: int | None, time_limit_s: float | None, on_trial: OnTrial | None = None
 ) -> None:
     """Refuse wrong settings that the search itself does not know."""
-    if type(steps) is not int or steps < 2:
-        raise ValueError(f"steps must be an integer of at least 2, not {steps!r}")
+    check_whole("steps", steps, at_least=2, at_most=MOST_STEPS)
     if soak_steps is not None and (type(soak_steps) is not int or 0 != soak_steps < steps):
         raise ValueError(f"soak_steps must be 0 or at least steps ({steps}), not {soak_steps!r}")
+    check_whole("soak_steps", soak_steps or 0, at_least=0, at_most=MOST_STEPS)
     if time_limit_s is not None and (type(time_limit_s) not in (int, float) or not time_limit_s > 0):
         raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
-    if on_trial is not None and not callable(on_trial):
-        raise TypeError(f"on_trial must be a callable on_trial(trial, budget_bytes), not {on_trial!r}")
+    check_callback("on_trial", on_trial, "trial", "budget_bytes")
 
 
 def check_isolation(isolate: bool, timeout_s: float | None, resume: object = None) -> None:
@@ -348,8 +348,8 @@ def check_isolation(isolate: bool, timeout_s: float | None, resume: object = Non
         raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
     if timeout_s is not None and not isolate:
         raise ValueError(f"timeout_s must be None without isolate=True, not {timeout_s!r}: see time_limit_s")
-    if resume is not None and not isinstance(resume, str | os.PathLike):
-        raise TypeError(f"resume must be the path of a file, not {resume!r}")
+    if resume is not None:
+        checked_file("resume", resume)
 
 
 def _with_less(search: Search, budget_bytes: int, device: str) -> Search:

@@ -25,13 +25,20 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from batchfit._arguments import check_flag
 from batchfit._decide.counts import whole
 from batchfit._decide.deal import Deal, Ledger, count_batches, share
 from batchfit._decide.progress import Plan, Progress
 from batchfit._schedule_base import PlannedConfig
 from batchfit._torch.dealing import Dealer, FixedOrder, SampledOrder, Settings, StreamDealer, checked_size
 from batchfit._torch.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
-from batchfit._torch.loadable import check_data, check_schedule, look_ahead, place_among_ranks
+from batchfit._torch.loadable import (
+    check_data,
+    check_schedule,
+    check_workers,
+    look_ahead,
+    place_among_ranks,
+)
 from batchfit._torch.rng import undo_generator
 
 _log = logging.getLogger("batchfit")
@@ -89,6 +96,14 @@ class ResizableLoader:
         if tokens_per_sample is not None:
             tokens_per_sample = whole(tokens_per_sample, name="tokens_per_sample", at_least=1)
         size = checked_size("batch_size", batch_size, world_size)
+        check_workers(num_workers, timeout)
+        for name, flag in (
+            ("drop_last", drop_last),
+            ("pin_memory", pin_memory),
+            ("persistent_workers", persistent_workers),
+            ("defer", defer),
+        ):
+            check_flag(name, flag)
         self._settings = Settings(size, None, rank, world_size, drop_last, tokens_per_sample)
         self.dataset = dataset
         self.sampler = sampler

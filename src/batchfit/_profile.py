@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import batchfit
+from batchfit._arguments import check_callback, check_whole
 from batchfit._decide.flops import peak_flops
 from batchfit._decide.knee import Ask, Knee, Timed, marginal_gains
 from batchfit._decide.steady import FINE, LOOK, Timing, fine_after, is_fine, verdict
@@ -133,10 +134,13 @@ def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, wi
         if largest is not None and largest < smallest:
             raise ValueError(f"largest must be at least smallest ({smallest}), not {largest!r}")
         return Knee(limit=largest, within=within, smallest=smallest)
-    given: object = sizes
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    given: Any = sizes
+    try:
+        named: tuple[int, ...] | None = None if isinstance(given, str) else tuple(given)
+    except TypeError:
+        named = None
+    if named is None:
         raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
-    named = tuple(sizes)
     if not named:
         raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
     if largest is not None:
@@ -160,8 +164,7 @@ def _check(
     ):
         raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
     for name, value in (("tokens_per_sample", tokens_per_sample), ("target_batch_size", target_batch_size)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+        check_whole(name, value, optional=True)
     if loader is not None and (not isinstance(loader, Iterable) or isinstance(loader, Iterator)):
         raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
     if type(diagnose) is not bool:
@@ -170,8 +173,7 @@ def _check(
         raise ValueError(
             "diagnose must be True where a loader is given, which nothing else looks at, not False"
         )
-    if on_point is not None and not callable(on_point):
-        raise TypeError(f"on_point must be a callable on_point(point), not {on_point!r}")
+    check_callback("on_point", on_point, "point")
 
 
 class _Measuring:

@@ -27,6 +27,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, final
 
 import torch
 
+from batchfit._arguments import MOST_STEPS, check_callback, check_whole
 from batchfit._decide.rerun import Ask, Ending, Rerun, Told
 from batchfit._torch import oom
 from batchfit._torch.collectives import is_lost_connection
@@ -355,10 +356,8 @@ def _check(
     """Refuse wrong arguments before anything is run."""
     if not callable(function):
         raise TypeError(f"function must be a callable function(batch_size), not {function!r}")
-    if type(start) is not int or start < 1:
-        raise ValueError(f"start must be an integer of at least 1, not {start!r}")
-    if type(probe_steps) is not int or probe_steps < 0:
-        raise ValueError(f"probe_steps must be an integer of at least 0, not {probe_steps!r}")
+    check_whole("start", start)
+    check_whole("probe_steps", probe_steps, at_least=0, at_most=MOST_STEPS)
     if type(tolerance) not in (int, float) or not 0 <= tolerance < 1:
         raise ValueError(f"tolerance must be a number from 0 up to below 1, not {tolerance!r}")
     if key is not None and (not isinstance(key, str) or not key.strip()):
@@ -367,6 +366,7 @@ def _check(
         raise TypeError(f"fresh must be True or False, not {fresh!r}")
     if fresh and key is None:
         raise ValueError("fresh must be False without key, not True")
-    for name, value in (("reduce", reduce), ("before_retry", before_retry), ("on_run", on_run)):
+    for name, value in (("reduce", reduce), ("before_retry", before_retry)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be a callable or None, not {value!r}")
+    check_callback("on_run", on_run, "trial")

@@ -6,11 +6,11 @@ says which field and why, and nothing is guessed. What results hold is elsewhere
 
 from __future__ import annotations
 
-import json
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
 
 SCHEMA_VERSION = 1
@@ -29,7 +29,7 @@ class Result(BaseModel):
     def from_json(cls, text: str | bytes) -> Self:
         """The result that `to_json` wrote, by this version of batchfit or an earlier one."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise ResultFileError(f"not JSON: {error}") from None
         if not isinstance(data, dict):

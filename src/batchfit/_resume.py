@@ -19,6 +19,7 @@ from typing import Any, final
 
 from batchfit._decide.search import Search
 from batchfit._decide.units import format_bytes
+from batchfit._documents import parse_json
 from batchfit._files import write_whole
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results import Trial
@@ -56,7 +57,7 @@ class Kept:
     def from_json(cls, text: str) -> Kept:
         """What `to_json` wrote."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise ResultFileError(f"not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("kind") != KIND:

@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from batchfit._arguments import check_callback, check_flag
 from batchfit._decide.bound import BoundPlan, count_in
 from batchfit._decide.counts import parse_count, whole
 from batchfit._decide.increase import Increases
@@ -97,11 +98,10 @@ class BatchSizeScheduler:
                 whole(value, name=name, at_least=1)
         if tokens_per_sample is not None:
             tokens_per_sample = parse_count(tokens_per_sample, name="tokens_per_sample", at_least=1)
-        if on_event is not None and not callable(on_event):
-            raise TypeError(f"on_event must be a callable, not {on_event!r}")
+        check_callback("on_event", on_event, "event")
         _check_lr(lr, optimizer, lr_scheduler)
         self._loader = FollowingLoader(loader)
-        self.config = load_schedule(config)
+        self.config = load_schedule(config, name="config")
         if initial_batch_size is None and not starts_by_itself(self.config):
             initial_batch_size = self._loader.batch_size
         self._unit = "epoch" if self.config is None else self.config.unit
@@ -186,6 +186,8 @@ class BatchSizeScheduler:
         """
         if self._noise is not None:
             raise ValueError("config must be a schedule that can be foreseen, not one by noise")
+        if drop_last is not None:
+            check_flag("drop_last", drop_last)
         dropped = self._loader.drop_last if drop_last is None else drop_last
         found = phases(
             self._plan, samples=samples, epochs=epochs, drop_last=dropped, world_size=self._world_size

@@ -195,15 +195,18 @@ class WrongScheduleError(ValidationError):
         return f"{type(self).__name__}({str(self)!r})"
 
 
-def refusal(error: ValidationError, kind: type[BatchSizeConfig]) -> ValidationError:
-    """The same error, with a sentence of ours for each field that is wrong."""
+def refusal(
+    error: ValidationError, kind: type[BatchSizeConfig], *, file: Path | None = None
+) -> ValidationError:
+    """The same error, with a sentence of ours for each field that is wrong, and the file that it stands in."""
+    where = "" if file is None else f"{file}: "
     fields, name = list(kind.model_fields), kind.__name__
     lines: list[Any] = [
         {
             "type": "value_error",
             "loc": one["loc"],
             "input": one["input"],
-            "ctx": {"error": ValueError(sentence([one], fields=fields, name=name))},
+            "ctx": {"error": ValueError(where + sentence([one], fields=fields, name=name))},
         }
         for one in error.errors()
     ]

@@ -151,7 +151,7 @@ class Store:
             with _opened(path) as db:
                 (count,) = db.execute("SELECT count(*) FROM answers").fetchone()
             return StoreState(str(path), count, path.stat().st_size, _unwritable(path.parent))
-        except (sqlite3.Error, OSError, _UnusableError) as error:
+        except (sqlite3.Error, OSError, UnicodeError, _UnusableError) as error:
             return StoreState(str(path), 0, 0, f"the store cannot be used: {error}")
 
     def _safely(self, work: Callable[[Path], _T], done: str) -> _T | None:
@@ -162,9 +162,12 @@ class Store:
             path = self.path
             identity = _identity(path)
             return work(path)
-        except (sqlite3.Error, OSError, RuntimeError, _UnusableError) as error:
+        except (sqlite3.Error, OSError, RuntimeError, UnicodeError, _UnusableError) as error:
             why = str(error)
-            damaged = isinstance(error, sqlite3.Error) and _is_damage(error)
+            # A text that is no UTF-8 is of nobody's batchfit either.
+            damaged = isinstance(error, UnicodeError) or (
+                isinstance(error, sqlite3.Error) and _is_damage(error)
+            )
         if damaged and path is not None:
             _set_aside(path, identity, why)
         else:

@@ -22,6 +22,7 @@ from typing import Any, Literal, final
 import torch
 
 import batchfit
+from batchfit._arguments import check_callback, check_flag, checked_file
 from batchfit._decide.estimates import EstimateFunction
 from batchfit._decide.grid import Entry, key_of, without_done
 from batchfit._decide.units import format_bytes
@@ -139,9 +140,10 @@ def sweep(
         measure=measure,
     )
     asked = Asked.of(factory, knobs, settings, mode=mode, start_from=start_from, estimate=estimate)
-    for name, function in (("on_record", on_record), ("on_event", on_event)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a callable or None, not {function!r}")
+    check_callback("on_record", on_record, "record")
+    check_callback("on_event", on_event, "event")
+    for name, flag in (("resume", resume), ("retry_failed", retry_failed), ("overwrite", overwrite)):
+        check_flag(name, flag)
     where = Where(
         devices=devices,
         engine=engine,
@@ -198,8 +200,6 @@ class Keeper:
         """Open the file, or refuse it; `stack` closes it."""
         flags = {"resume": resume, "retry_failed": retry_failed, "overwrite": overwrite}
         for name, flag in flags.items():
-            if type(flag) is not bool:
-                raise TypeError(f"{name} must be True or False, not {flag!r}")
             if flag and output is None:
                 raise ValueError(f"{name} must be False without output, not True")
         if resume and overwrite:
@@ -208,9 +208,7 @@ class Keeper:
             raise ValueError("retry_failed must be False without resume, not True")
         if output is None:
             return cls(asked, None)
-        path = Path(output)
-        if path.is_dir() or not path.resolve().parent.is_dir():
-            raise ValueError(f"output must be a file in a folder that exists, not {str(path)!r}")
+        path = checked_file("output", output)
         stack.enter_context(used_alone(path))
         if not path.exists() or overwrite:
             return cls(asked, path, stale=path.exists())

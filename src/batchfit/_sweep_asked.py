@@ -54,6 +54,8 @@ class Asked:
 
         `named`: what a file is to call functions, where their targets depend on the current folder.
         """
+        said_start = _plain("start_from", start_from)
+        start_from = list(start_from) if isinstance(start_from, range) else start_from
         entries = plan(knobs, mode=mode, start_from=start_from)
         names = tuple(entries[0].configuration)
         for name in names:
@@ -69,7 +71,7 @@ class Asked:
             "knobs": _plain("knobs", knobs),
             "mode": mode,
             "seed": SEED,
-            "start_from": _plain("start_from", start_from),
+            "start_from": said_start,
             "estimate": None if estimate == "predict" else _plain("estimate", estimate),
             "measure": None if settings.measure is None else _name(settings.measure),
             "budget": None if settings.budget is None else parse_bytes(settings.budget),

@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from batchfit._arguments import check_callback
 from batchfit._decide.grid import did_you_mean
 from batchfit._decide.visible import VISIBLE, places_of
 from batchfit._sweep_devices import Devices
@@ -73,6 +74,8 @@ class Where:
             )
         if engine is not None and not isinstance(engine, str) and not callable(engine):
             raise TypeError(f"engine must be 'ray', a callable or None, not {engine!r}")
+        if not isinstance(engine, str):
+            check_callback("engine", engine, "job", "waiting", "on_event")
         if self.devices is not None and engine is not None:
             raise ValueError(f"devices must be None with engine, which chooses its own, not {self.devices!r}")
         if self.devices is not None and device is not None:

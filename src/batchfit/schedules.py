@@ -303,39 +303,49 @@ AnyConfig = (
 BatchSizeSchedule = Annotated[AnyConfig, Field(discriminator="type")]
 
 
-def load_schedule(source: str | Path | Mapping[str, Any] | BatchSizeConfig | None) -> AnyConfig | None:
+def load_schedule(
+    source: str | Path | Mapping[str, Any] | BatchSizeConfig | None, *, name: str = "source"
+) -> AnyConfig | None:
     """A schedule from a JSON or YAML file, from text ("0:256 20:512", or JSON), or from a mapping.
 
-    None is no schedule, a constant size.
+    None is no schedule, a constant size. `name` is the argument that an error names: your function's own.
     """
     if source is None or isinstance(source, BatchSizeConfig):
         return source  # type: ignore[return-value]
     if isinstance(source, Path):
-        return _from_mapping(read_document(source))
+        return _from_mapping(read_document(source), file=source)
     if isinstance(source, Mapping):
         return _from_mapping(dict(source))
     if not isinstance(source, str):
-        raise TypeError(f"source must be a file, text, a mapping or a schedule, not {source!r}")
+        raise TypeError(f"{name} must be a file, text, a mapping or a schedule, not {source!r}")
     if source.lstrip().startswith("{"):
         return _from_mapping(parse_document(source, name="the schedule"))
     if looks_like_milestones(source):
         return MilestoneBatchSizeConfig(milestones=source)
-    if source.lower().endswith(SUFFIXES) or Path(source).is_file():
-        return _from_mapping(read_document(Path(source)))
+    if source.lower().endswith(SUFFIXES) or _is_file(source):
+        return _from_mapping(read_document(Path(source)), file=Path(source))
     raise ValueError(
-        f"source must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r}"
+        f"{name} must be a file ({', '.join(SUFFIXES)}) or text such as '0:256 20:512', not {source!r:.80}"
     )
 
 
-def _from_mapping(data: dict[str, Any]) -> AnyConfig:
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null byte in it
+        return False
+
+
+def _from_mapping(data: dict[str, Any], *, file: Path | None = None) -> AnyConfig:
     try:
         return TypeAdapter[AnyConfig](BatchSizeSchedule).validate_python(data)
     except ValidationError as error:
         kinds: dict[Any, type[BatchSizeConfig]] = {
             kind.model_fields["type"].default: kind for kind in get_args(AnyConfig)
         }
-        known = kinds.get(data.get("type"))
-        raise refusal(error, known or BatchSizeConfig) from None
+        kind = data.get("type")
+        known = kinds.get(kind) if isinstance(kind, str) else None
+        raise refusal(error, known or BatchSizeConfig, file=file) from None
 
 
 _DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0.2}}, not {!r}"

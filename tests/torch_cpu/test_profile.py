@@ -572,7 +572,7 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"loader": 4}, "loader must be something that can be iterated again and again, not 4"),
         ({"loader": iter([1])}, "loader must be something that can be iterated again"),
         ({"diagnose": 1}, "diagnose must be True or False, not 1"),
-        ({"on_point": 3}, r"on_point must be a callable on_point\(point\), not 3"),
+        ({"on_point": 3}, r"on_point must be a callable on_point\(point\) or None, not 3"),
         ({"sizes": "12"}, "sizes must be a list of batch sizes, not '12'"),
         ({"device": "tpu"}, "device must be"),
     ],

@@ -217,7 +217,7 @@ def test_a_fault_at_every_operation_ends_in_the_same_training() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"start": 0}, ValueError, "start must be an integer of at least 1, not 0"),
+        ({"start": 0}, ValueError, "start must be a positive integer, not 0"),
         ({"start": True}, ValueError, "start must be"),
         ({"probe_steps": -1}, ValueError, "probe_steps must be"),
         ({"tolerance": 1.0}, ValueError, "tolerance must be"),

@@ -763,7 +763,7 @@ def test_two_sweeps_do_not_share_a_file(tmp_path: Path) -> None:
          "retry_failed must be False without resume, not True"),
         ({"output": "no/such/x.json"}, ValueError,
          "output must be a file in a folder that exists, not 'no/such/x.json'"),
-        ({"on_record": 3}, TypeError, "on_record must be a callable or None, not 3"),
+        ({"on_record": 3}, TypeError, "on_record must be a callable on_record(record) or None, not 3"),
         ({"mode": "zap"}, GridError, "mode must be one of grid, zip, not 'zap'"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -101,8 +102,13 @@ class _UnbreakableFile(io.FileIO):
         try:
             return super().write(data) or 0
         except BrokenPipeError:
+            # For all that this process and its children write from now on, and for stdout if it is the same
+            # pipe (`2>&1 | head`): what the user's code prints must not fail its work either.
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # for child processes, too
+            with contextlib.suppress(OSError):
+                if os.path.sameopenfile(1, self.fileno()):
+                    os.dup2(nowhere, 1)
+            os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return len(memoryview(data).cast("B"))
 

@@ -7,7 +7,6 @@ goes away in the middle (`2>&1 | head`) the sweep runs on in silence. Rich is lo
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -47,52 +46,9 @@ def screen_here(
 ) -> Screen:
     """The screen that suits this process's stderr; `at_once()` is how many configurations run at a time."""
     if speaks() and is_terminal(sys.stderr):
-        return WhileRead(Table(entries, records, at_once=at_once))
+        return Table(entries, records, at_once=at_once)
     stream = sys.stderr if speaks() else None
-    return WhileRead(Lines(stream, total=len(entries), done=len(records), at_once=at_once))
-
-
-class WhileRead:
-    """A screen until stderr breaks; from then on nothing is shown, and nothing is raised."""
-
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self._broken = False
-
-    def __enter__(self) -> Self:
-        self._do(self._screen.__enter__)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._do(lambda: self._screen.__exit__(kind, error, trace))
-
-    def on_event(self, event: SweepEvent) -> None:
-        self._do(lambda: self._screen.on_event(event))
-
-    def note(self, line: str) -> None:
-        self._do(lambda: self._screen.note(line))
-
-    def _do(self, draw: Callable[[], object]) -> None:
-        if self._broken:
-            return
-        try:
-            draw()
-        except (OSError, SystemExit):  # rich makes an exit of a broken pipe
-            self._broken = True
-            _into_nothing()
-
-
-def _into_nothing() -> None:
-    """Have stderr, and stdout where it is the same pipe, lead nowhere: what the user's code prints there must
-    not fail its configuration either."""
-    with contextlib.suppress(OSError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        if os.path.sameopenfile(1, 2):
-            os.dup2(nothing, 1)
-        os.dup2(nothing, 2)
-        os.close(nothing)
+    return Lines(stream, total=len(entries), done=len(records), at_once=at_once)
 
 
 class Pace:

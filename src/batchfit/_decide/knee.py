@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
+from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
 
 SCHEMA_VERSION = 1
@@ -261,7 +262,7 @@ class Knee:
     def from_json(cls, text: str | bytes) -> Knee:
         """The search that `to_json` wrote."""
         try:
-            data: Any = json.loads(text)
+            data: Any = parse_json(text)
             if data.pop("kind") != "knee" or data.pop("schema_version") > SCHEMA_VERSION:
                 raise ValueError("another kind or version")
             told = tuple(Timed(**one) for one in data.pop("told"))

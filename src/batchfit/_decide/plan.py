@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final
 
+from batchfit._arguments import MOST_EPOCHS, check_whole
 from batchfit._decide.bound import count_in, where
 from batchfit._decide.counts import Rounding, whole
 from batchfit._decide.deal import cut
@@ -110,7 +111,7 @@ def phases(
 ) -> tuple[Phase, ...]:
     """The phases of `epochs` epochs of `samples` samples each."""
     whole(samples, name="samples", at_least=1)
-    whole(epochs, name="epochs", at_least=1)
+    check_whole("epochs", epochs, at_most=MOST_EPOCHS)
     found: list[Phase] = []
     at = Progress(tokens=0 if plan.tokens_per_sample is not None else None)
     for epoch in range(epochs):

@@ -16,6 +16,7 @@ from typing import Any
 
 from batchfit._decide.state import Ask, Bracket, State, Told
 from batchfit._decide.strategies import STRATEGIES
+from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
 
 __all__ = ["STRATEGIES", "Ask", "Search", "Told", "run"]
@@ -117,7 +118,7 @@ class Search(State):
     def from_json(cls, text: str | bytes) -> Search:
         """The search that `to_json` wrote."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
         except ValueError as error:
             raise ResultFileError(f"not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("kind") != "search":

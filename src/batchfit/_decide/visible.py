@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OTHERS = ("xpu", "mps", "hpu", "npu", "mtia", "privateuseone")  # devices that a process names as they are
 
 
 @final
@@ -60,8 +61,10 @@ def _place(given: object, visible: str | None, count: Callable[[], int]) -> Plac
         raise ValueError(f"devices must be names such as 'cuda:0', 'GPU-8932f937' or 'cpu', not {given!r}")
     if kind == "cpu":
         return Place("cpu", {VISIBLE: ""})
-    if kind != "cuda":
+    if kind in _OTHERS:
         return Place(name, {}, name)
+    if kind != "cuda":
+        raise ValueError(f"devices must be names such as 'cuda:0', 'GPU-8932f937' or 'cpu', not {given!r}")
     index = int(number or 0)
     seen = None if visible is None else [one.strip() for one in visible.split(",") if one.strip()]
     there = count() if seen is None else min(len(seen), count())

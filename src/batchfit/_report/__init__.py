@@ -42,12 +42,16 @@ def report(
 
 def checked_path(path: str | Path) -> Path:
     """The path of a file that can be written, as far as one can tell."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the path of a file, not {path!r}")
+    why = ""
     try:
         where = Path(path)
-    except TypeError:
-        raise TypeError(f"path must be the path of a file, not {path!r}") from None
-    folder = where.resolve().parent
-    why = ""
+        folder = where.resolve().parent
+        where.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"path must be a file that can be written, not {path!r:.80}: {reason}") from None
     if where.is_dir():
         why = "it is a folder"
     elif not folder.is_dir():

@@ -7,11 +7,12 @@ nothing is guessed. A list of results, as `batchfit predict --json` writes for s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from batchfit._documents import parse_json
 from batchfit._sweep_result import SweepResult
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
@@ -90,7 +91,7 @@ def sources_of(given: object) -> list[Source]:
         return [Source(given)]
     if isinstance(given, str | Path):
         return read_file(Path(given))
-    if isinstance(given, Iterable) and not isinstance(given, Result | bytes | dict):
+    if isinstance(given, list | tuple | set | frozenset | Iterator):
         found = [source for one in given for source in sources_of(one)]
         if found:
             return found
@@ -123,8 +124,8 @@ def read_file(path: Path) -> list[Source]:
 def results_in(text: str) -> list[Result]:
     """The results in a JSON text."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ResultFileError(f"not JSON, or cut short: {error}") from None
     if isinstance(data, list):
         if not data:

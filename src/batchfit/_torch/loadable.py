@@ -8,6 +8,7 @@ Rules
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
+from batchfit._arguments import check_whole
 from batchfit._decide.counts import whole
 from batchfit._decide.progress import Progress
 from batchfit._schedule_base import BatchSizeConfig
 from batchfit._torch.dealing import Settings
 
 _EPOCHS_LOOKED_AHEAD = 100
+_MOST_WORKERS = 4096
 
 
 def place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -36,6 +39,13 @@ def place_among_ranks(rank: int | None, world_size: int | None) -> tuple[int, in
     if not 0 <= whole(rank, name="rank") < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
     return rank, world_size
+
+
+def check_workers(num_workers: Any, timeout: Any) -> None:
+    """Refuse what DataLoader would stumble over: it compares the two with numbers."""
+    check_whole("num_workers", num_workers, at_least=0, at_most=_MOST_WORKERS)
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
+        raise ValueError(f"timeout must be a number of seconds of at least 0, not {timeout!r}")
 
 
 def check_data(dataset: Any, streams: bool, shuffle: bool, sampler: Any, world_size: int) -> None:

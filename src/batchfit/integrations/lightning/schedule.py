@@ -56,7 +56,7 @@ class BatchSizeSchedule(Callback):
         throughput: Callable[[int], float] | None = None,
         on_event: Callable[[batchfit.ScheduleEvent], object] | None = None,
     ) -> None:
-        config = load_schedule(config)
+        config = load_schedule(config, name="config")
         self.scheduler: batchfit.BatchSizeScheduler | None = None
         self._config = config
         self._initial = initial_batch_size

@@ -70,7 +70,7 @@ class Options:
             raise ValueError(f"lr must be None without a schedule that it follows, not {self.lr!r}")
         self._check_values()
         # Frozen: the schedule is checked here, once, and kept as what it means.
-        config = batchfit.load_schedule(self.schedule)
+        config = batchfit.load_schedule(self.schedule, name="schedule")
         if isinstance(config, batchfit.NoiseBatchSizeConfig):
             raise ValueError(
                 "schedule must be known ahead inside a Trainer, which fixes its number of steps before it "
