@@ -55,6 +55,8 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         collate_fn=collate,
         scaler=trainer.accelerator.scaler,
         clip_norm=args.max_grad_norm if args.max_grad_norm else None,
+        # The Trainer's outputs die in its `compute_loss`, its batch in `training_step`.
+        keep_outputs=False,
         state=[trainer.lr_scheduler, trainer.state, trainer.control, *run.options.state],
     )
     keywords = {"max_size": largest, "soak_steps": 0, "budget": run.options.budget, **run.options.search}
