@@ -302,12 +302,13 @@ class _Measuring:
         interval, world_size = run.interval, self.bench.ranks.world_size
         seen = self.bench.seen[run.size]
         tokens = self._tokens_per_sample
-        per_s = run.size * world_size / interval.median
+        passes = self.bench.work._passes  # a step accumulates the gradients of this many times `size` samples
+        per_s = run.size * passes * world_size / interval.median
         per_sample = self.bench.flops_per_sample
-        flops = per_sample * run.size / interval.median if per_sample else None
+        flops = per_sample * run.size * passes / interval.median if per_sample else None
         peak = peak_flops(device_model(self.bench.place), seen.precision)
         if tokens is None and seen.tokens:
-            tokens_per_s: float | None = seen.tokens * world_size / interval.median
+            tokens_per_s: float | None = seen.tokens * passes * world_size / interval.median
         else:
             tokens_per_s = None if tokens is None else tokens * per_s
         return ThroughputPoint(
