@@ -34,6 +34,7 @@ from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
 from batchfit._torch.clock import Run
 from batchfit._torch.device import CudaDevice, Device, DeviceSpec, device_to_run
 from batchfit._torch.lost import telling_others
+from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import Bottleneck, ThroughputPoint, ThroughputProfile
@@ -197,12 +198,20 @@ class _Measuring:
             if self._is_late():
                 self._stopped = "time_limit"
                 break
-            run = bench.time(
-                ask.size,
-                self._timing(ask),
-                smallest=self._is_smallest(ask.size),
-                count_flops=not self.runs,
-            )
+            try:
+                run = bench.time(
+                    ask.size,
+                    self._timing(ask),
+                    smallest=self._is_smallest(ask.size),
+                    count_flops=not self.runs,
+                )
+            except Exception as error:
+                if ask.size > 1 or self.knee.sizes or self._largest == 1 or not needs_two_samples(error):
+                    raise
+                self.knee = replace(self.knee, smallest=2)
+                if bench.ranks.is_main:
+                    log.info("batch normalization cannot train on one sample: sizes from 2 up are timed")
+                continue
             if not run.fits:
                 self._too_large.append(run)
                 self.knee = self.knee.tell(Timed(ask.size, fits=False))
