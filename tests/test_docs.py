@@ -174,7 +174,7 @@ def test_examples_of_microbatches_train_on_a_batch_that_does_not_fit(name: str, 
 
 def _steady(text: str) -> list[str]:
     """Lines without seconds, and without bars and columns, whose lengths are the numbers beside them."""
-    lines = (re.sub(r"[0-9.]+ s$|[█▏▎▍▌▋▊▉]+", "", line) for line in text.splitlines())
+    lines = (re.sub(r"[0-9.]+ s(?=;|$)|[█▏▎▍▌▋▊▉]+", "", line) for line in text.splitlines())
     return [" ".join(line.split()) for line in lines]
 
 

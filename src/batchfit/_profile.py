@@ -35,6 +35,7 @@ from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
 from batchfit._torch.clock import Run
 from batchfit._torch.device import CudaDevice, Device, DeviceSpec, device_to_run
 from batchfit._torch.lost import telling_others
+from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.ranks import Ranks
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import Bottleneck, ThroughputPoint, ThroughputProfile
@@ -199,12 +200,20 @@ class _Measuring:
             if self._is_late():
                 self._stopped = "time_limit"
                 break
-            run = bench.time(
-                ask.size,
-                self._timing(ask),
-                smallest=self._is_smallest(ask.size),
-                count_flops=not self.runs,
-            )
+            try:
+                run = bench.time(
+                    ask.size,
+                    self._timing(ask),
+                    smallest=self._is_smallest(ask.size),
+                    count_flops=not self.runs,
+                )
+            except Exception as error:
+                if ask.size > 1 or self.knee.sizes or self._largest == 1 or not needs_two_samples(error):
+                    raise
+                self.knee = replace(self.knee, smallest=2)
+                if bench.ranks.is_main:
+                    log.info("batch normalization cannot train on one sample: sizes from 2 up are timed")
+                continue
             if not run.fits:
                 self._too_large.append(run)
                 self.knee = self.knee.tell(Timed(ask.size, fits=False))
@@ -304,12 +313,13 @@ class _Measuring:
         interval, world_size = run.interval, self.bench.ranks.world_size
         seen = self.bench.seen[run.size]
         tokens = self._tokens_per_sample
-        per_s = run.size * world_size / interval.median
+        passes = self.bench.work._passes  # a step accumulates the gradients of this many times `size` samples
+        per_s = run.size * passes * world_size / interval.median
         per_sample = self.bench.flops_per_sample
-        flops = per_sample * run.size / interval.median if per_sample else None
+        flops = per_sample * run.size * passes / interval.median if per_sample else None
         peak = peak_flops(device_model(self.bench.place), seen.precision)
         if tokens is None and seen.tokens:
-            tokens_per_s: float | None = seen.tokens * world_size / interval.median
+            tokens_per_s: float | None = seen.tokens * passes * world_size / interval.median
         else:
             tokens_per_s = None if tokens is None else tokens * per_s
         return ThroughputPoint(

@@ -198,7 +198,7 @@ class WrongScheduleError(ValidationError):
 def refusal(
     error: ValidationError, kind: type[BatchSizeConfig], *, file: Path | None = None
 ) -> ValidationError:
-    """The same error, with a sentence of ours for each field that is wrong, and the file that it stands in."""
+    """The same error, with a sentence of ours for each field that is wrong, and the file it is in."""
     where = "" if file is None else f"{file}: "
     fields, name = list(kind.model_fields), kind.__name__
     lines: list[Any] = [

@@ -686,3 +686,42 @@ def test_an_unknown_version_is_told_once_with_the_tested_ones() -> None:
         warnings.simplefilter("error")
         framework._check_version("lightning", "9.0.1")
         framework._check_version("lightning", "2.6.6")
+
+
+class Wide(pl.LightningModule):
+    """Large outputs beside weights whose gradients count."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1024))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        dataset = torch.utils.data.TensorDataset(torch.randn(4000, 64), torch.randint(0, 1024, (4000,)))
+        return DataLoader(dataset, batch_size=self.batch_size)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_size_found_lasts_where_gradients_are_accumulated(accumulate: int) -> None:
+    options = {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": accumulate}
+
+    def fit(module: Wide) -> None:
+        with batchfit.virtual_memory("24MiB"):
+            trainer(**options).fit(module)
+
+    ours = BatchSizeFinder(budget="24MiB")
+    trainer(ours, **options).fit(Wide(2))
+    size = ours.optimal_batch_size
+    assert size is not None
+    del ours  # all of the first run is gone when the second begins: what is alive counts
+    gc.collect()
+    fit(Wide(size))
+    gc.collect()
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Wide(round(1.1 * size)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import OrderedDict, defaultdict, namedtuple
+import time
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -21,6 +24,7 @@ import batchfit
 from batchfit import ResizableLoader
 from batchfit._torch import batches
 from batchfit._torch.batches import batch_source, repeat_rows, takes_arguments
+from batchfit._torch.samples import Samples
 from batchfit._torch.structure import element_count, to_device, wrong_size
 
 KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
@@ -767,3 +771,85 @@ def test_batch_is_the_worst_case(lengths: list[int], size: int) -> None:
     assert len(chosen) == size
     whole, rest = divmod(size, len(lengths))
     assert chosen == sorted(lengths * whole + sorted(lengths, reverse=True)[:rest], reverse=True)
+
+
+class Slow(torch.utils.data.Dataset[Any]):
+    """Counts what is read; half of a millisecond per sample."""
+
+    def __init__(self, count: int, *, make: Callable[[int], Any] | None = None) -> None:
+        self.count, self.read = count, Counter[int]()
+        self._make = make or (lambda index: (torch.full((4 + index % 7,), float(index)), index))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.read[index] += 1
+        time.sleep(5e-4)
+        return self._make(index)
+
+
+def padded_pairs(samples: list[Any]) -> Any:
+    samples.sort(key=lambda one: -len(one[0]))  # of its own list, as a collate_fn may
+    rows = torch.nn.utils.rnn.pad_sequence([one[0] for one in samples], batch_first=True)
+    return rows, torch.tensor([one[1] for one in samples])
+
+
+def test_slow_samples_are_read_once() -> None:
+    """By the scan for the longest, by trials of any size, by steps and by traces."""
+    dataset = Slow(60)
+    model = nn.Linear(10, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(batch[0]).square().mean()
+        return loss
+
+    work = batchfit.training(model, optimizer, loss_fn, dataset, collate_fn=padded_pairs)
+    fit = batchfit.find_batch_size(work, budget="64KiB")
+    assert fit.batch_size > 60
+    batchfit.predict_batch_size(work, budget="1GiB", max_size=100)
+    assert set(dataset.read.values()) == {1}
+
+
+def test_samples_that_are_kept_are_the_datasets() -> None:
+    kept, read = batch_source(Slow(9), collate_fn=padded_pairs), Slow(9)
+    order = sorted(range(9), key=lambda index: -(4 + index % 7))
+    for size in (1, 3, 9):
+        wanted = padded_pairs([read[index] for index in order[:size]])
+        for one, two in zip(kept(size), wanted, strict=True):
+            assert torch.equal(one, two)
+
+
+def test_what_is_kept_is_bounded_and_the_longest_stay() -> None:
+    samples, lengths = Samples(most_bytes=20_000), [100 * (1 + index % 10) for index in range(50)]
+
+    def fetch(indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(5e-4 * len(indices))
+        asked.extend(indices)
+        return [torch.full((lengths[index],), float(index)) for index in indices]
+
+    asked: list[int] = []
+    samples.read(range(50), fetch)
+    asked.clear()
+    again = samples.read(range(50), fetch)
+    assert [int(one[0]) for one in again] == list(range(50))
+    assert 0 < 50 - len(asked) <= 20_000 // 400
+    assert min(lengths[i] for i in set(range(50)) - set(asked)) >= max(lengths[i] for i in asked)
+
+
+def test_views_and_what_cannot_be_pickled_are_read_again() -> None:
+    whole = torch.arange(4000.0).reshape(40, 100)
+    for make in (lambda index: whole[index], lambda index: lambda: index):
+        dataset = Slow(8, make=make)
+        source = batch_source(dataset, collate_fn=list)
+        assert len(source(8)) == len(source(8)) == 8
+        assert set(dataset.read.values()) == {3}
+
+
+def test_a_list_of_pairs_is_collated_as_a_loader_does() -> None:
+    pairs = [(torch.full((3,), float(i)), i) for i in range(5)]
+    x, y = batch_source(pairs)(4)
+    assert x.shape == (4, 3)
+    assert y.tolist() == [0, 1, 2, 3]
+    assert batch_source(pairs, collate_fn=list)(2) == pairs[:2]

@@ -75,11 +75,14 @@ def workload(
     autocast: torch.dtype | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     length: int = LENGTH,
+    keep_outputs: bool = False,
 ) -> batchfit.Workload:
     torch.manual_seed(0)
     model = Model(saving=saving).to(dtype)
     made = optimizer(model.parameters())
-    return batchfit.training(model, made, loss_of, make_tokens(length), autocast=autocast)
+    return batchfit.training(
+        model, made, loss_of, make_tokens(length), autocast=autocast, keep_outputs=keep_outputs
+    )
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +243,12 @@ def test_what_ifs_are_sorted_and_the_best_two_combined(told: MemoryExplanation) 
     assert both.change == "activation checkpointing of each of 4 Block and bf16 autocast"
     truth = batchfit.predict_batch_size(workload(saving=True, autocast=torch.bfloat16), budget=BUDGET)
     assert both.largest_after == pytest.approx(truth.batch_size, rel=5e-3)
+
+
+def test_the_last_steps_outputs_are_held_in_the_next_forward_pass(told: MemoryExplanation) -> None:
+    kept = batchfit.explain_memory(workload(keep_outputs=True), batch_size=16, budget=BUDGET, what_if=False)
+    logits = 16 * LENGTH * WORDS * 4
+    assert told.peak_bytes + logits <= kept.peak_bytes < told.peak_bytes + 2 * logits
 
 
 class Heavy(nn.Module):

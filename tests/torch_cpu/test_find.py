@@ -571,3 +571,48 @@ def test_how_many_samples_there_are_is_told_where_the_answer_is_more() -> None:
     assert fit.summary.endswith("the dataset has 10 samples, so that no batch of it is larger")
     assert "samples, so" not in batchfit.find_batch_size(work, budget="64KiB", max_size=10).summary
     assert "has 10 samples" in batchfit.predict_batch_size(work, budget="8GiB", gpu="h100").summary
+
+
+class Normalized(nn.Sequential):
+    """No step of one sample runs in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def normalized() -> batchfit.Workload:
+    model = Normalized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return batchfit.training(
+        model, optimizer, lambda m, x: m(x).square().mean(), lambda n: torch.randn(n, 32)
+    )
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"power_of_two": True}, {"strategy": "bisect"}, {"resume": "search.json"}]
+)
+def test_batch_norm_begins_at_two_by_itself(
+    asked: dict[str, Any], caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    if "resume" in asked:
+        asked = {"resume": tmp_path / "search.json"}
+    with caplog.at_level("INFO", logger="batchfit"):
+        fit = batchfit.find_batch_size(normalized(), budget="1MiB", **asked)
+    assert fit.batch_size >= 128
+    assert min(trial.size for trial in fit.trials) >= 2
+    if any(trial.size == 2 for trial in fit.trials):
+        assert caplog.text.count("sizes from 2 up are tried") == 1
+    if "resume" in asked:
+        again = batchfit.find_batch_size(normalized(), budget="1MiB", **asked)
+        assert again.batch_size == fit.batch_size
+
+
+def test_batch_norm_with_one_sample_and_no_more_is_the_users_error() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        batchfit.find_batch_size(normalized(), budget="1MiB", max_size=1)
+    assert "min_size" not in str(raised.value.__notes__)
+
+
+def test_a_profile_of_batch_norm_begins_at_two() -> None:
+    profile = batchfit.profile_throughput(normalized(), budget="1MiB", largest=16, diagnose=False)
+    assert min(point.size for point in profile.points) == 2

@@ -84,7 +84,11 @@ def reducing() -> batchfit.Workload:
     """Its bias gradient is summed in a buffer of 132 MiB, but for small batches, which need none."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
     return batchfit.training(
-        model, torch.optim.AdamW(model.parameters()), lambda m, b: m(b).sum(), lambda n: torch.randn(n, 256)
+        model,
+        torch.optim.AdamW(model.parameters()),
+        lambda m, b: m(b).sum(),
+        lambda n: torch.randn(n, 256),
+        keep_outputs=False,
     )
 
 
@@ -253,7 +257,7 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         return torch.stack([model(one * 2).sum() for one in batch]).sum()
 
-    work = batchfit.training(model, None, loss, lambda n: torch.empty(n, MIB))
+    work = batchfit.training(model, None, loss, lambda n: torch.empty(n, MIB), keep_outputs=False)
     found = predict(work, budget="200MiB", margin=0.0)
     # Each sample has 4 MiB in the batch and 4 MiB doubled, kept for the gradient of the weight.
     assert found.batch_size == pytest.approx((200 - 66 - 8) / 8, abs=3)

@@ -127,6 +127,7 @@ def test_each_block_of_a_small_step() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         lambda m, b: m(b).sum(),
         lambda n: torch.randn(n, 100),
+        keep_outputs=False,
     )
     found = traced(work, 8, steps=1)
     blocks = [(found.origins[e].kind, found.origins[e].phase, found.sizes[e]) for e in found.events if e >= 0]
@@ -601,10 +602,28 @@ def test_logits_that_stay_alive_are_there_in_the_next_step() -> None:
 
 def test_inference_keeps_no_activations() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10)))
-    found = traced(batchfit.inference(model, lambda n: torch.randn(n, 64)), 1000)
     row = 1000 * 64 * 4
-    assert found.peak_bytes - kinds(found)["weights"] - 33 * MIB <= 3 * row
-    assert {"gradients", "optimizer"}.isdisjoint(kinds(found))
+    for keep_outputs, rows in ((False, 3), (True, 4)):
+        work = batchfit.inference(model, lambda n: torch.randn(n, 64), keep_outputs=keep_outputs)
+        found = traced(work, 1000)
+        # One layer's input and output beside the batch; and the output of the step before.
+        assert found.peak_bytes - kinds(found)["weights"] - 33 * MIB <= rows * row
+        assert {"gradients", "optimizer"}.isdisjoint(kinds(found))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 8])
+def test_a_loop_that_keeps_is_repeated_step_by_step(accumulate: int) -> None:
+    """What a step frees of the one before it, the next frees of this one; nothing piles up."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    work = batchfit.training(model, optimizer, loss_fn, make_batch, accumulate=accumulate)
+    small, whole = traced(work, 4, steps=1), traced(work, 12)
+    found = Footprint.through(small, whole)
+    kept = {whole.origins[new].operation.split(".")[1] for _, new in found.carried or ()}
+    assert {"addmm", "nll_loss_forward"} <= kept or {"addmm", "div"} <= kept
+    assert whole.left_by_each_step() == (0, "")
+    forwards = sum("nll_loss_forward" in origin.operation for origin in small.origins)
+    assert forwards == 2 * min(accumulate, 3)  # the loss and its weight
 
 
 def arrays(n: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import re
 import runpy
 import threading
 import weakref
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch import phase
+from batchfit._torch import loop, phase
 from batchfit.workload import Workload, as_workload, batches, generation, inference, training
 
 FEATURES, CLASSES = 6, 5
@@ -374,7 +375,9 @@ def test_batch_goes_to_the_models_device() -> None:
 # Memory
 
 
-def test_logits_are_gone_before_backward_and_nothing_outlives_the_step() -> None:
+@pytest.mark.parametrize("keep_outputs", [False, True])
+def test_what_lives_when(keep_outputs: bool) -> None:
+    """Lean: logits die in `loss_fn`, all else with the step. Else a loop's variables keep what they hold."""
     seen: dict[str, weakref.ref[Any]] = {}
     alive: dict[str, dict[str, bool]] = {}
 
@@ -397,13 +400,97 @@ def test_logits_are_gone_before_backward_and_nothing_outlives_the_step() -> None
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *args: note("optimizer"))
-    workload = training(model, optimizer, loss_fn, source)
-    workload.step(4)
+    workload = training(model, optimizer, loss_fn, source, keep_outputs=keep_outputs)
+    for _ in range(2):  # by itself, a step keeps nothing
+        workload.step(4)
+        note("after")
+        assert not any(alive["batch"].values())
+        assert not any(alive["after"].values())
+    with loop.running():
+        for number in range(2):
+            workload.step(4)
+            note("after")
+            assert (
+                alive["backward"] == alive["optimizer"] == {"x": True, "logits": keep_outputs, "loss": True}
+            )
+            assert set(alive["after"].values()) == {keep_outputs}
+            if number:
+                assert set(alive["batch"].values()) == {keep_outputs}
     note("after")
-    assert alive["backward"] == alive["optimizer"] == {"x": True, "logits": False, "loss": True}
-    assert alive["after"] == {"x": False, "logits": False, "loss": False}
-    workload.step(4)
-    assert not any(alive["batch"].values())
+    assert not any(alive["after"].values())
+
+
+def test_a_variable_holds_its_old_value_until_the_new_one_is_there() -> None:
+    """The batch until the next is made, outputs until the next forward pass has returned, and so the loss."""
+    seen: dict[str, list[weakref.ref[Any]]] = {"x": [], "out": [], "loss": []}
+    alive: list[tuple[str, dict[str, list[bool]]]] = []
+
+    def note(when: str) -> None:
+        alive.append((when, {name: [ref() is not None for ref in refs] for name, refs in seen.items()}))
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            note("forward begins")
+            out = super().forward(x)
+            note("forward ends")
+            return out
+
+    def source(size: int) -> torch.Tensor:
+        x = torch.randn(size, 4)
+        note("batch is made")
+        seen["x"].append(weakref.ref(x))
+        return x
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        note("model returned")
+        seen["out"].append(weakref.ref(out))
+        loss = out.square().mean()
+        note("loss is there")
+        seen["loss"].append(weakref.ref(loss))
+        return loss
+
+    workload = training(Model(4, 2), None, loss_fn, source)
+    with loop.running():
+        workload.step(3)
+        alive.clear()
+        workload.step(3)
+    one, both = [True], [False, True]
+    assert alive == [
+        ("batch is made", {"x": one, "out": one, "loss": one}),
+        ("forward begins", {"x": both, "out": one, "loss": one}),
+        ("forward ends", {"x": both, "out": one, "loss": one}),
+        ("model returned", {"x": both, "out": [False], "loss": one}),
+        ("loss is there", {"x": both, "out": both, "loss": one}),
+    ]
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    whole = nn.Linear(FEATURES, CLASSES).double()
+    model = copy.deepcopy(whole)
+    some = [(torch.randn(3, FEATURES).double(), torch.randint(0, CLASSES, (3,))) for _ in range(4)]
+    handed = iter(some)
+    training(model, None, cross_entropy, lambda n: next(handed), accumulate=4).step(3)
+    joined = tuple(torch.cat(parts) for parts in zip(*some, strict=True))
+    cross_entropy(whole, joined).backward()
+    for one, two in zip(model.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"accumulate": 0}, "accumulate must be a positive integer, not 0"),
+        ({"accumulate": True}, "accumulate must be a positive integer, not True"),
+        ({"accumulate": 2.0}, "accumulate must be a positive integer, not 2.0"),
+        ({"keep_outputs": None}, "keep_outputs must be True or False, not None"),
+        ({"keep_outputs": 1}, "keep_outputs must be True or False, not 1"),
+    ],
+)
+def test_what_a_loop_is_must_be_said_right(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(why)):
+        training(make_model(), None, cross_entropy, make_batch, **asked)
 
 
 def test_scaled_loss_does_not_outlive_backward() -> None:
@@ -435,9 +522,10 @@ def test_inference_output_is_dropped() -> None:
         assert all(ref() is None for ref in outputs)
         return torch.randn(size, FEATURES)
 
-    workload = inference(make_model(), source, forward=forward)
-    for _ in range(2):
-        workload.step(3)
+    workload = inference(make_model(), source, forward=forward, keep_outputs=False)
+    with loop.running():
+        for _ in range(2):
+            workload.step(3)
     assert len(outputs) == 2
     assert all(ref() is None for ref in outputs)
 
@@ -946,7 +1034,7 @@ def wide_loss(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | None) -> int:
+def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | None, keeps: bool) -> int:
     model = wide_model()
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()  # what earlier tests left in cycles would be counted as alive
@@ -955,7 +1043,11 @@ def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | No
             x, y = wide_batch(size)
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cpu", dtype=autocast) if autocast else nullcontext():
-                loss = nn.functional.cross_entropy(model(x), y)
+                if keeps:
+                    out = model(x)
+                    loss = nn.functional.cross_entropy(out, y)
+                else:
+                    loss = nn.functional.cross_entropy(model(x), y)
             if scaler is None:
                 loss.backward()
             else:
@@ -971,13 +1063,14 @@ def peak_by_hand(size: int, *, autocast: Any, scaler: Any, clip_norm: float | No
         return memory.peak_bytes
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("size", [1, 512])
 @pytest.mark.parametrize(
     ("autocast", "scaled", "clip_norm"),
     [(None, False, None), (torch.bfloat16, False, None), (None, True, 1.0), (None, False, 0.5)],
 )
 def test_peak_is_the_hand_written_loops(
-    size: int, autocast: Any, scaled: bool, clip_norm: float | None
+    size: int, autocast: Any, scaled: bool, clip_norm: float | None, keeps: bool
 ) -> None:
     """At 1 the optimizer holds the peak, at 512 the activations do."""
     settings: dict[str, Any] = {"autocast": autocast, "clip_norm": clip_norm}
@@ -985,12 +1078,14 @@ def test_peak_is_the_hand_written_loops(
     def scaler() -> torch.amp.GradScaler | None:
         return torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
 
-    expected = peak_by_hand(size, **settings, scaler=scaler())
+    expected = peak_by_hand(size, **settings, scaler=scaler(), keeps=keeps)
     model = wide_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    workload = training(model, optimizer, wide_loss, wide_batch, **settings, scaler=scaler())
+    workload = training(
+        model, optimizer, wide_loss, wide_batch, **settings, scaler=scaler(), keep_outputs=keeps
+    )
     gc.collect()
-    with batchfit.virtual_memory("1GiB") as memory:
+    with batchfit.virtual_memory("1GiB") as memory, loop.running():
         for _ in range(3):
             workload.step(size)
         assert memory.peak_bytes == expected

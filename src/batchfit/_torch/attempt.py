@@ -20,6 +20,7 @@ import torch
 
 from batchfit._torch import oom
 from batchfit._torch.device import CpuDevice, CudaDevice, Device
+from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.virtual import active
 
 T = TypeVar("T")
@@ -27,7 +28,6 @@ T = TypeVar("T")
 # Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
 _FRAGMENTED = 0.15
 
-_TOO_FEW = "Expected more than 1 value per channel"  # torch's own words
 _ABOUT_BATCH_NORM = (
     "batchfit: BatchNorm cannot train on a microbatch of one sample, and the batch was cut that small since "
     "memory ran out or microbatch_size says so, or it has one sample. Use GroupNorm, or put the layer into "
@@ -68,7 +68,7 @@ def attempt(
         ours = verdict in ("oom", "too_large", "ambiguous") and not (verdict == "ambiguous" and last)
         if not ours or (verdict != "too_large" and _is_host(message, device)):
             error.add_note(note())
-            if _TOO_FEW in str(error):
+            if needs_two_samples(error):
                 error.add_note(_ABOUT_BATCH_NORM)
             raise
         return Failure(verdict, message, _is_fragmented(device))

@@ -4,6 +4,7 @@ Rules: a source asked for n samples gives n, or raises: a trial with the wrong s
 gives its worst case: the n longest samples, around again where there are fewer. An example batch is
 copied to size, never handed out, so a step that writes into its batch leaves the example alone.
 What the arguments can tell is checked when the source is made, before any device work.
+Samples that are slow to read are read once (`_torch/samples.py`).
 In a trace, too, a dataset's samples are real. Once a trace has seen that a batch of them is made on the host,
 without models, the next ones are made beside it: to watch each operation on 50,000 samples takes minutes.
 A dataset that a framework puts around its user's may say what that user can do about samples that were not
@@ -25,6 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from batchfit._torch.opsizes import tracing
+from batchfit._torch.samples import Samples
 from batchfit._torch.structure import (
     children,
     element_count,
@@ -65,9 +67,10 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
     """The source that `make_batch` stands for.
 
     A list is one of two things. With `collate_fn`, or with no tensor directly in it, it is a list of
-    samples, treated as a dataset (without `collate_fn`, the batch is the list itself). A list of
-    tensors alone is a collated batch, `[inputs, labels]`, as `default_collate` makes it: say
-    `collate_fn=list` where each of its tensors is a sample.
+    samples, treated as a dataset: samples that are tuples, `(x, y)`, are collated as DataLoader does, of
+    others the batch is the list itself. A list of tensors alone is a collated batch, `[inputs, labels]`, as
+    `default_collate` makes it: say `collate_fn=list` where each of its tensors is a sample. A source that
+    was made before is that source.
     """
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn must be a callable or None, not {collate_fn!r}")
@@ -76,8 +79,11 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
             raise TypeError(f"collate_fn must be None with a loader, which has its own, not {collate_fn!r}")
         make_batch, collate_fn = _taken_apart(make_batch)
     _refuse_streams(make_batch)
+    if isinstance(make_batch, Longest | Made | Repeated) and collate_fn is None:
+        return make_batch
     if isinstance(make_batch, list) and (collate_fn is not None or is_samples(make_batch) or not make_batch):
-        return Longest(make_batch, collate_fn or list)
+        pairs = bool(make_batch) and all(isinstance(one, tuple) for one in make_batch)
+        return Longest(make_batch, collate_fn or (default_collate if pairs else list))
     if isinstance(make_batch, Dataset) or (_is_map_style(make_batch) and not callable(make_batch)):
         return Longest(make_batch, collate_fn or default_collate)
     if collate_fn is not None:
@@ -183,6 +189,7 @@ class Longest:
         self._lengths: tuple[int, ...] = ()
         self._has_plain_rows: bool | None = None
         self._host_only = False  # known once a trace has watched it
+        self._read_before = Samples()
 
     def __len__(self) -> int:
         return self._length
@@ -245,16 +252,22 @@ class Longest:
         return self.collate([_shallow(seen[i % len(seen)]) for i in range(len(indices))])
 
     def _samples(self, indices: list[int]) -> Any:
+        return self._read_before.read(indices, self._asked_for)
+
+    def _asked_for(self, indices: list[int]) -> Any:
         # As DataLoader does it: datasets that fetch many samples at once are asked for many at once.
         fetch = getattr(self.dataset, "__getitems__", None)
         return fetch(indices) if callable(fetch) else [self.dataset[index] for index in indices]
+
+    def _scanned(self, index: int) -> Any:
+        return self._read_before.read([index], lambda one: [self.dataset[one[0]]])[0]
 
     def _scan(self) -> tuple[int, ...]:
         """Indices from the longest sample to the shortest; equals keep the dataset's order."""
         count = min(self._length, SCAN_LIMIT)
         indices = [i * self._length // count for i in range(count)]
-        # Only the counts are kept: samples held here would count as memory in use on a CPU.
-        counts = {index: element_count(self.dataset[index]) for index in indices}
+        # As tensors, samples held here would count as memory in use on a CPU.
+        counts = {index: element_count(self._scanned(index)) for index in indices}
         longest = sorted(indices, key=lambda index: -counts[index])
         self._lengths = tuple(counts[index] for index in longest)
         if count < self._length and _is_first_rank():

@@ -142,7 +142,7 @@ class Bench:
             ):
                 raise
             return False
-        self.flops_per_sample = counted / size if counted else None
+        self.flops_per_sample = counted / (size * self.work._passes) if counted else None
         return True
 
     def briefly(self, read: Callable[[], T]) -> T | None:

@@ -66,7 +66,7 @@ class Loop:
         return self._variables.setdefault(owner, Variables())
 
     def held_bytes(self, device: str) -> int:
-        """What the variables of all workloads hold on a device, in blocks as the caching allocator has them."""
+        """What the variables of all workloads hold on a device, in the caching allocator's blocks."""
         kind, _, index = device.partition(":")
         found: dict[int, int] = {}
         for variables in self._variables.values():

@@ -36,6 +36,7 @@ from batchfit._decide.rounds import Mark, goes_round
 from batchfit._torch import loop, oom, phase
 from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import Device, tensors_in
+from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
@@ -265,8 +266,8 @@ def lazy_kind(returned: object) -> str:
 def _note(size: int, step_number: int, at: str | None, verdict: oom.Verdict, error: BaseException) -> str:
     where = f"step {step_number}, {at}" if at else f"step {step_number}"
     note = f"{NOTE} {size} ({where})"
-    if size == 1 and "more than 1 value per channel" in str(error):
-        note += "; batch normalization needs two samples: min_size=2, or --min-size 2"
+    if size == 1 and needs_two_samples(error):
+        note += "; batch normalization needs two samples in training mode"
     if verdict == "fatal":
         note += "; the device context is dead, so state could not be put back: restart the process"
     if verdict == "ambiguous":

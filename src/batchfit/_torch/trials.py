@@ -25,6 +25,7 @@ from batchfit._decide.units import format_bytes
 from batchfit._torch.conclude import told, worst
 from batchfit._torch.here import Here
 from batchfit._torch.isolate import Children, RunOne
+from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.ranks import Ranks
 from batchfit.results import Trial
 
@@ -64,6 +65,7 @@ class Trials:
         self.room = Room(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
         self._told, self._start, self._attempts = search.told, search.start, search.attempts
+        self._min_size = search.min_size
         self._steps, self._time_limit_s = steps, time_limit_s
         self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         # Ranks take the same number of steps, and each of them has an allocator of its own.
@@ -87,11 +89,26 @@ class Trials:
         while self.search.ask() is not None and self.may_begin():
             ask = self.search.ask()  # again: with less memory it may be another, or none
             if ask is not None:
-                self._tell(self._tried(ask))
+                self._try(ask)
 
     def attempt(self, ask: Ask) -> Told | None:
         """One trial, whether or not the search has asked for it; None where there is no time for it."""
-        return self._tell(self._tried(ask)) if self.may_begin() else None
+        return self._try(ask) if self.may_begin() else None
+
+    def _try(self, ask: Ask) -> Told | None:
+        """One trial, told to the search; None where no step of one sample can run, so that it begins at 2."""
+        try:
+            trial = self._tried(ask)
+        except Exception as error:
+            # On all ranks, which run the same step: nobody waits for another.
+            if ask.size > 1 or not needs_two_samples(error) or self.search.max_size == 1:
+                raise
+        else:
+            return self._tell(trial)
+        self.search = replace(self.search, min_size=2)
+        if self.ranks.is_main:
+            log.info("batch normalization cannot train on one sample: sizes from 2 up are tried")
+        return None
 
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
@@ -196,5 +213,11 @@ class Trials:
     def _keep_as_it_is(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:
             # As it was asked for, with all that it was told: this is what a later run compares.
-            whole = replace(self.search, told=self._told, start=self._start, attempts=self._attempts)
+            whole = replace(
+                self.search,
+                told=self._told,
+                start=self._start,
+                attempts=self._attempts,
+                min_size=self._min_size,
+            )
             self._keep(whole, self.trials, elapsed_s)

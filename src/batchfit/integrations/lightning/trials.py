@@ -35,17 +35,20 @@ def training(trainer: Any, source: Source, move: Move) -> batchfit.Workload:
     def step(size: int) -> None:
         if move is not None:
             move(size)
-        batch = on_device(trainer, source(size), 0)
-        # Every step moves the optimizer, whatever is accumulated: the most that a batch can need.
-        loop.batch_progress.is_last_batch = True
-        with _logged(trainer, loop, batch):
-            hook(trainer, "on_train_batch_start", batch, 0)
-            kwargs = loop._build_kwargs(OrderedDict(), batch, 0)
-            if module.automatic_optimization:
-                output = loop.automatic_optimization.run(trainer.optimizers[0], 0, kwargs)
-            else:
-                output = loop.manual_optimization.run(kwargs)
-            hook(trainer, "on_train_batch_end", output, batch, 0)
+        # The last batch moves the optimizer, and has the gradients of the one before it beside its own.
+        last = 1 if module.automatic_optimization and trainer.accumulate_grad_batches > 1 else 0
+        progress = loop.batch_progress
+        for index in range(last + 1):
+            batch = on_device(trainer, source(size), 0)
+            progress.is_last_batch, progress.current.ready = index == last, 1 - index
+            with _logged(trainer, loop, batch):
+                hook(trainer, "on_train_batch_start", batch, index)
+                kwargs = loop._build_kwargs(OrderedDict(), batch, index)
+                if module.automatic_optimization:
+                    output = loop.automatic_optimization.run(trainer.optimizers[0], index, kwargs)
+                else:
+                    output = loop.manual_optimization.run(kwargs)
+                hook(trainer, "on_train_batch_end", output, batch, index)
 
     return batchfit.Workload(step, state=_state(trainer))
 

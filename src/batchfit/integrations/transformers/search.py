@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
 from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
+from batchfit.workload import batches
 
 log = logging.getLogger("batchfit")
 
@@ -47,14 +48,16 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
                     parameter.grad = torch.zeros_like(parameter)
         return trainer._batchfit_loss(trainer._batchfit_own_step, model, batch, _items(trainer, batch))
 
+    source = batches(samples, collate_fn=collate)
     work = batchfit.training(
         model,
         optimizer,
         loss_fn,
-        samples,
-        collate_fn=collate,
+        source,
         scaler=trainer.accelerator.scaler,
         clip_norm=args.max_grad_norm if args.max_grad_norm else None,
+        # The Trainer's outputs die in its `compute_loss`, its batch in `training_step`.
+        keep_outputs=False,
         state=[trainer.lr_scheduler, trainer.state, trainer.control, *run.options.state],
     )
     keywords = {"max_size": largest, "soak_steps": 0, "budget": run.options.budget, **run.options.search}
@@ -67,7 +70,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
     # On several ranks the size found holds for all batches: what one rank has learned is not the others'.
     with same_random_numbers():
         run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
-        widest = collate(samples.longest(run.microbatch_size)) if run.is_ragged else None
+        widest = source(run.microbatch_size) if run.is_ragged else None
     if widest is not None:
         _teach(trainer, model, widest)
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
@@ -148,13 +151,12 @@ def same_random_numbers(device: torch.device | None = None) -> Iterator[None]:
 
 @final
 class _Samples(Dataset[Any]):
-    """The dataset, remembering which samples were taken for a batch of each size: the longest."""
+    """The dataset, with what its user can do about longer samples."""
 
     advice_on_longer = "a step with one that does not fit is done again in smaller pieces"
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._taken: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -163,9 +165,5 @@ class _Samples(Dataset[Any]):
         return self._dataset[index]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        self._taken[len(indices)] = list(indices)
         fetch = getattr(self._dataset, "__getitems__", None)
         return list(fetch(indices)) if callable(fetch) else [self._dataset[index] for index in indices]
-
-    def longest(self, count: int) -> list[Any]:
-        return self.__getitems__(self._taken.get(count, list(range(count))))
