@@ -271,6 +271,24 @@ def test_guided_needs_few_trials_and_no_oom() -> None:
     assert fit.peak_bytes >= 0.97 * fit.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:the step's state is not declared")
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_a_plain_step_that_fills_the_budget_by_itself_needs_few_trials(share: float) -> None:
+    """What a step loads each time is no held memory, and with it most of the budget is taken."""
+    budget = 64 * 2**20
+
+    def step(batch_size: int) -> None:
+        weights = torch.empty(int(share * budget), dtype=torch.uint8)
+        activations = torch.empty(batch_size, 40_000, dtype=torch.uint8)
+        del weights, activations
+
+    fit = batchfit.find_batch_size(step, budget=budget)
+    assert len({trial.size for trial in fit.trials}) <= 6
+    assert sum(not trial.fits for trial in fit.trials) <= 1
+    assert sum(trial.soak for trial in fit.trials) <= 2
+    assert fit.batch_size >= 0.9 * (1 - share) * budget / 40_000
+
+
 def test_constraints_are_kept() -> None:
     step = Squares()
     fit = find(step, budget="40MiB", multiple_of=24, min_size=24)
