@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import batchfit
+from batchfit._torch.ram import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
 
@@ -376,6 +377,34 @@ def test_on_trial_sees_each_trial_as_it_ends() -> None:
     seen: list[tuple[int, int]] = []
     fit = find(Squares(), budget="40MiB", on_trial=lambda trial, budget: seen.append((trial.size, budget)))
     assert seen == [(trial.size, 40 << 20) for trial in fit.trials]
+
+
+@pytest.mark.parametrize(("free", "part"), [(8 * 2**30, 2 * 2**30 - 1), (200 * 2**30, 4 * 2**30)])
+def test_without_a_budget_a_modest_part_of_the_ram_is_used_and_it_is_said_first(
+    free: int, part: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("batchfit._torch.plain_memory.read_ram", lambda: Ram(free, free * 10 // 9))
+    model = nn.Linear(256, 256)
+    held = 4 * (256 * 256 + 256)
+    workload = batchfit.inference(model, lambda n: torch.randn(n, 256))
+    said_before: list[int] = []
+
+    def seen(trial: Any, budget_bytes: int) -> None:
+        said_before.append(len(caplog.records))
+
+    with caplog.at_level("WARNING", logger="batchfit"):
+        fit = batchfit.find_batch_size(workload, max_size=4, on_trial=seen)
+        profile = batchfit.profile_throughput(workload, sizes=[1, 2], diagnose=False)
+    assert abs(fit.budget_bytes - held - part) <= 1
+    assert profile.budget_bytes == fit.budget_bytes
+    assert said_before[0] == 1
+    text = caplog.records[0].getMessage()
+    assert "free RAM" in text
+    assert "--budget" in text
+    assert "batchfit predict" in text
+    caplog.clear()
+    assert batchfit.find_batch_size(workload, max_size=4, budget="1GiB").budget_bytes == 2**30
+    assert not caplog.records
 
 
 def test_inside_virtual_memory_its_limit_is_the_budget() -> None:
