@@ -133,7 +133,10 @@ class ThroughputProfile(Result):
 
         They are where those of the recommended size and of the best one vary by at most `within`.
         """
-        here, best = self.at(self.recommended), self.best
+        here = next((point for point in self.points if point.size == self.recommended), None)
+        if here is None:  # a file that was changed by hand
+            return ""
+        best = self.best
         widest = max((here, best), key=lambda point: point.spread)
         if widest.spread > self.within:
             return f"the times at {widest.size} vary by {widest.spread:.0%}"

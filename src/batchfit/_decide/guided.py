@@ -60,6 +60,7 @@ _ON_LINE = 0.02
 _ROUNDING_BYTES = 2 * 2**20
 # What such a line says is fixed counts as set aside beyond this share of the budget.
 _MUCH_FIXED = 0.4
+_MOST_OF_IT = 0.8  # a floor that is that much of it says as much, and is not read off noisy readings
 
 
 def guided(state: State) -> Ask | str:
@@ -151,7 +152,11 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
-    aside = max(aside, _aside_bytes(state.budget_bytes, _fixed_bytes(ran), crowded=_MUCH_FIXED))
+    # An exact search has failures to go by, and three noisy readings may lie on a line by chance.
+    crowded = _MUCH_FIXED if state.tolerance else _CROWDED
+    fixed = _fixed_bytes(ran)
+    if floor < _MOST_OF_IT * fixed:
+        aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
     # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
@@ -211,8 +216,9 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
     end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
-    # On a line a second soak may be worth the last per cent, a third is not.
-    soaked = look.error <= FINEST and bracket.sustained == good and sum(one.soak for one in state.told) > 1
+    # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
+    crowded = curve.budget_bytes != state.budget_bytes and look.error <= FINEST
+    soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.told) > 1
     if not exact and enough(good, worth, state.tolerance * (1.5 if soaked else 1)):
         return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
@@ -268,7 +274,8 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
                 target = base  # nothing is fixed: what was bold was too bold
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
-        if bracket.setbacks and not exact and len(curve.readings) > 1 and bad > _LEAP * good:
+        crowded = curve.budget_bytes != state.budget_bytes
+        if crowded and bracket.setbacks and not exact and bad > _LEAP * good:
             target = min(target, math.sqrt(good * bad))  # a leap that failed says little of what is between
         if target <= good:
             target = bracket.middle()
