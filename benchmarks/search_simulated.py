@@ -6,7 +6,8 @@ Rules: every algorithm meets the same 400 maxima in the same run. A size fits if
 maximum; what a trial reads is the peak of the variant, with noise that depends on the size. All trials count,
 soaks included; an answer above the maximum is unsafe and counts as 0 %. Peers marked [real] are the packages'
 own code with an injected OOM (their garbage collection is stubbed: sizes are counted, not seconds); [port] is
-written here from a description of what the package does. A package that cannot be imported is absent.
+written here from a description of what the package does. Of a package that cannot be imported the run in the
+earlier results is kept, marked with its date (maxima and peers are the same); without one it is absent.
 Writes results/search_simulated.json and, from the same numbers, results/search_simulated_cpu_<yyyymm>.md.
 """
 
@@ -24,6 +25,7 @@ import math
 import os
 import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -384,14 +386,30 @@ def quiet() -> Iterator[None]:
         gc.collect = collect
 
 
-def peers() -> tuple[list[Run], list[str]]:
+def kept_run(name: str, earlier: dict[str, Any]) -> Run | None:
+    """The run of a peer in earlier results, whatever its version was; None where there is none."""
+    if earlier.get("maxima") != MAXIMA:
+        return None
+    pattern = re.escape(name).replace(r"\{\}", r"\S+") + r" \[real(, of [\d-]+)?\]"
+    for one in earlier["groups"]["beside"]:
+        if re.fullmatch(pattern, one["name"]):
+            since = one["name"] if ", of " in one["name"] else f"{one['name'][:-1]}, of {earlier['date']}]"
+            return Run(since, one["trials"], one["ooms"], one["returned"])
+    return None
+
+
+def peers(earlier: dict[str, Any]) -> tuple[list[Run], list[str]]:
     runs, absent = [], []
     for package, name, make, start in REAL:
         try:
             label = name.format(importlib.metadata.version(package)) + " [real]"
             find = make(start)
         except ImportError:
-            absent.append(name.format("").replace("  ", " ").strip())
+            kept = kept_run(name, earlier)
+            if kept is not None:
+                runs.append(kept)
+            else:
+                absent.append(name.format("").replace("  ", " ").strip())
             continue
         with quiet():
             runs.append(peer(label, find))
@@ -518,7 +536,7 @@ sample less is much where it is small.
 {table("variant", groups["soaks"])}"""
 
 
-def measure() -> tuple[dict[str, list[Run]], list[str]]:
+def measure(earlier: dict[str, Any]) -> tuple[dict[str, list[Run]], list[str]]:
     groups: dict[str, list[Run]] = {}
     for key, tolerance in (("default", 0.02), ("exact", 0.0)):
         for suffix, held in (("", False), (", held known", True)):
@@ -533,7 +551,7 @@ def measure() -> tuple[dict[str, list[Run]], list[str]]:
         ours("batchfit powers", line, strategy="powers"),
         ours("batchfit halve, start 8192", line, strategy="halve", start=8192),
     ]
-    runs, absent = peers()
+    runs, absent = peers(earlier)
     groups["beside"] = [*beside, *runs]
     groups["others"] = [
         *(ours(v.name, v) for v in OTHERS),
@@ -556,7 +574,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
     output: Path = parser.parse_args().output
     begun = time.perf_counter()
-    groups, absent = measure()
+    before = Path(__file__).parent / "results" / "search_simulated.json"
+    groups, absent = measure(json.loads(before.read_text()) if before.exists() else {})
     today = datetime.datetime.now(datetime.UTC).date()
     facts = {
         "date": str(today),

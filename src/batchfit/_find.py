@@ -34,7 +34,7 @@ from batchfit._resume import ResumeFile
 from batchfit._torch import oom
 from batchfit._torch.conclude import fit_result as fit_result
 from batchfit._torch.conclude import told as told
-from batchfit._torch.device import Device, DeviceSpec, device_to_run
+from batchfit._torch.device import Device, DeviceSpec, device_to_run, own_bytes
 from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.here import Here
 from batchfit._torch.isolate import Children, Factory
@@ -42,11 +42,14 @@ from batchfit._torch.lock import used_alone
 from batchfit._torch.lost import telling_others
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.trials import OnTrial, Trials
+from batchfit._torch.virtual import active
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
+RAM_PART = 4  # without a budget a CPU's is at most this part of the free RAM ...
+RAM_MOST_BYTES = 4 * 2**30  # ... and no more than that
 _GLIMPSE = 4  # tokens that tell whether a prediction of generation is right
 
 
@@ -96,8 +99,9 @@ def find_batch_size(
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
             With `isolate`: a module-level function that returns the workload, or its name as
             "file.py:function" or "package.module:function".
-        budget: bytes the program may use ("24GiB"); default: all that is free. On a CPU this is
-            virtual memory.
+        budget: bytes the program may use ("24GiB"); default: all that is free on a GPU. On a CPU this is
+            virtual memory, and the default a quarter of the free RAM, at most 4 GiB, beside what the model
+            and the optimizer hold.
         max_size, min_size, multiple_of, power_of_two: the sizes allowed.
         strategy: "guided" (default), "bisect", "halve", "grow" or "powers".
         tolerance: "guided" stops when about this share could still be gained; 0 is exact.
@@ -170,7 +174,14 @@ def find_batch_size(
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
-        budget_bytes = ranks.minimum(usable_bytes(place, budget, asked_bytes), doing="the budget")
+        usable = usable_bytes(
+            place,
+            budget,
+            asked_bytes,
+            held_bytes=0 if work is None else ram_held_bytes(work),
+            says=ranks.is_main,
+        )
+        budget_bytes = ranks.minimum(usable, doing="the budget")
         search = replace(search, budget_bytes=budget_bytes)
         trials: list[Trial] = []
         if file is not None:
@@ -367,11 +378,21 @@ def _with_less(search: Search, budget_bytes: int, device: str) -> Search:
     return replace(search, budget_bytes=budget_bytes, predicted=None)
 
 
-def usable_bytes(place: Place, asked: int | str | None, asked_bytes: int | None) -> int:
-    """The budget asked for, checked against the device; what is free now where none was."""
+def usable_bytes(
+    place: Place, asked: int | str | None, asked_bytes: int | None, *, held_bytes: int = 0, says: bool = True
+) -> int:
+    """The budget asked for, checked against the device; where none was, `without_budget`."""
     available = place.budget_bytes()
     if asked_bytes is None:
-        return available
+        modest = without_budget(place.name, available, held_bytes=held_bytes)
+        if says and modest < available:
+            log.warning(
+                "no budget is given and the workload runs on the CPU: using %s of %s of free RAM. Name a "
+                "budget (budget=, --budget) for more or less; for a GPU that is not here, predict the size "
+                "(batchfit.predict_batch_size, batchfit predict)",
+                *(format_bytes(modest), format_bytes(available)),
+            )
+        return modest
     total = place.total_bytes()
     if asked_bytes > total:
         raise ValueError(f"budget must not exceed the {format_bytes(total)} of {place.name}, not {asked!r}")
@@ -383,3 +404,19 @@ def usable_bytes(place: Place, asked: int | str | None, asked_bytes: int | None)
             place.name,
         )
     return min(asked_bytes, available)
+
+
+def without_budget(device: str, available_bytes: int, *, held_bytes: int = 0) -> int:
+    """What is used where no budget is named: all that is free on a GPU or in a virtual memory.
+
+    Of RAM it is a modest part beside what the workload holds (`held_bytes`): taking all of it would make the
+    machine swap, or have the system kill programs, for an answer about memory that nobody trains with.
+    """
+    if device != "cpu" or active() is not None:
+        return available_bytes
+    return min(available_bytes, held_bytes + min(available_bytes // RAM_PART, RAM_MOST_BYTES))
+
+
+def ram_held_bytes(work: Workload) -> int:
+    """What the workload holds in RAM already."""
+    return own_bytes((*work.state, work.model), on=torch.device("cpu"))

@@ -28,7 +28,7 @@ from batchfit._decide.knee import Ask, Knee, Timed, marginal_gains
 from batchfit._decide.steady import FINE, LOOK, Timing, fine_after, is_fine, verdict
 from batchfit._decide.units import parse_bytes
 from batchfit._diagnosis import Diagnosis, diagnosed
-from batchfit._find import usable_bytes
+from batchfit._find import ram_held_bytes, usable_bytes
 from batchfit._profile_words import Room, accumulation, notes, reason
 from batchfit._torch.bench import Bench
 from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
@@ -77,7 +77,8 @@ def profile_throughput(
             readings at small sizes allow.
         sizes: time exactly these sizes, finely, instead of looking for the knee.
         within: how far from the best throughput the recommended size may be.
-        budget: bytes the program may use ("24GiB"); default: all that is free.
+        budget: bytes the program may use ("24GiB"); default: all that is free on a GPU, and of RAM a
+            quarter, at most 4 GiB, beside what the model and the optimizer hold.
         time_limit_s: stop with what was measured so far.
         device: where the workload runs; default: where its state is.
         tokens_per_sample: tokens in a sample; default: read off `input_ids`, where the model is given some.
@@ -100,7 +101,9 @@ def profile_throughput(
         asked_bytes = None if budget is None else parse_bytes(budget)
         place = device_to_run(work, device)
         ranks.same([knee.to_json(), target_batch_size, diagnose, loader is None], doing="the settings")
-        budget_bytes = ranks.minimum(usable_bytes(place, budget, asked_bytes), doing="the budget")
+        held_bytes = ram_held_bytes(work)
+        usable = usable_bytes(place, budget, asked_bytes, held_bytes=held_bytes, says=ranks.is_main)
+        budget_bytes = ranks.minimum(usable, doing="the budget")
         if not work.declared and ranks.is_main:
             warnings.warn(
                 "the step's state is not declared, so timing changes the model and optimizer that it uses. "

@@ -44,30 +44,38 @@ def reason(points: Sequence[ThroughputPoint], chosen: int, *, within: float) -> 
     rate = f"{format_rate(here.samples_per_s)} samples/s"
     if len(points) == 1:
         return f"{chosen} is the only size that was measured ({rate})"
-    smaller = [
-        one for one in points if one.size < chosen and one.samples_per_s >= (1 - within) * best.samples_per_s
-    ]
+    share = here.samples_per_s / best.samples_per_s
+    enough = (1 - within) * best.samples_per_s
+    if here.samples_per_s < enough:
+        return (
+            f"{chosen} was timed at {_below(share, 1 - within)} of what {best.size} gives ({rate}), and the "
+            f"times vary by {max(here.spread, best.spread):.0%}: a curve through all sizes puts it closer"
+        )
+    smaller = [one for one in points if one.size < chosen and one.samples_per_s >= enough]
     if smaller:
-        # A larger size than was timed, or times that vary: the search goes by a curve through all of them.
+        # Times that vary, or more throughput to come than was timed: the search goes by a curve through all.
         near = max(smaller, key=lambda one: one.size)
         return (
-            f"{chosen} is within {within:.0%} of the best throughput ({rate}); {near.size} gives "
-            f"{near.samples_per_s / best.samples_per_s:.1%} of what {best.size} gives, but less than "
-            f"{1 - within:.0%} of what a curve through all sizes promises"
+            f"{chosen} is within {within:.0%} of the best throughput ({rate}); {near.size} was timed at "
+            f"{near.samples_per_s / best.samples_per_s:.1%} of what {best.size} gives, but a curve through "
+            f"all sizes puts it below {1 - within:.0%} of the best"
         )
     if best.size == chosen:
         why = f"{chosen} has the best throughput of {len(points)} sizes ({rate})"
         return f"{why}, and it is the smallest within {within:.0%} of it"
-    share = here.samples_per_s / best.samples_per_s
     text = (
         f"{chosen} is the smallest size within {within:.0%} of the best throughput: {rate}, "
         f"{share:.1%} of what {best.size} gives"
     )
     if here.peak_bytes and best.peak_bytes and best.peak_bytes > here.peak_bytes:
         text += f" with {here.peak_bytes / best.peak_bytes:.0%} of the memory"
-    if share < 1 - within:
-        text += "; the times vary, and a curve through all of them puts it closer"
     return text
+
+
+def _below(share: float, limit: float) -> str:
+    """A share as text that does not read as the limit that it is below: 94.96% is not 95.0%."""
+    text = f"{share:.1%}"
+    return text if float(text[:-1]) / 100 < limit else f"{share:.3%}"
 
 
 def accumulation(

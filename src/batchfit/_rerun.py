@@ -10,6 +10,9 @@ Rules
 - Ranks agree after every run: one rank's out-of-memory is everyone's. An error that is not memory comes out
   unchanged where it was raised, and ends the others.
 - Only texts of errors are kept.
+- A program that is run again in this process (the same function, start and device) begins with the size at
+  which it ended before. A function that is made anew for each call is another program: what it closes over
+  may be another model.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,6 +48,8 @@ from batchfit.workload import Workload
 log = logging.getLogger("batchfit")
 
 T = TypeVar("T")
+# By function, or by the object whose method it is, for as long as that lives: sizes by what else decides.
+_ended: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()
 _calls = itertools.count()  # ranks count alike; flags of an earlier call must not be taken for this one's
 
 
@@ -87,7 +93,8 @@ def run_largest(
     ```
 
     `train` is a whole program that begins anew when it is called: it makes its loader, trains, returns. The
-    first run is at `start`. Where that runs out of memory, smaller sizes are probed: the program runs until
+    first run is at `start`, or at the size with which the same function ended before in this process. Where
+    that runs out of memory, smaller sizes are probed: the program runs until
     its optimizers have stepped `probe_steps` times and is stopped there. The largest size that survives is
     then run to its end, and what that run returns is the answer. For a single step use `find_batch_size`,
     which measures, and for an out-of-memory that must not lose the training so far a `Microbatcher`.
@@ -102,7 +109,7 @@ def run_largest(
         state: modules, optimizers and the like that were made outside of the program: put back before each
             further run, from copies in host memory.
         key: a name under which the size is kept for later programs on such a device, which begin with it.
-        fresh: do not look for a size that was kept.
+        fresh: begin with `start`, whatever was kept under `key` or found before in this process.
         device: whose memory it is; default: the current accelerator.
         before_retry: called before each further run, when the memory of the last one is to be given back.
         on_run: called on rank 0 with each run, as a `Trial`; one that was stopped by us has fitted so far.
@@ -120,7 +127,7 @@ def run_largest(
         ranks.same(
             [start, probe_steps, tolerance, key, fresh, reduce is None], doing="the settings of the run"
         )
-        kept = _Kept.of(key, start, place, ranks)
+        kept = _Kept.of(key, None if reduce is not None else function, start, place, ranks)
         known = None if fresh else kept.size()
         runs = Rerun(start=known or start, probe_steps=probe_steps, tolerance=tolerance)
         snapshot = Snapshot.take(Workload(function, state=state).state)
@@ -297,24 +304,28 @@ def _tell(ask: Ask, ended: _Ended, follows: Ask | None) -> None:
 class _Kept:
     """The size that an earlier program ended with; rank 0 reads and writes."""
 
-    digest: str | None
+    digest: str
+    named: bool  # by a key: on disk too
+    here: dict[str, int] | None  # of this function in this process; None where it cannot be remembered
     place: Device
     ranks: Ranks
 
     @classmethod
-    def of(cls, key: str | None, start: int, place: Device, ranks: Ranks) -> _Kept:
-        if key is None:
-            return cls(None, place, ranks)
+    def of(
+        cls, key: str | None, function: Callable[[int], Any] | None, start: int, place: Device, ranks: Ranks
+    ) -> _Kept:
         kind = place.name.partition(":")[0]
+        method = getattr(getattr(function, "__func__", None), "__qualname__", "")
         about = ["run_largest", 1, key, start, kind, place.total_bytes(), ranks.world_size]
-        return cls(digest_of(about), place, ranks)
+        here = None if function is None or key is not None else _remembered(function)
+        return cls(digest_of([*about, method] if key is None else about), key is not None, here, place, ranks)
 
     def size(self) -> int | None:
         """What was kept, on all ranks; None where nothing was."""
-        if self.digest is None:
+        if not self.named and self.here is None and self.ranks.world_size == 1:
             return None
-        found = None
-        if self.ranks.is_main:
+        found = None if self.here is None else self.here.get(self.digest)
+        if self.named and self.ranks.is_main:
             from batchfit._store import Store
 
             answers = Store().get(self.digest)
@@ -323,7 +334,9 @@ class _Kept:
         return size
 
     def keep(self, trials: list[Trial], elapsed_s: float) -> None:
-        if self.digest is None or not self.ranks.is_main:
+        if self.here is not None:
+            self.here[self.digest] = trials[-1].size
+        if not self.named or not self.ranks.is_main:
             return
         from batchfit._store import Store
 
@@ -340,6 +353,14 @@ class _Kept:
             elapsed_s=elapsed_s,
         )
         Store().put(self.digest, fit, alone=True)
+
+
+def _remembered(function: Callable[[int], Any]) -> dict[str, int] | None:
+    """The sizes with which a function has ended; None for one that cannot be told from others."""
+    try:
+        return _ended.setdefault(getattr(function, "__self__", function), {})
+    except TypeError:  # neither hashed nor referred to weakly
+        return None
 
 
 def _check(
@@ -364,8 +385,6 @@ def _check(
         raise ValueError(f"key must be a name or None, not {key!r}")
     if type(fresh) is not bool:
         raise TypeError(f"fresh must be True or False, not {fresh!r}")
-    if fresh and key is None:
-        raise ValueError("fresh must be False without key, not True")
     for name, value in (("reduce", reduce), ("before_retry", before_retry)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be a callable or None, not {value!r}")

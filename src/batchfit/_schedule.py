@@ -235,7 +235,7 @@ class BatchSizeScheduler:
         if (told := self._loader.told_by_others(self._size)) is not None:
             state["loader_batch_size"] = told
         if isinstance(self._plan, Increases):
-            state["sizes"] = self._plan.sizes(before_epoch=self._progress.epoch + 1)
+            state["sizes"] = self._plan.runs(before_epoch=self._progress.epoch + 1)
         if self._noise is not None:
             state["noise"] = self._noise.state_dict()
         return state

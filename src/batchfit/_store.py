@@ -46,6 +46,12 @@ CREATE TABLE answers (
     PRIMARY KEY (key, budget_bytes)
 ) WITHOUT ROWID
 """
+# Which answers are the oldest, and how many there are, without a look at the results themselves. Not made
+# with the table: files of before have none, and an older batchfit does not mind one.
+_INDEX: Final = "CREATE INDEX IF NOT EXISTS answers_by_age ON answers (found_at)"
+_MOST_AT_ONCE: Final = 500  # taken out by one write, however many a file holds
+_SPARE_BYTES: Final = 4 * 2**20  # a file with more than that unused, and most of it, is made smaller ...
+_COPIED_BYTES: Final = 64 * 2**20  # ... once no more than this has to be copied for it
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -135,6 +141,7 @@ class Store:
                     db.execute("DELETE FROM answers WHERE key = ?", (key,))
                 db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", row)
                 _prune(db, key)
+            _shrink(path)
             return True
 
         return self._safely(write, "written") or False
@@ -197,13 +204,29 @@ def _prune(db: sqlite3.Connection, key: str) -> None:
         "(SELECT budget_bytes FROM answers WHERE key = ? ORDER BY found_at DESC LIMIT ?)",
         (key, key, MOST_BUDGETS),
     )
-    (count,) = db.execute("SELECT count(*) FROM answers").fetchone()
+    db.execute(_INDEX)
+    (count,) = db.execute("SELECT count(found_at) FROM answers INDEXED BY answers_by_age").fetchone()
     if count > MOST_ANSWERS:
         db.execute(
             "DELETE FROM answers WHERE (key, budget_bytes) IN "
             "(SELECT key, budget_bytes FROM answers ORDER BY found_at LIMIT ?)",
-            (count - MOST_ANSWERS,),
+            (min(count - MOST_ANSWERS, _MOST_AT_ONCE),),
         )
+
+
+def _shrink(path: Path) -> None:
+    """Give back the space of a file that is mostly unused; one that is in use now will be another time."""
+    address = f"{path.as_uri()}?mode=rw"
+    with (
+        suppress(sqlite3.OperationalError),  # another process has it, or the disk is full
+        closing(sqlite3.connect(address, uri=True, timeout=0, isolation_level=None)) as db,
+    ):
+        (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
+        (pages,) = db.execute("PRAGMA page_count").fetchone()
+        (unused,) = db.execute("PRAGMA freelist_count").fetchone()
+        used = pages - unused
+        if unused * page_bytes > _SPARE_BYTES and used < unused and used * page_bytes < _COPIED_BYTES:
+            db.execute("VACUUM")
 
 
 def _check(db: sqlite3.Connection, path: Path, *, make: bool) -> None:

@@ -34,7 +34,7 @@ import torch
 from batchfit import errors
 from batchfit._decide.grid import Configuration, key_of, label
 from batchfit._failure import last_users_line
-from batchfit._find import find_batch_size
+from batchfit._find import find_batch_size, ram_held_bytes, usable_bytes
 from batchfit._predict import predict_batch_size
 from batchfit._sweep_course import Course, ListenerRaised, Measure, Settings
 from batchfit._sweep_log import OnEvent, SweepEvent
@@ -220,7 +220,9 @@ def _predicted(work: Workload, settings: Settings) -> int | None:
     """What a trace says; None where there is none to be had, since a search can do without."""
     try:
         device = device_to_run(work, settings.device)
-        budget = device.budget_bytes() if settings.budget is None else settings.budget
+        budget: int | str | None = settings.budget
+        if budget is None:
+            budget = usable_bytes(device, None, None, held_bytes=ram_held_bytes(work), says=False)
         return predict_batch_size(work, budget=budget, max_size=settings.batch_size).batch_size
     except Exception as error:  # noqa: BLE001  what is wrong with the step comes out of the first trial
         log.info("no prediction: %s: %s", type(error).__name__, error)

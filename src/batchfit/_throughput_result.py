@@ -84,9 +84,9 @@ class Accumulation(Result):
 class ThroughputProfile(Result):
     """What `profile_throughput` answers: throughput by size, the size to use, and what holds it back.
 
-    `recommended` is the smallest measured size within `within` of the best throughput, `largest` the largest
-    size that was measured and `limit` about the largest that memory allows, where that is known. `too_large`
-    are sizes that ran out of memory.
+    `recommended` is the smallest measured size within `within` of the best throughput, as far as the times
+    are known (`doubt` says where they are not), `largest` the largest size that was measured and `limit`
+    about the largest that memory allows, where that is known. `too_large` are sizes that ran out of memory.
     """
 
     kind: Literal["throughput"] = "throughput"
@@ -128,10 +128,28 @@ class ThroughputProfile(Result):
         return tuple(one for one in self.diagnosis if one.kind != "compute-bound")
 
     @property
+    def doubt(self) -> str:
+        """Why one can have little confidence in the answer; empty where its times are known well enough.
+
+        They are where those of the recommended size and of the best one vary by at most `within`.
+        """
+        here = next((point for point in self.points if point.size == self.recommended), None)
+        if here is None:  # a file that was changed by hand
+            return ""
+        best = self.best
+        widest = max((here, best), key=lambda point: point.spread)
+        if widest.spread > self.within:
+            return f"the times at {widest.size} vary by {widest.spread:.0%}"
+        if here.samples_per_s < (1 - self.within) * best.samples_per_s:
+            return f"{best.size} was timed as faster by more than {self.within:.0%}"
+        return ""
+
+    @property
     def summary(self) -> str:
         """The answer in one sentence."""
         found = ", ".join(one.kind for one in self.diagnosis)
-        return f"{self.reason}{f' ({found})' if found else ''}"
+        text = f"{self.reason}{f' ({found})' if found else ''}"
+        return f"{text}; low confidence: {self.doubt}" if self.doubt else text
 
     def __str__(self) -> str:
         return as_text(throughput_lines(self))

@@ -24,9 +24,11 @@ def throughput_lines(
 ) -> list[Line]:
     """A profile as lines of at most `width` characters (60 at least, and the columns of the table)."""
     width = max(width, 60)
+    sure = " (low confidence)" if told.doubt else ""
     lines: list[Line] = [
-        [(f"batch size {told.recommended} is recommended", "strong")],
+        [(f"batch size {told.recommended} is recommended{sure}", "strong")],
         *fact("because", told.reason, width),
+        *(fact("doubt", told.doubt, width) if told.doubt else ()),
         *fact("device", device_label(told), width),
         [],
         *_table(told, width),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import batchfit
+from batchfit._torch.ram import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
 
@@ -271,6 +272,24 @@ def test_guided_needs_few_trials_and_no_oom() -> None:
     assert fit.peak_bytes >= 0.97 * fit.budget_bytes
 
 
+@pytest.mark.filterwarnings("ignore:the step's state is not declared")
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_a_plain_step_that_fills_the_budget_by_itself_needs_few_trials(share: float) -> None:
+    """What a step loads each time is no held memory, and with it most of the budget is taken."""
+    budget = 64 * 2**20
+
+    def step(batch_size: int) -> None:
+        weights = torch.empty(int(share * budget), dtype=torch.uint8)
+        activations = torch.empty(batch_size, 40_000, dtype=torch.uint8)
+        del weights, activations
+
+    fit = batchfit.find_batch_size(step, budget=budget)
+    assert len({trial.size for trial in fit.trials}) <= 6
+    assert sum(not trial.fits for trial in fit.trials) <= 1
+    assert sum(trial.soak for trial in fit.trials) <= 2
+    assert fit.batch_size >= 0.9 * (1 - share) * budget / 40_000
+
+
 def test_constraints_are_kept() -> None:
     step = Squares()
     fit = find(step, budget="40MiB", multiple_of=24, min_size=24)
@@ -358,6 +377,34 @@ def test_on_trial_sees_each_trial_as_it_ends() -> None:
     seen: list[tuple[int, int]] = []
     fit = find(Squares(), budget="40MiB", on_trial=lambda trial, budget: seen.append((trial.size, budget)))
     assert seen == [(trial.size, 40 << 20) for trial in fit.trials]
+
+
+@pytest.mark.parametrize(("free", "part"), [(8 * 2**30, 2 * 2**30 - 1), (200 * 2**30, 4 * 2**30)])
+def test_without_a_budget_a_modest_part_of_the_ram_is_used_and_it_is_said_first(
+    free: int, part: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("batchfit._torch.plain_memory.read_ram", lambda: Ram(free, free * 10 // 9))
+    model = nn.Linear(256, 256)
+    held = 4 * (256 * 256 + 256)
+    workload = batchfit.inference(model, lambda n: torch.randn(n, 256))
+    said_before: list[int] = []
+
+    def seen(trial: Any, budget_bytes: int) -> None:
+        said_before.append(len(caplog.records))
+
+    with caplog.at_level("WARNING", logger="batchfit"):
+        fit = batchfit.find_batch_size(workload, max_size=4, on_trial=seen)
+        profile = batchfit.profile_throughput(workload, sizes=[1, 2], diagnose=False)
+    assert abs(fit.budget_bytes - held - part) <= 1
+    assert profile.budget_bytes == fit.budget_bytes
+    assert said_before[0] == 1
+    text = caplog.records[0].getMessage()
+    assert "free RAM" in text
+    assert "--budget" in text
+    assert "batchfit predict" in text
+    caplog.clear()
+    assert batchfit.find_batch_size(workload, max_size=4, budget="1GiB").budget_bytes == 2**30
+    assert not caplog.records
 
 
 def test_inside_virtual_memory_its_limit_is_the_budget() -> None:

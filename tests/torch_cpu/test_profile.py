@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils import flop_counter
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import batchfit
 from batchfit import _diagnosis, _profile
+from batchfit._decide.knee import Knee, Timed
 from batchfit._decide.steady import FINE, LOOK, Timing
 from batchfit._torch import bottlenecks, clock
 from batchfit._torch.bottlenecks import flops_of, loader_pace, union
@@ -319,9 +323,76 @@ def test_the_reason_says_nothing_that_the_table_denies(fake_time: list[float]) -
     points = tuple(one.model_copy(update={"samples_per_s": rates[one.size]}) for one in points)
     told = _profile.reason(points, 96, within=0.05)
     assert "smallest" not in told
-    assert "64 gives 96.0% of what 128 gives" in told
+    assert "64 was timed at 96.0% of what 128 gives" in told
     assert "64 is the smallest size within 5%" in _profile.reason(points, 64, within=0.05)
     assert "96 is the smallest size within 5%" in _profile.reason(points[1:], 96, within=0.05)
+
+
+def noisy_profile(sizes: list[int], step_s: list[float], spreads: list[float]) -> ThroughputProfile:
+    """The answer to these timings, as a profile puts it together."""
+    knee = Knee(sizes=tuple(sizes))
+    points = []
+    for size, took, spread in zip(sizes, step_s, spreads, strict=True):
+        knee = knee.tell(Timed(size, took, spread, fine=True))
+        low, high = took * (1 - spread), took * (1 + spread)
+        rate = size / took
+        points.append(
+            ThroughputPoint(size=size, step_s=took, step_s_low=low, step_s_high=high, samples_per_s=rate)
+        )
+    chosen = knee.recommended
+    assert chosen is not None
+    return ThroughputProfile(
+        points=tuple(points),
+        recommended=chosen,
+        largest=sizes[-1],
+        within=knee.within,
+        reason=_profile.reason(points, chosen, within=knee.within),
+        budget_bytes=2**30,
+        device="cpu",
+    )
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.integers(2, 8))
+def test_however_noisy_every_sentence_agrees_with_its_numbers(data: st.DataObject, count: int) -> None:
+    sizes = [4**number for number in range(count)]
+    factors = data.draw(st.lists(st.floats(0.5, 2.0), min_size=count, max_size=count))
+    spreads = data.draw(st.lists(st.floats(0.0, 0.8), min_size=count, max_size=count))
+    fixed_s = data.draw(st.floats(0.001, 0.5))
+    step_s = [(fixed_s + 0.001 * size) * factor for size, factor in zip(sizes, factors, strict=True)]
+    profile = noisy_profile(sizes, step_s, spreads)
+    rates = {point.size: point.samples_per_s for point in profile.points}
+    best, chosen = max(rates.values()), profile.recommended
+    within = {size for size, rate in rates.items() if rate >= 0.95 * best}
+    said = profile.reason
+    for size in re.findall(r"(\d+) is (?:the smallest size )?within 5% of the best", said):
+        assert int(size) in within
+    for size in re.findall(r"(\d+) is the smallest size within 5%", said):
+        assert int(size) == min(within)
+    for size in re.findall(r"(\d+) has the best throughput", said):
+        assert rates[int(size)] == best
+    if "it is the smallest within 5%" in said:
+        assert chosen == min(within)
+    for size, share, of in re.findall(r"(\d+) was timed at ([\d.]+)% of what (\d+) gives", said):
+        assert float(share) == pytest.approx(100 * rates[int(size)] / rates[int(of)], abs=0.051)
+        assert rates[int(of)] == best
+        assert (float(share) >= 95) == (int(size) in within)
+    # What is not within reach is recommended only where the times leave it open, and the headline says so.
+    headline = str(profile).splitlines()[0]
+    top = profile.best
+    if chosen not in within or max(profile.at(chosen).spread, top.spread) > 0.05:
+        assert "low confidence" in headline
+        assert "low confidence" in profile.summary
+    if chosen not in within:
+        reach = rates[chosen] * (1 + profile.at(chosen).spread)
+        assert reach >= 0.95 * best * (1 - top.spread) * (1 - 1e-9)
+
+
+def test_a_size_that_was_timed_precisely_as_far_too_slow_is_not_recommended() -> None:
+    """A line through all times may be wrong about one that is known well."""
+    profile = noisy_profile([1, 4, 16, 64, 256], [0.010, 0.010, 0.016, 0.010, 0.025], [0.01] * 5)
+    assert profile.at(profile.recommended).samples_per_s >= 0.95 * profile.best.samples_per_s
+    assert "low confidence" not in str(profile)
 
 
 # ---- state, faults, refusals

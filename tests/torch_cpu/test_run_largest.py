@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,7 +200,7 @@ def test_a_fault_at_every_operation_ends_in_the_same_training() -> None:
                 tensor.copy_(kept)
         optimizer.state.clear()
         torch.manual_seed(3)
-        return batchfit.run_largest(train, start=8, state=[model, optimizer]).value
+        return batchfit.run_largest(train, start=8, state=[model, optimizer], fresh=True).value
 
     state = torch.get_rng_state()
     clean = once()
@@ -226,7 +228,6 @@ def test_a_fault_at_every_operation_ends_in_the_same_training() -> None:
         ({"on_run": 3}, TypeError, "on_run must be"),
         ({"key": " "}, ValueError, "key must be a name"),
         ({"fresh": 1}, TypeError, "fresh must be"),
-        ({"fresh": True}, ValueError, "fresh must be False without key"),
         ({"state": 3}, TypeError, "state must hold"),
     ],
 )
@@ -237,3 +238,80 @@ def test_wrong_arguments_are_told_before_anything_is_run(
         batchfit.run_largest(lambda size: pytest.fail("was run"), **{"start": 8, **options})
     with pytest.raises(TypeError, match="function must be a callable"):
         batchfit.run_largest(3, start=8)  # type: ignore[arg-type]
+
+
+class TestWhatWasFoundBefore:
+    """toma's users expect it: the second call does not run out again."""
+
+    def program(self, sizes: list[int], most: int = 100) -> Callable[[int], int]:
+        def train(batch_size: int) -> int:
+            sizes.append(batch_size)
+            if batch_size > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return batch_size
+
+        return train
+
+    def test_the_same_function_begins_where_it_ended(self) -> None:
+        sizes: list[int] = []
+        train = self.program(sizes)
+        first = batchfit.run_largest(train, start=512)
+        assert sizes[0] == 512
+        sizes.clear()
+        again = batchfit.run_largest(train, start=512)
+        assert sizes == [first.batch_size]
+        assert again.batch_size == first.batch_size
+        sizes.clear()
+        batchfit.run_largest(train, start=512, fresh=True)
+        assert sizes[0] == 512
+        sizes.clear()
+        batchfit.run_largest(train, start=256)  # another question
+        assert sizes[0] == 256
+
+    def test_another_function_of_the_same_code_is_another_program(self) -> None:
+        batchfit.run_largest(self.program([]), start=512)
+        sizes: list[int] = []
+        assert batchfit.run_largest(self.program(sizes, most=1000), start=512).batch_size == 512
+
+    def test_methods_are_told_apart_by_object_and_name(self) -> None:
+        class Job:
+            def __init__(self) -> None:
+                self.sizes: list[int] = []
+
+            def train(self, batch_size: int) -> int:
+                self.sizes.append(batch_size)
+                if batch_size > 100:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+                return batch_size
+
+            def test(self, batch_size: int) -> int:
+                return batch_size
+
+        one, two = Job(), Job()
+        found = batchfit.run_largest(one.train, start=512).batch_size
+        one.sizes.clear()
+        assert batchfit.run_largest(one.train, start=512).batch_size == found
+        assert one.sizes == [found]
+        assert batchfit.run_largest(one.test, start=512).batch_size == 512
+        batchfit.run_largest(two.train, start=512)
+        assert two.sizes[0] == 512
+
+    def test_a_function_is_not_kept_alive(self) -> None:
+        train = self.program([])
+        batchfit.run_largest(train, start=512)
+        gone = weakref.ref(train)
+        del train
+        gc.collect()
+        assert gone() is None
+
+    def test_one_that_does_not_fit_any_more_goes_lower(self) -> None:
+        most = [100]
+
+        def train(batch_size: int) -> int:
+            if batch_size > most[0]:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return batch_size
+
+        batchfit.run_largest(train, start=512)
+        most[0] = 10
+        assert batchfit.run_largest(train, start=512).batch_size <= 10

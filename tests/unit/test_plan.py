@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -196,11 +197,40 @@ class TestIncreases:
         ):
             plan.size_at(Progress(epoch=2))
 
+    def test_what_is_kept_grows_with_the_changes_and_not_with_the_epochs(self) -> None:
+        asked = []
+
+        def grow(epoch: int, size: int) -> int:
+            asked.append(epoch)
+            return 50 if epoch in (10, 20_000) else epoch * 1000 if epoch > 20_000 else 0
+
+        plan = self.increases(grow)
+        assert plan.size_at(Progress(epoch=49_999)) == 200
+        assert plan.runs(before_epoch=50_000) == [[10, 100], [19_990, 150], [30_000, 200]]
+        assert plan.runs(before_epoch=15) == [[10, 100], [5, 150]]
+        assert "is more than the limit" in plan.told_at(49_999).why
+        assert len(pickle.dumps(plan._reasons)) < 10_000
+        again = self.increases(grow)
+        again.restore(plan.runs(before_epoch=50_000))
+        asked.clear()
+        assert [again.size_at(Progress(epoch=e)) for e in (9, 10, 19_999, 20_000, 49_999)] == [
+            *(100, 150, 150, 200, 200)
+        ]
+        assert not asked
+        assert again.size_at(Progress(epoch=50_000)) == 200
+        assert asked == [50_000]
+
+    def test_a_checkpoint_of_before_has_a_size_for_each_epoch(self) -> None:
+        plan = self.increases(lambda epoch, size: 10)
+        plan.restore([110, 110, 130])
+        assert [plan.size_at(Progress(epoch=e)) for e in range(4)] == [110, 110, 130, 140]
+        assert plan.runs(before_epoch=3) == [[2, 110], [1, 130]]
+
     def test_a_checkpoint_goes_on(self) -> None:
         plan = self.increases(lambda epoch, size: 10)
         plan.size_at(Progress(epoch=5))
         again = self.increases(lambda epoch, size: 10)
-        again.restore(plan.sizes(before_epoch=4))
+        again.restore(plan.runs(before_epoch=4))
         assert [again.size_at(Progress(epoch=e)) for e in range(7)] == [110, 120, 130, 140, 150, 160, 170]
 
     @quick

@@ -335,6 +335,47 @@ def test_a_program_that_holds_most_of_the_budget_is_searched_like_any_other(
     assert sum(not one.fits for one in done.told) <= 3
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 8191) | st.integers(1, 100),
+    st.floats(0.02, 0.99),
+    st.floats(0, 0.99),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_readings_on_a_line_are_enough_however_much_of_the_budget_is_taken(
+    capacity: int, fixed: float, room: float, held: float
+) -> None:
+    """A plain step may load its weights itself, and gradients are no held bytes: the readings say it all."""
+    if held == 0.5 and fixed < 0.45:
+        held = 0.0  # a floor that is too low, and little taken: one size more
+
+    def read(size: int) -> dict[str, int]:
+        peak = BUDGET * (fixed + (1 - fixed) * size / (capacity + room))
+        return {"allocated_bytes": int(peak), **({"held_bytes": int(BUDGET * fixed * held)} if held else {})}
+
+    done = play(Search(budget_bytes=BUDGET), capacity, read)
+    assert len({one.size for one in done.told}) <= 6
+    assert sum(not one.fits for one in done.told) <= 1 + (capacity < 10)  # one sample is much there
+    assert sum(one.soak for one in done.told) <= 2 + (fixed < 0.45)
+    assert (done.best or 0) >= 0.97 * capacity - 1
+
+
+@pytest.mark.parametrize("fixed", [0.5, 0.7, 0.9, 0.95])
+@pytest.mark.parametrize("capacity", [40, 300, 2500])
+def test_memory_that_is_rounded_up_is_a_line_too(fixed: float, capacity: int) -> None:
+    """An allocator takes 2 MiB at a time: under 2 GiB, with little of it left, that is a staircase."""
+    budget, block = 2 * GIB, 2 * 2**20
+
+    def peak(size: int) -> int:
+        return -(-int(budget * (fixed + (1 - fixed) * size / (capacity + 0.5))) // block) * block
+
+    largest = max(size for size in range(1, capacity + 1) if peak(size) <= budget)
+    done = play(Search(budget_bytes=budget), largest, lambda size: {"allocated_bytes": peak(size)})
+    assert len({one.size for one in done.told}) <= 7
+    assert sum(not one.fits for one in done.told) <= 1
+    assert (done.best or 0) >= 0.94 * largest
+
+
 @pytest.mark.parametrize("make", [linear, convex])
 def test_the_figures_of_the_design(make: Callable[..., Readings]) -> None:
     """Means over log-uniform maxima; benchmarks/search_simulated.py has all variants and the peers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -101,6 +102,28 @@ class TestAnswers:
         store.put("b", fit(1))
         assert sizes(store, "a") == [12, 11]
         assert sizes(store, "b") == [1]
+
+    def test_a_file_that_something_else_has_filled_becomes_small_again(self, folder: Path) -> None:
+        store = Store(folder)
+        store.put("a", fit(8))
+        text = fit(9).to_json(indent=None) + " " * 4000
+        with sqlite3.connect(store.path) as db:
+            rows = ((f"{number:064}", 1000, float(number), text) for number in range(6000))
+            db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", rows)
+        db.close()
+        before = store.path.stat().st_size
+        left = []
+        for number in range(10):
+            assert store.put(f"new {number}", fit(number + 1))
+            left.append(store.state().answers)
+        # No write takes out more than a few, and all of them together all that is too much: the oldest.
+        assert all(one - two <= 500 for one, two in itertools.pairwise(left))
+        assert left[0] > 5400
+        assert left[-1] == 2000
+        assert store.path.stat().st_size < before / 2
+        assert sizes(store, "a") == [8]
+        assert sizes(store, f"{5999:064}") == [9]
+        assert sizes(store, f"{0:064}") == []
 
     def test_a_row_that_is_no_result_is_no_answer(self, folder: Path) -> None:
         store = Store(folder)

@@ -13,7 +13,7 @@ from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, Throughp
 
 
 def point(size: int, **more: Any) -> ThroughputPoint:
-    step_s = 0.010 + 0.001 * size
+    step_s = 0.003 + 0.001 * size
     known = {"step_s": step_s, "step_s_low": step_s * 0.99, "step_s_high": step_s * 1.01}
     return ThroughputPoint(size=size, samples_per_s=size / step_s, **{**known, **more})
 
@@ -31,7 +31,7 @@ def profile(**more: Any) -> ThroughputProfile:
             Bottleneck(kind="compute-bound", evidence="x1.9", advice="nothing"),
         ),
         "accumulation": Accumulation(
-            target_batch_size=512, microbatch_size=64, microbatches=8, samples_per_s=865.0, advice="8 of 64"
+            target_batch_size=512, microbatch_size=64, microbatches=8, samples_per_s=955.0, advice="8 of 64"
         ),
         "too_large": (256,),
         "budget_bytes": 2**37,
@@ -47,7 +47,7 @@ def test_json_goes_both_ways_and_a_wrong_file_says_why() -> None:
     told = profile()
     assert ThroughputProfile.from_json(told.to_json()) == told
     with pytest.raises(ResultFileError, match=r"'points.1.step_s'"):
-        ThroughputProfile.from_json(told.to_json().replace('"step_s": 0.074', '"step_s": -1'))
+        ThroughputProfile.from_json(told.to_json().replace('"step_s": 0.067', '"step_s": -1'))
     with pytest.raises(ResultFileError, match="schema_version is 99"):
         ThroughputProfile.from_json(told.to_json().replace('"schema_version": 1', '"schema_version": 99'))
 
@@ -117,3 +117,12 @@ def test_rates_have_three_digits(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(1.239, "1.24 s"), (0.0352, "35.2 ms"), (8.01e-5, "80.1 us")])
 def test_seconds_have_three_digits(value: float, text: str) -> None:
     assert format_seconds(value) == text
+
+
+def test_times_that_vary_are_no_confident_headline() -> None:
+    assert "confidence" not in str(profile())
+    wide = point(128, step_s_low=0.05, step_s_high=0.20)
+    shaky = profile(points=(point(1), point(64), wide))
+    assert str(shaky).splitlines()[0] == "batch size 64 is recommended (low confidence)"
+    assert shaky.doubt == "the times at 128 vary by 57%"
+    assert "low confidence: the times at 128 vary by 57%" in shaky.summary

@@ -447,7 +447,7 @@ def profile(
         str | None,
         typer.Option(
             metavar="BYTES",
-            show_default="all that is free",
+            show_default="all that is free; of RAM a quarter, at most 4 GiB",
             help="Memory the program may use, such as 24GiB.",
         ),
     ] = None,

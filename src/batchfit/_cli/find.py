@@ -173,10 +173,12 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     from batchfit._torch.device import device_to_run, resolve_device
     from batchfit._torch.isolate import Factory
 
-    def loaded(device: str, available_bytes: int) -> None:
-        watch.device, watch.budget_bytes = device, available_bytes
-        if settings["budget"] is not None:
-            watch.budget_bytes = min(watch.budget_bytes, parse_bytes(settings["budget"]))
+    def loaded(device: str, available_bytes: int, *, held_bytes: int = 0) -> None:
+        watch.device = device
+        if settings["budget"] is None:
+            watch.budget_bytes = _find.without_budget(device, available_bytes, held_bytes=held_bytes)
+        else:
+            watch.budget_bytes = min(available_bytes, parse_bytes(settings["budget"]))
         memory = memory_label(watch.device, watch.budget_bytes)
         progress.note(f"{job.what} on {memory}, strategy {settings['strategy']}")
         progress.doing("choosing the first size")
@@ -208,7 +210,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
             join_launched()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
             device = device_to_run(workload, settings["device"])
-            loaded(device.name, device.budget_bytes())
+            loaded(device.name, device.budget_bytes(), held_bytes=_find.ram_held_bytes(workload))
             watched = watch.over(workload)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None

@@ -7,10 +7,22 @@ Rules: a pure function of the state, as every strategy. Bisection can always sti
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from batchfit._decide.memory import COARSE_NOISE, FINEST, NOISE, Curve, Outlook, Reading
-from batchfit._decide.state import HORIZON, LIMIT, Ask, Bracket, State, descend, enough, ran_short, settle
+from batchfit._decide.state import (
+    HORIZON,
+    LIMIT,
+    Ask,
+    Bracket,
+    State,
+    Told,
+    descend,
+    enough,
+    ran_short,
+    settle,
+)
 
 # The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
 # of a trial on straight lines, and cost failures on curves with knees.
@@ -28,6 +40,7 @@ _DOUBT = 0.85
 _FEW = 2.5
 # Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
 _LARGEST_LEAP = 512
+_LEAP = 6.0  # times what ran: beyond it a failure may be far above the end
 # With a known floor no size is tried further beyond the ray than this.
 _BEYOND_RAY = 1.1
 # With tolerance 0: where to begin, and how close to the end every trial is a soak.
@@ -38,6 +51,16 @@ _EXACT_END = 0.1
 # room that is left; then so much is set aside that the rest of the budget looks like theirs.
 _CROWDED = 0.6
 _USUAL = 0.2
+# Weights fill the budget, and nothing says so yet: beyond this share of it, the first reading is no sign that
+# the next size is the last.
+_FULL = 0.65
+# Readings lie on a line if the middle one of three is off it by at most this share of what they grow by, or
+# by what an allocator rounds blocks up by.
+_ON_LINE = 0.02
+_ROUNDING_BYTES = 2 * 2**20
+# What such a line says is fixed counts as set aside beyond this share of the budget.
+_MUCH_FIXED = 0.4
+_MOST_OF_IT = 0.8  # a floor that is that much of it says as much, and is not read off noisy readings
 
 
 def guided(state: State) -> Ask | str:
@@ -129,6 +152,11 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
+    # An exact search has failures to go by, and three noisy readings may lie on a line by chance.
+    crowded = _MUCH_FIXED if state.tolerance else _CROWDED
+    fixed = _fixed_bytes(ran)
+    if floor < _MOST_OF_IT * fixed:
+        aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
     # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
@@ -149,9 +177,31 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     return Curve.through(readings, budget_bytes=budget, floor_bytes=max(0, floor - aside))
 
 
-def _aside_bytes(budget_bytes: int, floor_bytes: int) -> int:
+def _fixed_bytes(ran: Sequence[Told]) -> int:
+    """What does not grow with the size, by the line that the last readings lie on; 0 where they lie on none.
+
+    The floor of what is held between steps leaves out what every step takes again (gradients, workspaces,
+    weights that it loads itself), and the readings' errors count as a share of that too.
+    """
+    highest: dict[int, int] = {}
+    for one in ran:
+        highest[one.size] = max(highest.get(one.size, 0), one.least_bytes)
+    points = sorted(highest.items())
+    while len(points) > 1:
+        (first, low), (middle, between), (last, high) = [points[0], *points][-3:]
+        growth = (high - low) / (last - first)
+        above = between - low - growth * (middle - first)
+        if abs(above) <= max(_ON_LINE * (high - low), _ROUNDING_BYTES):
+            return max(0, int(low - growth * first))
+        if above < 0:
+            return 0  # it turns up: how steeply is not seen yet
+        points.pop()  # no peak grows ever more slowly: a reading is wrong, and those before it say more
+    return 0
+
+
+def _aside_bytes(budget_bytes: int, floor_bytes: int, *, crowded: float = _CROWDED) -> int:
     """What of the floor to leave out of all figures, so that the floor is a usual share of what remains."""
-    if floor_bytes <= _CROWDED * budget_bytes:
+    if floor_bytes <= crowded * budget_bytes:
         return 0
     return max(0, int((min(floor_bytes, budget_bytes - 1) - _USUAL * budget_bytes) / (1 - _USUAL)))
 
@@ -166,14 +216,18 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
     end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
-    if not exact and enough(good, worth, state.tolerance):
+    # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
+    crowded = curve.budget_bytes != state.budget_bytes and look.error <= FINEST
+    soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.told) > 1
+    if not exact and enough(good, worth, state.tolerance * (1.5 if soaked else 1)):
         return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
         final = enough(size, min(likely, bracket.largest), _EXACT_END)
     else:
-        few = single and look.safe < _FEW * good
+        full = curve.readings[0].need_bytes > _FULL * curve.budget_bytes
+        few = single and look.safe < _FEW * good and not full
         final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
     return Ask(size, state.soak and (final or size == bracket.sizes.last))
 
@@ -220,6 +274,9 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
                 target = base  # nothing is fixed: what was bold was too bold
         if bracket.setbacks and not exact:
             target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
+        crowded = curve.budget_bytes != state.budget_bytes
+        if crowded and bracket.setbacks and not exact and bad > _LEAP * good:
+            target = min(target, math.sqrt(good * bad))  # a leap that failed says little of what is between
         if target <= good:
             target = bracket.middle()
     return target

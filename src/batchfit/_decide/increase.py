@@ -1,18 +1,22 @@
 """A batch size that a user's function increases, epoch by epoch.
 
 Rules: the function is asked once for each epoch, in order, with the size that the epoch before left; an
-increase past the limit is left out, or goes to the limit where that was asked for. What it said is kept, so
-that asking about an epoch again changes nothing.
+increase past the limit is left out, or goes to the limit where that was asked for. The sizes that it led to
+are kept, so that asking about an epoch again changes nothing: one entry for each change, however many epochs
+there are. Why a size is not what was wanted is kept for the last epochs only.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from batchfit._decide.bound import fitted
 from batchfit._decide.counts import Rounding
 from batchfit._decide.progress import Progress
+
+_REASONS_KEPT = 64  # epochs: a loader asks ahead of what is trained, and not that far
 
 
 class Told(NamedTuple):
@@ -50,7 +54,9 @@ class Increases:
         self._multiple_of = multiple_of
         self._rounding = rounding
         self.tokens_per_sample = tokens_per_sample
-        self._told: list[Told] = []  # one for each epoch
+        self._epochs = 0  # that the function was asked for
+        self._changes: list[tuple[int, int]] = []  # an epoch, and the size from it on
+        self._reasons: dict[int, str] = {}  # of the last epochs, those that have one
 
     def size_at(self, progress: Progress) -> int:
         """The size of an epoch; asks the function for those that it was not asked for."""
@@ -62,10 +68,19 @@ class Increases:
 
     def told_at(self, epoch: int) -> Told:
         """What became of the function's answer for an epoch."""
-        while len(self._told) <= epoch:
-            before = self._told[-1].size if self._told else self._initial
-            self._told.append(self._next(len(self._told), before))
-        return self._told[epoch]
+        while self._epochs <= epoch:
+            before = self._changes[-1][1] if self._changes else self._initial
+            self._keep(self._next(self._epochs, before))
+        at = bisect_right(self._changes, epoch, key=lambda change: change[0]) - 1
+        return Told(epoch, self._changes[at][1], self._reasons.get(epoch, ""))
+
+    def _keep(self, told: Told) -> None:
+        if not self._changes or self._changes[-1][1] != told.size:
+            self._changes.append((told.epoch, told.size))
+        self._epochs = told.epoch + 1
+        self._reasons.pop(told.epoch - _REASONS_KEPT, None)
+        if told.why:
+            self._reasons[told.epoch] = told.why
 
     def _next(self, epoch: int, size: int) -> Told:
         increase = self._increase(epoch, size)
@@ -90,10 +105,20 @@ class Increases:
         )
         return Told(epoch, rounded, why)
 
-    def sizes(self, *, before_epoch: int) -> list[int]:
-        """The sizes of the epochs before one, for a checkpoint."""
-        return [told.size for told in self._told[:before_epoch]]
+    def runs(self, *, before_epoch: int) -> list[list[int]]:
+        """The sizes of the epochs before one, for a checkpoint: how many epochs in a row have which."""
+        end = min(before_epoch, self._epochs)
+        starts = [*(epoch for epoch, _ in self._changes), end]
+        runs = [
+            [min(after, end) - epoch, size]
+            for (epoch, size), after in zip(self._changes, starts[1:], strict=True)
+        ]
+        return [run for run in runs if run[0] > 0]
 
-    def restore(self, sizes: Sequence[int]) -> None:
-        """Go on from the sizes of a checkpoint."""
-        self._told = [Told(epoch, size) for epoch, size in enumerate(sizes)]
+    def restore(self, sizes: Sequence[Any]) -> None:
+        """Go on from the runs of a checkpoint; an older one has a size for each epoch."""
+        self._epochs, self._changes, self._reasons = 0, [], {}
+        for one in sizes:
+            count, size = (1, one) if isinstance(one, int) else one
+            self._keep(Told(self._epochs, size))
+            self._epochs += count - 1

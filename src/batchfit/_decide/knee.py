@@ -3,7 +3,8 @@
 Rules:
 - A profile in progress is its settings and what it was told, nothing else: `ask()` what to time, `tell()`
   what it took. It can be written to a file, held by every rank and replayed.
-- The size that it recommends has been timed: the smallest within `within` of the best throughput.
+- The size that it recommends has been timed: the smallest within `within` of the best throughput, as far as
+  its time and that of the best are known.
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
   the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
   which of two to believe; where they are not, the timings count (`_estimates`).
@@ -128,7 +129,19 @@ class Knee:
         # Noisy times may lie so that the line prefers a size to a smaller one that was timed as faster, and
         # finely: what was timed counts then, for nobody would take the larger one.
         rates = {one.size: one.size / one.step_s for one in points if one.fine or one.size == chosen}
-        return min(size for size in rates if rates[size] >= rates[chosen])
+        chosen = min(size for size in rates if rates[size] >= rates[chosen])
+        if self._may_be_within(points, chosen):
+            return chosen
+        rates = {one.size: one.size / one.step_s for one in points}  # the line is wrong about these
+        enough = (1 - self.within) * max(rates.values())
+        return min(size for size, rate in rates.items() if rate >= enough)
+
+    def _may_be_within(self, points: Sequence[_Point], size: int) -> bool:
+        """Whether its time and that of the best, each off by its spread, leave a size within reach."""
+        here = next(one for one in points if one.size == size)
+        best = min(points, key=lambda one: one.step_s / one.size)
+        highest = here.size / here.step_s * (1 + here.spread)
+        return highest >= (1 - self.within) * best.size / best.step_s * (1 - min(best.spread, 1.0))
 
     @property
     def best(self) -> int | None:

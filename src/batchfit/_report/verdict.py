@@ -112,6 +112,7 @@ def _facts_of_fit(one: FitResult) -> list[Fact]:
 
 def _recommended(one: ThroughputProfile) -> str:
     text = one.reason.rstrip(".")
+    text = f"{text} (low confidence: {one.doubt})" if one.doubt else text
     return f"batch size {text}" if text[:1].isdigit() else text
 
 

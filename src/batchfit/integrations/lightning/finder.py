@@ -83,7 +83,8 @@ class BatchSizeFinder(Callback):
         max_val: the largest size to try. A size never exceeds the samples that a rank has, nor those of its
             smallest loader with drop_last, of which nothing would be left.
         min_val, multiple_of, power_of_two: which sizes may be tried.
-        budget: bytes that the program may use ("24GiB"); default: all that is free.
+        budget: bytes that the program may use ("24GiB"); default: all that is free (of RAM a quarter,
+            at most 4 GiB).
         soak_steps: steps that the answer has to survive; 0 for none. Default: as in `find_batch_size`.
         tolerance, time_limit_s, on_trial: as in `batchfit.find_batch_size`.
         key: a name under which the answer is stored, and confirmed by one trial the next time.
