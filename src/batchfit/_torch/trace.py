@@ -39,6 +39,7 @@ from batchfit._torch.libraries import not_called_a_trace
 from batchfit._torch.recorder import Recorder
 from batchfit._torch.rng import global_states
 from batchfit._torch.trial import NOTE
+from batchfit._torch.undo import UndoStack
 from batchfit._torch.unread import Unread, values_unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -62,7 +63,9 @@ def trace(
     `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
     has not ended after `limit_s` is given up (`UntraceableError`).
     """
-    undo = global_states()
+    undo = UndoStack()
+    for name, again in global_states():
+        undo.push(name, again)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(uncollected())  # a collection would free things at moments of its own
@@ -81,7 +84,7 @@ def trace(
             )
             stack.enter_context(recorder.in_place.active(rules.autograd_key))
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
-            stack.callback(recorder.put_back_written)
+            stack.callback(recorder.host_writes.restore)
             stack.enter_context(not_called_a_trace(recorder.knows))
             # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
             jit: Any = torch.jit
@@ -96,8 +99,7 @@ def trace(
             except ShapeChangedError as error:
                 raise UntraceableError("generate", "", str(error)) from error
     finally:
-        for _, put_back in undo:
-            put_back()
+        undo.run()
 
 
 @contextlib.contextmanager
@@ -175,6 +177,8 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     # Nothing has run, so that nobody knows whether the error would come without fakes, unless it names them.
     fakes = in_torch and isinstance(error, RuntimeError)
     fakes = fakes and any(word in str(error).lower() for word in _ABOUT_FAKES)
+    # The device is named as the program will know it.
+    first = first.replace(str(recorder.rules.device), "cuda")
     why = f"{type(error).__name__}: {first.rstrip('.')}"
     return UntraceableError(operation, where, why, raised=not fakes)
 
