@@ -13,7 +13,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, Never, final
 
@@ -56,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         rules: CudaRules,
         *,
         outside: CodeType,
+        check: Callable[[], None],
         limit_s: float | None = None,
         counts_host: bool = False,
     ) -> None:
@@ -63,6 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.faked = faked
         self.rules = rules
         self.operation: Any = ""
+        self._check = check  # whether somebody wants the trace to end
         self.refused: list[UntraceableError] = []  # the program may have caught them
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
@@ -129,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked for all the time, and by torch itself
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        self._check()
         kwargs = kwargs or {}
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
