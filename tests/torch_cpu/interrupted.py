@@ -61,7 +61,7 @@ VERBS: dict[str, Callable[[batchfit.Workload], object]] = {
     "predict": lambda work: batchfit.predict_batch_size(work, budget="1GiB"),
     "explain": lambda work: batchfit.explain_memory(work, batch_size=4),
     "find": _find,
-    "profile": lambda work: batchfit.profile_throughput(work, budget="1MiB", max_size=4, time_limit_s=0.5),
+    "profile": lambda work: batchfit.profile_throughput(work, budget="1MiB", largest=4, time_limit_s=0.5),
 }
 
 
@@ -106,7 +106,7 @@ def main(verb: str, times: int, signals: int, seed: int) -> int:
             try:
                 if thread is not None:
                     thread.join()
-                time.sleep(0)
+                time.sleep(1e-3)
                 break
             except KeyboardInterrupt:
                 continue

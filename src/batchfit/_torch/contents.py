@@ -38,6 +38,7 @@ _CODE: Final = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
     functools.partial,
 )
+BYTES: Final = (bytearray, array.array, io.BytesIO, io.StringIO)
 # Data, not state: as large as a disk, and what reads it changes none of it.
 _DATA: Final = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
 
@@ -74,7 +75,7 @@ def contents_of(value: Any) -> list[Contents]:
     elif is_array(value):
         found.append(ArrayContents(value))
     elif isinstance(value, torch.jit.ScriptModule):
-        found.append(_Scripted(value))
+        found.append(Scripted(value))
     return [*found, *(Attributes(table) for table in tables_of(value))]
 
 
@@ -152,12 +153,12 @@ class Items(Contents):
             put_items(self._value, [meanwhile(one) for one in self._items])
 
     def restore(self) -> None:
-        put_items(self._value, [one for one in self._items if not _is_dead(one)])
+        put_items(self._value, [one for one in self._items if not is_dead(one)])
         if isinstance(self._value, defaultdict) and self._value.default_factory is not self._factory:
             self._value.default_factory = self._factory
 
 
-def _is_dead(item: Any) -> bool:
+def is_dead(item: Any) -> bool:
     """An entry of a weak container whose object has gone since."""
     parts = item if type(item) is tuple else (item,)
     return any(isinstance(one, weakref.ref) and one() is None for one in parts)
@@ -257,7 +258,7 @@ class Attributes(Contents):
 
 
 @final
-class _Scripted(Contents):
+class Scripted(Contents):
     """What TorchScript keeps of a module: tensors, and numbers and lists that `forward` may change."""
 
     def __init__(self, module: Any) -> None:

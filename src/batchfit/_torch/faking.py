@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from batchfit._torch.contents import ATOMS, Contents, contents_of, is_array, is_record
+from batchfit._torch.contents import ATOMS, BYTES, Contents, contents_of, is_array, is_record
 from batchfit._torch.device import tensors_in
 from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.known_values import WHOLE
@@ -369,7 +369,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 def _is_looked_into(value: Any) -> bool:
     if isinstance(value, Tensor):
         return bool(vars(value)) and not isinstance(value, FakeTensor)
-    if isinstance(value, (*_KNOWN, *_CONTAINERS, bytearray)) or is_array(value):
+    if isinstance(value, (*_KNOWN, *_CONTAINERS, *BYTES)) or is_array(value):
         return True
     return undo_generator(value) is not None or is_record(value)
 
