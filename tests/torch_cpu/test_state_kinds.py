@@ -30,6 +30,9 @@ from batchfit._torch.contents import tables_of
 from batchfit.errors import NothingFitsError, UntraceableError
 
 
+LEAVES_BYTES = 2**16  # TorchScript keeps, for good, what it has recorded of each module that was run
+
+
 class Slotted:
     __slots__ = ("count", "later", "values")
 

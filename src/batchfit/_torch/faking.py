@@ -102,6 +102,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         for part in self._parts:
             self._keep(part)
             for module in part.modules() if isinstance(part, nn.Module) else ():
+                self._keep(module)  # TorchScript hides its submodules
                 for held in kept_by_classes(type(module)):
                     self._keep_container(held)
         for one in self._containers:
