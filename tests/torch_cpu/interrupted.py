@@ -66,14 +66,14 @@ VERBS: dict[str, Callable[[batchfit.Workload], object]] = {
 
 
 def interrupt(delays_s: list[float]) -> threading.Thread:
+    """A thread that sends these signals once it is started."""
+
     def send() -> None:
         for delay_s in delays_s:
             time.sleep(delay_s)
             os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
+    return threading.Thread(target=send)
 
 
 def main(verb: str, times: int, signals: int, seed: int) -> int:
@@ -90,13 +90,13 @@ def main(verb: str, times: int, signals: int, seed: int) -> int:
     bad = interrupted = 0
     for number in range(times):
         before = world.judged()
-        thread: threading.Thread | None = None
         handler = signal.getsignal(signal.SIGINT)
         raised: list[str] = []
+        delays = [chance.uniform(0, whole_s)]
+        delays += [chance.choice([0.0, 1e-4, 1e-3, 1e-2]) * chance.random() for _ in range(signals - 1)]
+        thread = interrupt(delays)
         try:
-            delays = [chance.uniform(0, whole_s)]
-            delays += [chance.choice([0.0, 1e-4, 1e-3, 1e-2]) * chance.random() for _ in range(signals - 1)]
-            thread = interrupt(delays)
+            thread.start()
             VERBS[verb](work)
         except KeyboardInterrupt:
             interrupted += 1
@@ -104,8 +104,7 @@ def main(verb: str, times: int, signals: int, seed: int) -> int:
             raised.append(f"{type(error).__name__}: {error}")
         while True:  # the rest of the signals
             try:
-                if thread is not None:
-                    thread.join()
+                thread.join()
                 time.sleep(1e-3)
                 break
             except KeyboardInterrupt:

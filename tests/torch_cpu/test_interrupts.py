@@ -44,7 +44,7 @@ def ctrl_c() -> None:
 
 def test_it_waits_until_the_block_is_done_and_comes_once() -> None:
     handler, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
         ctrl_c()
         ctrl_c()
         done.append(1)
@@ -54,7 +54,7 @@ def test_it_waits_until_the_block_is_done_and_comes_once() -> None:
 
 def test_where_it_is_open_it_comes_at_once_and_a_second_one_waits_for_the_cleaning_up() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:  # noqa: PT012
         try:
             with interrupts.opened():
                 ctrl_c()
@@ -67,7 +67,7 @@ def test_where_it_is_open_it_comes_at_once_and_a_second_one_waits_for_the_cleani
 
 def test_a_second_one_waits_in_blocks_that_are_open_all_the_time() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), Interrupts(is_open=True):
+    with pytest.raises(KeyboardInterrupt), Interrupts(is_open=True):  # noqa: PT012
         try:
             ctrl_c()
         finally:

@@ -29,7 +29,6 @@ import batchfit
 from batchfit._torch.contents import tables_of
 from batchfit.errors import NothingFitsError, UntraceableError
 
-
 LEAVES_BYTES = 2**16  # TorchScript keeps, for good, what it has recorded of each module that was run
 
 

@@ -173,7 +173,8 @@ class Slots(MutableMapping[str, Any]):
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._slots = _slots_of(type(owner))
+        kind: Any = type(owner)
+        self._slots = _slots_of(kind)
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -198,7 +199,7 @@ class Slots(MutableMapping[str, Any]):
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots_of(kind: type) -> dict[str, Any]:
+def _slots_of(kind: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for one in kind.__mro__:
         names = vars(one).get("__slots__", ())
@@ -219,7 +220,8 @@ def tables_of(value: Any) -> list[MutableMapping[str, Any]]:
         table = None
     if isinstance(table, dict):
         found.append(table)
-    if _slots_of(type(value)):
+    kind: Any = type(value)
+    if _slots_of(kind):
         found.append(Slots(value))
     return found
 
@@ -326,7 +328,7 @@ class ArrayContents(Contents):
         self._plain = numpy.ndarray
         self._shape, self._dtype = array.shape, array.dtype
         self._writeable = bool(array.flags.writeable)
-        self._copy = None if not self._writeable else numpy.array(array, subok=False)
+        self._copy: Any = None if not self._writeable else numpy.array(array, subok=False)
 
     def held(self) -> Iterable[Any]:
         return self._copy.ravel().tolist() if self._copy is not None and self._dtype.hasobject else ()

@@ -9,15 +9,18 @@ Rules:
   storages, new attributes), then missing memory is allocated, then bytes are copied, then names are bound.
 - A part that cannot be put back does not stop the others; all such parts are named in one `SnapshotError`.
 
-Covered, in any nesting of lists, tuples and dicts: modules, optimizers, LR schedulers, gradient scalers,
-tensors, NumPy arrays, generators, and any other object by its attributes. Of each object: tensors (with
-`.grad`, `requires_grad`, attributes), plain data (numbers, text, None, dtypes, enums), containers of these,
-and objects of the kinds above; attributes added since are removed. Of a module also its submodules'
-train/eval flags. The global generators (Python, NumPy, torch on every device in use) always.
+Covered, in any nesting of lists, tuples, dicts and sets, of any subclass: modules, optimizers, LR schedulers,
+gradient scalers, tensors, NumPy arrays, generators, and any other declared object by its attributes and
+slots. Of each object: tensors (with `.grad`, `requires_grad`, attributes), plain data (numbers, text, None,
+dtypes, enums), containers of these, objects of the kinds above, and records (`contents.is_record`): objects
+of the program's own classes, dataclasses, weak containers, what has a `state_dict`. Attributes added since
+are removed. Of a module also its submodules' train/eval flags. The global generators (Python, NumPy, torch
+on every device in use) always. An iterator that has moved is replaced by one at its old place.
 
-Left alone: hooks; what is inside any other object that hangs off a declared one (a config, a tokenizer, a
-stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember of the step
-that they are in, which `parallel` resets. Iterators are refused: their position cannot be put back.
+Left alone: hooks; datasets and loaders; what is inside an object of a library that hangs off a declared one
+(a tokenizer, a stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember
+of the step that they are in, which `parallel` resets. A declared iterator is refused; a generator that hangs
+off a declared object is named in a warning before anything runs: its position cannot be restored.
 """
 
 from __future__ import annotations
