@@ -75,7 +75,7 @@ from batchfit._torch.saved import (
     any_tensors,
     grad_of,
 )
-from batchfit.errors import SnapshotError
+from batchfit._torch.undo import not_restored
 
 _N = TypeVar("_N", bound=Node)
 
@@ -152,13 +152,7 @@ class Snapshot:
             with restoring.part(name):
                 undo()
         if restoring.failed:
-            named = [f"{path} ({why})" for path, why in restoring.failed.items()]
-            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-            count = "1 part" if len(named) == 1 else f"{len(named)} parts"
-            raise SnapshotError(
-                f"{count} of the state could not be put back: {'; '.join(named[:5])}{more}. "
-                "Do not train on: load a checkpoint, or start again."
-            )
+            raise not_restored(list(restoring.failed.items()))
 
     def _restore(self, restoring: Restoring, cut_off: bool) -> None:
         torch.clear_autocast_cache()  # cast copies of weights that are about to change back
