@@ -37,6 +37,7 @@ from batchfit._torch.conclude import told as told
 from batchfit._torch.device import Device, DeviceSpec, device_to_run, own_bytes
 from batchfit._torch.fingerprint import rank_digest
 from batchfit._torch.here import Here
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.isolate import Children, Factory
 from batchfit._torch.lock import used_alone
 from batchfit._torch.lost import telling_others
@@ -135,7 +136,11 @@ def find_batch_size(
     """
     begun = time.perf_counter()
     ranks = Ranks.current()
-    with telling_others(ranks) as everyone, contextlib.ExitStack() as stack:
+    with (
+        Interrupts(is_open=True),  # a second Ctrl-C waits until the first has been cleaned up after
+        telling_others(ranks) as everyone,
+        contextlib.ExitStack() as stack,
+    ):
         check_isolation(isolate, timeout_s, resume)
         check_steps(steps, soak_steps, time_limit_s, on_trial)
         work = None if isolate else as_workload(workload)

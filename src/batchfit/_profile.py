@@ -34,6 +34,7 @@ from batchfit._torch.bench import Bench
 from batchfit._torch.bottlenecks import PATIENCE_S, loader_pace
 from batchfit._torch.clock import Run
 from batchfit._torch.device import CudaDevice, Device, DeviceSpec, device_to_run
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.lost import telling_others
 from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.ranks import Ranks
@@ -94,7 +95,7 @@ def profile_throughput(
     """
     begun = time.perf_counter()
     ranks = Ranks.current()
-    with telling_others(ranks):
+    with Interrupts(is_open=True), telling_others(ranks):
         work = as_workload(workload)
         knee = _checked(smallest, largest, sizes, within)
         _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)

@@ -14,8 +14,9 @@ import pickle
 import random
 import types
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,44 @@ from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Notes(list[Any]):
-    """What a test writes down inside a step: of a plain list a trace leaves what was in it before."""
+class Notes(Sequence[Any]):
+    """What a test writes down inside a step: a list would hold afterwards what it held before.
+
+    A queue of the standard library is not looked into.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+
+    def append(self, one: Any) -> None:
+        self._queue.put(one)
+
+    def extend(self, several: Iterable[Any]) -> None:
+        for one in several:
+            self.append(one)
+
+    def clear(self) -> None:
+        while not self._queue.empty():
+            self._queue.get()
+
+    def _all(self) -> list[Any]:
+        found = [self._queue.get() for _ in range(self._queue.qsize())]
+        self.extend(found)
+        return found
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self._all() == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all())
 
 
 Plain = int | float | complex | str | bytes | bool | None

@@ -31,10 +31,11 @@ from batchfit._torch.device import Device, Peaks, tensors_in
 from batchfit._torch.eagerly import eagerly
 from batchfit._torch.here import QuickCollections, collect_garbage
 from batchfit._torch.inputs_seen import InputsSeen, watched_inputs
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.splittable import compilations
-from batchfit._torch.trial import put_back, run_trial, uninterrupted
+from batchfit._torch.trial import put_back, run_trial
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -151,21 +152,21 @@ class Bench:
         ambient = sys.exception()
         answer: T | None = None
         counts = counts_memory(self.place)
-        try:
-            with loop.running():
-                answer = read()
-        except Exception as error:
-            if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+        with Interrupts() as interrupts:
+            try:
+                with loop.running(), interrupts.opened():
+                    answer = read()
+            except Exception as error:
+                if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+                    raised = error
+                    raise
+            except BaseException as error:
                 raised = error
                 raise
-        except BaseException as error:
-            raised = error
-            raise
-        finally:
-            with uninterrupted():
+            finally:
                 phase.clear()
                 put_back(self._snapshot, self.place if counts else UNCOUNTED, raised, cut_off=answer is None)
-            raised = None
+                raised = None
         return answer
 
     def _agree(self, size: int) -> Callable[[bool, bool], bool | None]:

@@ -26,9 +26,10 @@ from batchfit._decide.steady import Interval, Timing, Verdict, is_warm, verdict
 from batchfit._torch import loop, oom, phase
 from batchfit._torch.attempt import begin_peak
 from batchfit._torch.device import CpuDevice, CudaDevice, Device, Peaks
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.splittable import compilations
-from batchfit._torch.trial import _gradient_bytes, _note, lazy_kind, put_back, uninterrupted
+from batchfit._torch.trial import _gradient_bytes, _note, lazy_kind, put_back
 from batchfit._torch.virtual import active
 from batchfit.errors import NothingRanError
 
@@ -108,25 +109,26 @@ def run_timed(
     counts = counts_memory(device)
     if counts:
         device.reset()
-    try:
-        with around or nullcontext():
-            if _attempted(step, run, device, timing, deadline_s, agree, raise_ambiguous):
-                agree(False, True)
-        if counts:
-            run.peaks = device.peaks()
-            run.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
-        if after is not None and run.fits:
-            ended = after()
-    except BaseException as error:
-        raised = error
-        raise
-    finally:
-        with uninterrupted():
+    with Interrupts() as interrupts:
+        try:
+            with interrupts.opened(), around or nullcontext():
+                if _attempted(step, run, device, timing, deadline_s, agree, raise_ambiguous):
+                    agree(False, True)
+            if counts:
+                run.peaks = device.peaks()
+                run.held_bytes = max(0, device.held_bytes() - _gradient_bytes(parameters))
+            if after is not None and run.fits:
+                with interrupts.opened():
+                    ended = after()
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
             phase.clear()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
                 cut_off = raised is not None or not run.fits or not ended
                 put_back(snapshot, device if counts else UNCOUNTED, raised, cut_off=cut_off)
-        raised = None
+            raised = None
     if run.times_s:
         run.verdict = verdict(run.times_s, target=timing.target)
     return run

@@ -1,10 +1,12 @@
 """A workload's state as fake tensors, for as long as a trace lasts.
 
-Rules: tensors that share memory share it as fakes (tied weights); what was there before is put back object
-for object, so that neither a value nor an identity changes; nothing real is copied or allocated. What a
-module keeps in a plain attribute (a mask that it made, a loss for later) is put back too. Lists and
-attributes that the step reaches (a history of losses) hold no fakes afterwards, but what they held before;
-names of outer functions and modules stand for what they stood for.
+Rules: tensors that share memory share it as fakes (tied weights); what was there before is restored object
+for object, so that neither a value nor an identity changes; nothing on the device is copied or allocated.
+First all that the state holds is noted (`contents`), whatever its class: modules, schedulers inside
+schedulers, objects of the program's own. Then fakes take their places. After the trace each of these gets
+back what it held, each by itself: one that fails stops no other. Lists and attributes that the step reaches
+(a history of losses) hold no fakes afterwards, but what they held before; names of outer functions and
+modules stand for what they stood for.
 """
 
 from __future__ import annotations
@@ -13,23 +15,28 @@ import contextlib
 import functools
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from batchfit._torch.contents import ATOMS, BYTES, Contents, contents_of, is_array, is_record
 from batchfit._torch.device import tensors_in
 from batchfit._torch.fake_results import FakeResults
 from batchfit._torch.known_values import WHOLE
 from batchfit._torch.parallel import is_parallel
-from batchfit._torch.reach import UNBOUND, Place, hooks_of, kept_by_classes, parts_of, reached
+from batchfit._torch.positions import is_iterator, twin_of, warn_of
+from batchfit._torch.reach import Place, hooks_of, kept_by_classes, parts_of, reached
 from batchfit._torch.rng import undo_generator
+from batchfit._torch.undo import UndoStack
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
-Undo = Callable[[], object]
+# What is looked into wherever it is held.
+_KNOWN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_CONTAINERS = (dict, list, set, deque)
 
 
 @final
@@ -58,8 +65,9 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._parameters: dict[int, Tensor] = {}
         self._counters: list[tuple[Tensor, Tensor]] = []
-        self._undo: list[Undo] = []
-        self._kept: set[int] = set()
+        self._undo = UndoStack()
+        self._kept: dict[int, Any] = {}  # by id, each kept alive
+        self._twins: dict[int, Any] = {}  # of iterators, by id
         # A model on the meta device is what would be on the card; beside a real one it is but a skeleton.
         self._is_meta = all(one.device.type == "meta" for one in tensors_in(parts))
 
@@ -76,24 +84,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def __enter__(self) -> Self:
         try:
-            for part in self._parts:
-                if isinstance(part, nn.Module):
-                    self._fake_module(part)
-            for part in self._parts:
-                if isinstance(part, torch.optim.Optimizer):
-                    self._fake_optimizer(part)
-                elif isinstance(part, torch.amp.GradScaler):
-                    self._fake_scaler(part)
-                elif isinstance(part, Tensor):
-                    self._stand_in(part)
-                elif not isinstance(part, nn.Module):
-                    self._keep(part)  # LR schedulers and the like
-                    if isinstance(part, dict | list | set | deque):
-                        self._put_stand_ins(part)
-            for one in self._containers:
-                self._keep_container(one)
-            for place in self._places:
-                self._keep_place(place)
+            self._keep_all()
+            self._fake_all()
         except BaseException as error:
             self.__exit__()
             if isinstance(error, UntraceableError) or not isinstance(error, Exception):
@@ -103,8 +95,41 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.run()
+
+    def _keep_all(self) -> None:
+        """Note what everything holds, before anything is replaced."""
+        for part in self._parts:
+            self._keep(part)
+            for module in part.modules() if isinstance(part, nn.Module) else ():
+                self._keep(module)  # TorchScript hides its submodules
+                for held in kept_by_classes(type(module)):
+                    self._keep_container(held)
+        for one in self._containers:
+            self._keep_container(one)
+        for place in self._places:
+            self._undo.push(f"the name {place.name}".rstrip(), functools.partial(place.put, place.held()))
+
+    def _fake_all(self) -> None:
+        for part in self._parts:
+            if isinstance(part, nn.Module):
+                self._fake_module(part)
+        for part in self._parts:
+            if isinstance(part, torch.optim.Optimizer):
+                self._fake_optimizer(part)
+            elif isinstance(part, torch.amp.GradScaler):
+                self._fake_scaler(part)
+            elif isinstance(part, Tensor):
+                self._stand_in(part)
+            elif isinstance(part, _CONTAINERS):
+                self._put_stand_ins(part)
+        for one in self._containers:
+            self._put_stand_ins(one)
+        for module in [one for part in self._parts if isinstance(part, nn.Module) for one in part.modules()]:
+            for held in kept_by_classes(type(module)):
+                self._put_stand_ins(held)
+        for place in self._places:
+            self._fake_place(place)
 
     def held(self) -> Iterator[tuple[str, Tensor, str]]:
         """What is on the device before the first step: name, tensor, kind."""
@@ -162,7 +187,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         elif real.requires_grad and real.is_leaf:
             fake.requires_grad_(True)
         if real.requires_grad and real.is_leaf:
-            self._undo.append(functools.partial(_put_gradient, real, real.grad))
+            self._undo.push("a gradient", functools.partial(_put_gradient, real, real.grad))
         self._fakes[id(real)] = fake
         self._real.append(real)
         return fake
@@ -196,9 +221,6 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 )
         for path, one in module.named_modules():
             self.module_names.setdefault(id(one), path or type(one).__name__)
-            self._keep(one)  # its tables of parameters and buffers too, whatever the step adds to them
-            for held in kept_by_classes(type(one)):
-                self._keep_container(held)
             tables: tuple[dict[str, Any], ...] = (one._parameters, one._buffers)
             for table in tables:
                 for name, tensor in list(table.items()):
@@ -221,28 +243,10 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
 
     def _fake_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
-        groups = optimizer.param_groups
-        saved = [(group, dict(group)) for group in groups]
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
         state = optimizer.state
-        inner = dict(vars(optimizer))
-
-        def put_back() -> None:
-            vars(optimizer).clear()
-            vars(optimizer).update(inner)
-            optimizer.state = state
-            for group, values in saved:
-                group.clear()
-                group.update(values)
-            optimizer.param_groups[:] = [group for group, _ in saved]
-
-        self._undo.append(put_back)
-        for name, value in inner.items():  # what a step keeps there (bitsandbytes' tables of numbers)
-            if type(value) in (dict, list, set) and name not in ("state", "param_groups"):
-                self._keep_items(
-                    value, value.copy(), value.extend if type(value) is list else value.update, ()
-                )
         chooses = _chooses_foreach(optimizer)
-        for group, values in saved:
+        for group, values in groups:
             for index, one in enumerate(values["params"]):
                 if id(one) not in self._fakes:  # of no module: a prompt, a temperature
                     self._hold(one, f"parameter {index}", learns=True)
@@ -256,7 +260,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
                 group["foreach"] = not values.get("differentiable", False) and not tensor_lr
             if values.get("capturable") and self.device.type == "cpu":
                 group["capturable"] = False  # refused on a CPU; it takes a few scalars more
-        for name, value in inner.items():
+        for name, value in list(vars(optimizer).items()):
             if isinstance(value, list) and any(isinstance(one, nn.Parameter) for one in value):
                 # A list of the parameters beside the groups (LBFGS).
                 setattr(
@@ -293,75 +297,68 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         return faked
 
     def _fake_scaler(self, scaler: Any) -> None:
-        before = dict(vars(scaler))
-
-        def put_back() -> None:
-            vars(scaler).clear()
-            vars(scaler).update(before)
-
-        self._undo.append(put_back)
-        states = before.get("_per_optimizer_states")
+        states = vars(scaler).get("_per_optimizer_states")
         scaler._scale = scaler._growth_tracker = None
         if states is not None:
             scaler._per_optimizer_states = defaultdict(torch.amp.grad_scaler._refresh_per_optimizer_state)
 
-    def _keep(self, value: Any) -> None:
-        """Later puts back what `value` holds now: its attributes, or its items, and theirs in turn."""
-        if id(value) in self._kept:
-            return
+    def _keep(self, root: Any) -> None:
+        """Later restores what `root` holds now: its attributes and its items, and theirs in turn."""
+        waiting = [root]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, tuple):
+                waiting.extend(one for one in value if type(one) not in ATOMS)
+            elif id(value) not in self._kept and (value is root or _is_looked_into(value)):
+                for contents in self._note(value):
+                    waiting.extend(one for one in contents.held() if type(one) not in ATOMS)
+
+    def _note(self, value: Any) -> list[Contents]:
+        """Later restores what this one object holds now."""
+        self._kept[id(value)] = value
+        name = f"what is in a {type(value).__name__}"
         again = undo_generator(value)
         if again is not None:
-            self._undo.append(again)
-        elif isinstance(value, dict):
-            self._keep_items(value, dict(value), value.update, value.values())
-        elif isinstance(value, list | deque):
-            self._keep_items(value, list(value), value.extend, value)
-        elif isinstance(value, set):
-            self._keep_items(value, set(value), value.update, ())
-        elif isinstance(value, tuple):
-            for one in value:
-                self._keep_inner(one)
-        elif hasattr(value, "__dict__"):
-            self._keep(vars(value))
+            self._undo.push(name, again)
+            return []
+        found = contents_of(value)
+        for contents in found:
+            self._undo.push(name, contents.restore)
+            if any(map(is_iterator, contents.held())):
+                contents.replace(functools.partial(self._twin, value, contents))
+        return found
 
-    def _keep_items(self, value: Any, items: Any, refill: Callable[[Any], None], inner: Any) -> None:
-        def put_back() -> None:
-            value.clear()
-            refill(items)
-
-        self._kept.add(id(value))
-        self._undo.append(put_back)
-        for one in inner:
-            self._keep_inner(one)
+    def _twin(self, owner: Any, contents: Contents, value: Any) -> Any:
+        """For the trace another iterator at the same place, so that the program's own does not move."""
+        if not is_iterator(value):
+            return value
+        if id(value) not in self._twins:
+            twin = twin_of(value)
+            if twin is None:
+                warn_of(f"{type(owner).__name__}{contents.place_of(value)}", value)
+            self._twins[id(value)] = value if twin is None else twin
+        return self._twins[id(value)]
 
     def _keep_container(self, value: Any) -> None:
-        """Later puts back what a container of the program's holds now.
+        """Later restores what a container or an object of the program's holds now.
 
-        Only itself: what is inside was found by itself, or is data. Parameters in it (a list of those to
-        clip, a table with an optimizer for each) are fakes meanwhile.
+        Only itself: what is inside was found by itself, or is data.
         """
         if isinstance(value, functools._lru_cache_wrapper):
-            self._undo.append(functools.partial(_clear_if_filled, value, value.cache_info().misses))
-            return
-        if id(value) not in self._kept:
-            self._kept.add(id(value))
-            self._undo.append(functools.partial(_put_back, value, value.copy()))
-        self._put_stand_ins(value)
+            undo = functools.partial(_clear_if_filled, value, value.cache_info().misses)
+            self._undo.push("a cached function", undo)
+        elif id(value) not in self._kept:
+            self._note(value)
 
     def _put_stand_ins(self, value: Any) -> None:
-        """Fakes for the parameters among the items of a container."""
-        items: Any
-        if isinstance(value, dict):
-            items = {self._stand_in(key): self._stand_in(one) for key, one in value.items()}
-        else:
-            items = (set if isinstance(value, set) else list)(map(self._stand_in, value))
-        _put_back(value, items)
+        """Fakes for the parameters in a container (a list of those to clip, a table by parameter)."""
+        if not isinstance(value, functools._lru_cache_wrapper) and not is_array(value):
+            for contents in contents_of(value):
+                contents.replace(self._stand_in)
 
-    def _keep_place(self, place: Place) -> None:
-        """Later puts back what a name stands for now; a parameter is a fake meanwhile, in a tuple too."""
-        before = place.held()
-        self._undo.append(functools.partial(place.put, before))
-        meanwhile = before
+    def _fake_place(self, place: Place) -> None:
+        """A parameter is a fake meanwhile, in a tuple too."""
+        before = meanwhile = place.held()
         if type(before) is tuple:
             inside = [self._stand_in(one) for one in before]
             if any(one is not other for one, other in zip(inside, before, strict=True)):
@@ -380,32 +377,13 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             self._hold(value, "a tensor", learns=True)  # of no module and no optimizer
         return self._fakes.get(id(value), value)
 
-    def _keep_inner(self, value: Any) -> None:
-        if isinstance(value, dict | list | set | deque | tuple) or undo_generator(value) is not None:
-            self._keep(value)
 
-
-def _put_back(value: Any, items: Any) -> None:
-    """`value` with these items, if it has others; the rest stays in its place, as other threads may look."""
-    if isinstance(value, dict):
-        for key in [key for key in value if key not in items]:
-            del value[key]
-        for key, one in items.items():
-            if value.get(key, UNBOUND) is not one:
-                value[key] = one
-        if list(map(id, value)) != list(map(id, items)):  # in another order
-            value.clear()
-            value.update(items)
-    elif isinstance(value, set):
-        if set(map(id, value)) != set(map(id, items)):
-            value.clear()
-            value.update(items)
-    elif list(map(id, value)) != list(map(id, items)):
-        if isinstance(value, list):
-            value[:] = items
-        else:
-            value.clear()
-            value.extend(items)
+def _is_looked_into(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(vars(value)) and not isinstance(value, FakeTensor)
+    if isinstance(value, (*_KNOWN, *_CONTAINERS, *BYTES)) or is_array(value):
+        return True
+    return undo_generator(value) is not None or is_record(value)
 
 
 def _put_gradient(real: Tensor, before: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from batchfit._torch.batches import Longest, Made, Repeated
 from batchfit._torch.describe import ATOMS, Reader, UndescribableError, atom, digest_of, tensor_shape
 from batchfit._torch.device import Device
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.snapshot import Snapshot
 from batchfit._torch.structure import children, is_array
 from batchfit.workload import Workload
@@ -133,12 +134,14 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
         snapshot = Snapshot.take(small)
     except TypeError:  # a state that cannot be put back: the search will refuse it
         raise NoSampleError("its state cannot be put back") from None
-    try:
-        return _shapes(source(size))
-    except Exception as error:  # noqa: BLE001  the trial will raise it, where the user sees it in its place
-        why = f"{type(error).__name__} while making a batch of {size}"
-    finally:
-        snapshot.restore()
+    with Interrupts() as interrupts:
+        try:
+            with interrupts.opened():
+                return _shapes(source(size))
+        except Exception as error:  # noqa: BLE001  the trial will raise it, where the user sees it in its place
+            why = f"{type(error).__name__} while making a batch of {size}"
+        finally:
+            snapshot.restore()
     raise NoSampleError(why)
 
 

@@ -30,12 +30,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, final
 
+from batchfit._torch.interrupts import Interrupts
 from batchfit.errors import BatchfitError
 
 Message = dict[str, Any]
 OnOutput = Callable[[str, bool], object]  # what a child has printed, and whether to stderr
 
+# Ctrl-C is ours to answer: from its first line on the child does not hear it, and it is ended by us.
 _BOOT = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
     "import json, sys; requests = open({requests}, 'rb', buffering=0); "
     "first = json.loads(requests.readline()); sys.path[:] = first['path']; "
     "from {module} import serve; serve(requests, {answers}, **first['more'])"
@@ -91,16 +95,28 @@ class Child:
         self._buffer = b""
         self._closed = False
         self._guard: subprocess.Popen[bytes] | None = None
+        self._requests = self._answers = -1
+        try:
+            with Interrupts():  # a child that is half started would be nobody's
+                self._start(module, environment or {}, spare)
+        except BaseException:
+            if hasattr(self, "_process"):
+                self.end()
+            raise
+
+    def _start(self, module: str, environment: Mapping[str, str], spare: bool) -> None:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
+        # The child inherits what is blocked, until its first line ignores it.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             # A session of its own: Ctrl-C goes to us, and one signal reaches all that the child starts.
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-c", _BOOT.format(requests=requests, answers=answers, module=module)],
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=None if on_output is None else subprocess.PIPE,
-                stderr=None if on_output is None else subprocess.PIPE,
+                stdout=None if self._on_output is None else subprocess.PIPE,
+                stderr=None if self._on_output is None else subprocess.PIPE,
                 bufsize=0,
                 pass_fds=(requests, answers),
                 start_new_session=True,
@@ -110,6 +126,7 @@ class Child:
             os.close(self._answers)
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.close(requests)
             os.close(answers)
         self._guard = _guard_of(self._process.pid)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from batchfit._torch.contents import is_array, is_installed, is_own, items_of, tables_of
 from batchfit.workload import Workload
 
 _PARTS = (
@@ -25,7 +25,8 @@ _PARTS = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
 )
-_CONTAINERS = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_CONTAINERS = (list, dict, set, deque)
+_SMALL_BYTES = 2**24
 _SEARCHED = 4  # how deep a step's surroundings are searched for these
 _FEW = 64  # a longer list is data
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
@@ -67,7 +68,7 @@ class Reached(NamedTuple):
     """What a function can reach."""
 
     parts: list[Any]  # of a training program
-    containers: list[Any]  # what else holds things there
+    containers: list[Any]  # what else holds things there: lists, tables, objects of the program's own
     places: list[Place]
 
 
@@ -110,10 +111,8 @@ def reached(step: Any) -> Reached:
         if depth > _SEARCHED or id(value) in seen:
             return
         seen.add(id(value))
-        if type(value) in _CONTAINERS or isinstance(value, functools._lru_cache_wrapper):
+        if _keeps_things(value):
             containers.append(value)
-        elif _is_own(value) and type(getattr(value, "__dict__", None)) is dict:
-            containers.append(vars(value))
         if isinstance(value, FunctionType):
             places.extend(_places_of(value))
         for one in _reached_from(value, depth):
@@ -123,9 +122,17 @@ def reached(step: Any) -> Reached:
     return Reached(list(found.values()), containers, places)
 
 
+def _keeps_things(value: Any) -> bool:
+    if isinstance(value, (*_CONTAINERS, functools._lru_cache_wrapper)):
+        return True
+    if is_array(value):  # a larger one is data, which a trace does not copy
+        return bool(value.nbytes <= _SMALL_BYTES)
+    return is_own(value) and bool(tables_of(value))
+
+
 def _places_of(function: FunctionType) -> Iterator[Place]:
     yield from (Place(cell) for cell in function.__closure__ or ())
-    if not _is_installed(function.__module__):
+    if not is_installed(function.__module__):
         yield from (Place(function.__globals__, name) for name in _globals_in(function.__code__))
 
 
@@ -141,11 +148,12 @@ def _reached_from(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, list | tuple):
-        yield from value[:_FEW]
+        yield from (items_of(value) if isinstance(value, list) else value)[:_FEW]
     elif isinstance(value, dict):
-        yield from list(value.values())[:_FEW]
-    elif not isinstance(value, type | Tensor) and not _is_installed(type(value).__module__):
-        yield from getattr(value, "__dict__", {}).values()
+        yield from (one for _, one in items_of(value)[:_FEW])
+    if not isinstance(value, type | Tensor | FunctionType) and not is_installed(type(value).__module__):
+        for table in tables_of(value):
+            yield from list(table.values())
         if depth == 0 and callable(value):
             yield type(value).__call__
 
@@ -160,7 +168,7 @@ def hooks_of(parts: list[Any]) -> list[Any]:
 def kept_by_classes(kind: type) -> Iterator[Any]:
     """What the program's own classes keep for all their instances: tables of masks, cached functions."""
     for one in kind.__mro__:
-        if _is_installed(one.__module__):
+        if is_installed(one.__module__):
             continue
         for value in vars(one).values():
             inner = getattr(value, "__func__", value)  # of a static method
@@ -168,16 +176,8 @@ def kept_by_classes(kind: type) -> Iterator[Any]:
             if isinstance(inner, FunctionType):
                 used = [inner.__globals__.get(name) for name in _globals_in(inner.__code__)]
             yield from (held for held in used if isinstance(held, functools._lru_cache_wrapper))
-            if type(value) in _CONTAINERS:
+            if isinstance(value, _CONTAINERS):
                 yield value
-
-
-def _is_own(value: Any) -> bool:
-    """An object of the program's own classes."""
-    if isinstance(value, type | FunctionType | MethodType | ModuleType | Tensor):
-        return False
-    module = type(value).__module__
-    return not _is_installed(module) and module.partition(".")[0] != "batchfit"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,12 +186,3 @@ def _globals_in(code: CodeType) -> tuple[str, ...]:
     own = tuple(one.argval for one in dis.get_instructions(code) if one.opname in _GLOBAL)
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return (*own, *(name for one in inner for name in _globals_in(one)))
-
-
-def _is_installed(module: str | None) -> bool:
-    """Code of a library, which knows nothing of the program's own models."""
-    root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names:
-        return root != "__main__"
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return root != "batchfit" and ("site-packages" in file or "dist-packages" in file)

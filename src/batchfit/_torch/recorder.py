@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any, NamedTuple, Never, final
+from typing import Any, Never, final
 
 import torch
 from torch import Tensor, nn
@@ -26,50 +26,24 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
-from batchfit._decide.cards import Card
 from batchfit._decide.footprint import OPTIONAL, Origin, Trace
 from batchfit._torch.blocks import Blocks, address_of
 from batchfit._torch.calling import calling_line, library_caller
-from batchfit._torch.cuda_rules import STAND_INS, CudaRules, packed
+from batchfit._torch.cuda_rules import CudaRules, packed
 from batchfit._torch.extra import Extra
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import Generating
+from batchfit._torch.host_writes import HostWrites
 from batchfit._torch.in_place import InPlace
 from batchfit._torch.known_values import KnownValues, written_by
+from batchfit._torch.operation import ITEM, Operation
 from batchfit._torch.whereabouts import Whereabouts
-from batchfit._torch.workspaces import extra_rule, is_gemm
 from batchfit.errors import UntraceableError
 
 _LINEAR = torch.ops.aten.linear.default
-_ITEM = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
-
-
-class _Operation(NamedTuple):
-    """What is asked about an operation each time, looked up once: they come by the ten thousand."""
-
-    name: str
-    reads_data: bool  # a value is read, or makes the shape of the result
-    composite: Any  # CUDA's way through it, where it comes whole
-    is_composite: bool
-    takes: Callable[[Any, Card], Extra | None] | None
-    stand_in: Any
-    is_gemm: bool
-
-    @classmethod
-    def of(cls, func: Any, rules: CudaRules) -> _Operation:
-        plain = isinstance(func, torch._ops.OpOverload)
-        return cls(
-            str(func),
-            func is _ITEM or func in _SHAPED_BY_DATA,
-            rules.composite(func),
-            plain
-            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
-            extra_rule(func),
-            STAND_INS.get(func),
-            is_gemm(func),
-        )
 
 
 @final
@@ -82,6 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         rules: CudaRules,
         *,
         outside: CodeType,
+        check: Callable[[], None],
         limit_s: float | None = None,
         counts_host: bool = False,
     ) -> None:
@@ -89,6 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.faked = faked
         self.rules = rules
         self.operation: Any = ""
+        self._check = check  # whether somebody wants the trace to end
         self.refused: list[UntraceableError] = []  # the program may have caught them
         self._ends = None if limit_s is None else time.perf_counter() + limit_s
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
@@ -98,9 +74,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._where = Whereabouts(faked.module_names, outside)
         self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         self._values = KnownValues()
-        self._known: dict[Any, _Operation] = {}
+        self._known: dict[Any, Operation] = {}
         self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
-        self._written: dict[int, tuple[Tensor, Tensor]] = {}  # others that it wrote into: tensor, before
+        self.host_writes = HostWrites()  # into others
         # Whether the program names the device itself; else, without a GPU, it has put everything on the CPU.
         # What a step computes there before a weight comes in is then the device's (`counts_host`), but for
         # batches that are made for it: theirs is the host.
@@ -155,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # asked for all the time, and by torch itself
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
+        self._check()
         kwargs = kwargs or {}
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
@@ -184,9 +161,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             _collect((*args, *kwargs.values()), tensors)
         known = self._known.get(func)
         if known is None:
-            known = self._known[func] = _Operation.of(func, self.rules)
+            known = self._known[func] = Operation.of(func, self.rules)
         if known.reads_data:
-            if func is _ITEM:
+            if func is ITEM:
                 return self._item(args[0])
             counted = self._counted(func, args, kwargs, tensors)
             if counted is not None:
@@ -206,7 +183,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         into = self.in_place.written_into(func, args, given, depth=1)
         stand_in = known.stand_in
         try:
-            out = self.faked.results.of(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
+            out = self._result(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.refused.append(
                 UntraceableError(known.name, calling_line(), "its result depends on the data")
@@ -218,6 +195,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self._record(known, out, extra)
         self._values.follow(func, args, kwargs, tensors, out)
         return out
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The fake result; what a program that knows one device only has left on the host comes along."""
+        try:
+            return self.faked.results.of(func, args, kwargs)
+        except RuntimeError:
+            moved = None if self._tells_apart else self._on_device((args, kwargs))
+            if moved is None:
+                raise
+            return self.faked.results.of(func, *moved)
+
+    def _on_device(self, arguments: Any) -> Any:
+        """The arguments of an operation with all tensors on the device; None where they are in one place."""
+        here, there = self.rules.device, torch.device("cpu")
+        tensors: list[Tensor] = []
+        _collect((*arguments[0], *arguments[1].values()), tensors)
+        places = {one.device for one in tensors if one.dim()}
+        if places != {here, there}:
+            return None
+
+        def moved(one: Any) -> Any:
+            if not isinstance(one, FakeTensor) or one.device != there or not one.dim():
+                return one
+            fake = self.faked.shaped_like(one, here)
+            self.blocks.see(fake, self._where.origin("batch", "adopted"))
+            return fake
+
+        return tree_map(moved, arguments)
 
     def _packed(self, value: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         """Samples of the lengths that the host knows, one after the other."""
@@ -237,8 +242,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         with unset_fake_temporarily():
             for one in written_by(func, args, kwargs):
                 address = address_of(one)
-                if address not in self._made and address not in self._written:
-                    self._written[address] = (one, _whole(one).clone())
+                if address not in self._made and address not in self.host_writes:
+                    self.host_writes.note(one)
                 self._forget_adopted(address)
             out = func(*args, **kwargs)
         made: list[Tensor] = []
@@ -251,7 +256,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             if counts and one.dim():
                 self.blocks.see(one, self._where.origin("batch", str(func)))
             address = address_of(one)
-            if address not in self._made and address not in self._written:
+            if address not in self._made and address not in self.host_writes:
                 forget = functools.partial(_forget, self._made, address)
                 self._made[address] = weakref.ref(one.untyped_storage(), forget)
         return out
@@ -262,13 +267,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
             living = real()
             if living is not None and address_of(living) == address:
                 self._values.drop(fake)
-
-    def put_back_written(self) -> None:
-        """Host tensors of the program as they were before the trace."""
-        with torch.no_grad():
-            for tensor, before in self._written.values():
-                _whole(tensor).copy_(before)
-        self._written.clear()
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
         """The result of an operation whose shape depends on values, where these are known."""
@@ -304,12 +302,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
     def _faked_arguments(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
         """Real tensors beside fake ones: from the host, or the program's own on the device."""
         moves = func in _MOVES
+        # A table is where its index is. By its id: `faked` is a circle, which would keep the table alive.
+        on_device = func is _INDEX and any(one.device == self.rules.device for one in tensors)
+        table = id(args[0]) if on_device else None
 
         def faked(value: Any) -> Any:
             if isinstance(value, FakeTensor) or not isinstance(value, Tensor | list | tuple):
                 return value
             if isinstance(value, Tensor):
-                return self._adopt(value, as_host=moves or value.dim() == 0, is_index=func is _INDEX)
+                stays = moves and id(value) != table
+                return self._adopt(value, as_host=stays or value.dim() == 0, is_index=func is _INDEX)
             return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
 
         real = [one for one in tensors if not isinstance(one, FakeTensor)]
@@ -385,7 +387,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
         self.refused.append(error)
         raise error
 
-    def _record(self, known: _Operation, out: Any, extra: Extra | None) -> None:
+    def _record(self, known: Operation, out: Any, extra: Extra | None) -> None:
         made: list[Tensor] = []
         _collect((out,), made)
         here = self.rules.device
@@ -426,7 +428,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __ini
                 self.blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
 
 
-_SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
 _INDEX = torch.ops.aten.index.Tensor
 _PACK = torch.ops.aten._pack_padded_sequence.default
 _MOVES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, _INDEX})
@@ -438,12 +439,6 @@ def _collect(values: Any, found: list[Tensor]) -> None:
             found.append(value)
         elif isinstance(value, list | tuple):
             _collect(value, found)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's memory."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
 def _forget(table: dict[int, Any], key: int, _: Any) -> None:

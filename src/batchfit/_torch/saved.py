@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
 
 from batchfit._torch import oom
+from batchfit._torch.contents import Contents, items_of, put_items, tables_of
 from batchfit._torch.host_copy import TensorCopy
+from batchfit._torch.positions import position_of, twin_of
 
 MISSING: Final = object()
 
@@ -122,11 +124,12 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 class ContainerNode(Node):
     """A mutable container: the same object where it still is, with the contents that it had."""
 
-    __slots__ = ("cls", "held", "identity")
+    __slots__ = ("attributes", "cls", "held", "identity")
 
     def __init__(self, path: str, container: object) -> None:
         super().__init__(path)
         self.cls: type[Any] = type(container)
+        self.attributes: list[dict[str, object]] = []  # of a subclass: a table each
         self.identity = id(container)
         self.held: object = None
         self.may_hold_tensors = True  # until its contents are known, and for as long as it is in a cycle
@@ -143,11 +146,16 @@ class ContainerNode(Node):
         restoring.live[self] = live
         if restoring.first_visit(self):
             self._fill(live, restoring)
+            if self.attributes:
+                for table, attributes in zip(tables_of(live), self.attributes, strict=True):
+                    fill_attributes(table, attributes, restoring)
             self.identity = id(live)
         return live
 
     def _new(self) -> Any:
-        return cast("Any", self.cls).__new__(self.cls)
+        # Past a `__new__` of its own, which may want arguments.
+        base = next(one for one in (dict, list, deque, set) if issubclass(self.cls, one))
+        return cast("Any", base).__new__(self.cls)
 
     @abstractmethod
     def _fill(self, live: Any, restoring: Restoring) -> None: ...
@@ -164,16 +172,17 @@ class ListNode(ContainerNode):
         self.limit = container.maxlen if isinstance(container, deque) else None
 
     def _new(self) -> Any:
-        return deque(maxlen=self.limit) if self.cls is deque else super()._new()
+        new = super()._new()
+        if self.limit is not None:
+            deque.__init__(new, (), self.limit)
+        return new
 
     def _fill(self, live: Any, restoring: Restoring) -> None:
-        here = {id(item): item for item in live}
+        here = {id(item): item for item in items_of(live)}
         wanted = [restoring.value(saved, here.get(_identity(saved), MISSING)) for saved in self.items]
         if any(value is MISSING for value in wanted):
             return  # a part of it failed, which is reported: better the old list than one with a hole
-        if len(live) != len(wanted) or any(new is not old for new, old in zip(wanted, live, strict=True)):
-            live.clear()
-            live.extend(wanted)
+        put_items(live, wanted)
 
 
 class DictNode(ContainerNode):
@@ -198,34 +207,28 @@ class DictNode(ContainerNode):
             key = restoring.value(saved_key, MISSING)
             if isinstance(saved_key, Node) and not isinstance(key, torch.Tensor):
                 continue  # a key that is gone; in the second round it is there again
-            value = restoring.value(saved, live.get(key, MISSING))
+            value = restoring.value(saved, dict.get(live, key, MISSING))
             if value is not MISSING:
                 wanted.append((key, value))
-        if len(live) == len(wanted) and all(
-            new is old for new, old in zip((key for key, _ in wanted), live, strict=True)
-        ):
-            for key, value in wanted:
-                if live[key] is not value:
-                    live[key] = value
-            return
-        live.clear()
-        for key, value in wanted:
-            live[key] = value
+        put_items(live, wanted)
 
 
 class SetNode(ContainerNode):
-    """A set of plain values."""
+    """A set."""
 
     __slots__ = ("items",)
 
     def __init__(self, path: str, container: set[Any]) -> None:
         super().__init__(path, container)
-        self.items = frozenset(container)
+        self.items: list[object] = []
 
     def _fill(self, live: Any, restoring: Restoring) -> None:
-        if live != self.items:
-            live.clear()
-            live.update(self.items)
+        here = {id(item): item for item in items_of(live)}
+        wanted = [restoring.value(saved, here.get(_identity(saved), MISSING)) for saved in self.items]
+        if any(value is MISSING or (value is None and not restoring.final) for value in wanted):
+            return
+        if set(live) != set(wanted) or any(isinstance(saved, Node) for saved in self.items):
+            put_items(live, wanted)
 
 
 class TupleNode(Node):
@@ -249,20 +252,68 @@ class TupleNode(Node):
         return self.cls._make(wanted) if hasattr(self.cls, "_make") else self.cls(wanted)
 
 
-class ArrayNode(Node):
-    """A NumPy array, copied and written in place."""
+class ContentsNode(Node):
+    """An object whose contents are bytes, or values that are no objects: a NumPy array, a file in memory."""
 
-    __slots__ = ("_array", "_copy")
+    __slots__ = ("_contents", "_obj")
+
+    def __init__(self, path: str, obj: object, contents: list[Contents]) -> None:
+        super().__init__(path)
+        self._obj = obj
+        self._contents = contents
+
+    def value(self, now: object, restoring: Restoring) -> object:
+        if restoring.first_visit(self):
+            for contents in self._contents:
+                contents.restore()
+        return self._obj
+
+
+class ObjectsNode(Node):
+    """A NumPy array of objects."""
+
+    __slots__ = ("_array", "_shape", "items")
 
     def __init__(self, path: str, array: Any) -> None:
         super().__init__(path)
         self._array = array
-        self._copy = array.copy()
+        self._shape = array.shape
+        self.items: list[object] = []
 
     def value(self, now: object, restoring: Restoring) -> object:
         if restoring.first_visit(self):
-            self._array[...] = self._copy
+            if self._array.shape != self._shape:
+                self._array.resize(self._shape, refcheck=False)
+            flat = self._array.reshape(-1)
+            for index, saved in enumerate(self.items):
+                value = restoring.value(saved, flat[index])
+                if value is not flat[index]:
+                    self._array[self._place(index)] = value
         return self._array
+
+    def _place(self, index: int) -> tuple[int, ...]:
+        place: list[int] = []
+        for length in reversed(self._shape):
+            place.insert(0, index % length)
+            index //= length
+        return tuple(place)
+
+
+class IteratorNode(Node):
+    """An iterator: itself where it has not moved, else another one at the place where it was."""
+
+    __slots__ = ("_iterator", "_position", "_twin")
+
+    def __init__(self, path: str, iterator: object, twin: object) -> None:
+        super().__init__(path)
+        self._iterator = iterator
+        self._position = position_of(iterator)
+        self._twin = twin
+
+    def value(self, now: object, restoring: Restoring) -> object:
+        if restoring.first_visit(self) and position_of(self._iterator) != self._position:
+            self._iterator = twin_of(self._twin)
+        return self._iterator
 
 
 class GeneratorNode(Node):
@@ -284,21 +335,25 @@ class GeneratorNode(Node):
 class ObjectNode(Node):
     """An object by its attributes."""
 
-    __slots__ = ("attributes", "cls", "flags", "left_alone", "obj")
+    __slots__ = ("attributes", "cls", "flags", "left_alone", "obj", "scripted")
 
     def __init__(self, path: str, obj: object, left_alone: Callable[[str], bool]) -> None:
         super().__init__(path)
         self.obj = obj
         self.cls = type(obj)
         self.left_alone = left_alone
-        self.attributes: dict[str, object] = {}
+        self.attributes: list[dict[str, object]] = []  # a table each: its `__dict__`, its slots
+        self.scripted: Sequence[Contents] = ()
         self.flags: list[tuple[torch.nn.Module, bool]] = []  # where they are no attributes (TorchScript)
 
     def value(self, now: object, restoring: Restoring) -> object:
         if restoring.first_visit(self):
             if type(self.obj) is not self.cls:  # parametrizations and FSDP exchange a module's class
                 self.obj.__class__ = self.cls
-            fill_attributes(vars(self.obj), self.attributes, restoring, self.left_alone)
+            for table, attributes in zip(tables_of(self.obj), self.attributes, strict=True):
+                fill_attributes(table, attributes, restoring, self.left_alone)
+            for contents in self.scripted:
+                contents.restore()
             for module, training in self.flags:
                 if module.training != training:
                     module.training = training
@@ -319,12 +374,12 @@ class OtherNode(Node):
 
 
 def fill_attributes(
-    table: dict[str, Any],
+    table: MutableMapping[str, Any],
     attributes: Mapping[str, object],
     restoring: Restoring,
     left_alone: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Make an object's `__dict__` what it was; past `__setattr__`, which may do anything."""
+    """Make an object's `__dict__` or slots what they were; past `__setattr__`, which may do anything."""
     for name in [name for name in table if name not in attributes and not left_alone(name)]:
         del table[name]
     for name, saved in attributes.items():

@@ -9,28 +9,30 @@ Rules:
   storages, new attributes), then missing memory is allocated, then bytes are copied, then names are bound.
 - A part that cannot be put back does not stop the others; all such parts are named in one `SnapshotError`.
 
-Covered, in any nesting of lists, tuples and dicts: modules, optimizers, LR schedulers, gradient scalers,
-tensors, NumPy arrays, generators, and any other object by its attributes. Of each object: tensors (with
-`.grad`, `requires_grad`, attributes), plain data (numbers, text, None, dtypes, enums), containers of these,
-and objects of the kinds above; attributes added since are removed. Of a module also its submodules'
-train/eval flags. The global generators (Python, NumPy, torch on every device in use) always.
+Covered, in any nesting of lists, tuples, dicts and sets, of any subclass: modules, optimizers, LR schedulers,
+gradient scalers, tensors, NumPy arrays, generators, and any other declared object by its attributes and
+slots. Of each object: tensors (with `.grad`, `requires_grad`, attributes), plain data (numbers, text, None,
+dtypes, enums), containers of these, objects of the kinds above, and records (`contents.is_record`): objects
+of the program's own classes, dataclasses, weak containers, what has a `state_dict`. Attributes added since
+are removed. Of a module also its submodules' train/eval flags. The global generators (Python, NumPy, torch
+on every device in use) always. An iterator that has moved is replaced by one at its old place.
 
-Left alone: hooks; what is inside any other object that hangs off a declared one (a config, a tokenizer, a
-stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember of the step
-that they are in, which `parallel` resets. Iterators are refused: their position cannot be put back.
+Left alone: hooks; datasets and loaders; what is inside an object of a library that hangs off a declared one
+(a tokenizer, a stream: the same object is bound again, its contents are its own); what DDP and FSDP2 remember
+of the step that they are in, which `parallel` resets. A declared iterator is refused; a generator that hangs
+off a declared object is named in a warning before anything runs: its position cannot be restored.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
-import types
-from collections import OrderedDict, deque
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, timedelta
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from pathlib import PurePath
 from typing import Any, Final, Self, TypeVar, final
 
@@ -41,16 +43,30 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from batchfit._torch import parallel, rng
+from batchfit._torch.contents import (
+    BYTES,
+    Scripted,
+    contents_of,
+    is_array,
+    is_dead,
+    is_own,
+    is_record,
+    items_of,
+    tables_of,
+)
 from batchfit._torch.host_copy import HostMemory, WrapperCopy, synchronize
+from batchfit._torch.positions import is_iterator, twin_of, warn_of
 from batchfit._torch.saved import (
     MISSING,
-    ArrayNode,
     ContainerNode,
+    ContentsNode,
     DictNode,
     GeneratorNode,
+    IteratorNode,
     ListNode,
     Node,
     ObjectNode,
+    ObjectsNode,
     OtherNode,
     Restoring,
     SetNode,
@@ -59,7 +75,7 @@ from batchfit._torch.saved import (
     any_tensors,
     grad_of,
 )
-from batchfit.errors import SnapshotError
+from batchfit._torch.undo import not_restored
 
 _N = TypeVar("_N", bound=Node)
 
@@ -67,14 +83,12 @@ _N = TypeVar("_N", bound=Node)
 _KNOWN: Final = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 # Immutable: bound again as they are.
 _PLAIN: Final = (
-    *(int, float, complex, str, bytes, type(None), type(...), range, slice, enum.Enum, type),
+    *(int, float, complex, str, bytes, type(None), type(...), range, slice, enum.Enum, type, weakref.ref),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(date, timedelta, Decimal, Fraction, PurePath),
 )
 _ATOMS: Final = frozenset({int, float, bool, str, type(None)})
-_CODE: Final = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, partial),
-)
+_BUILT_IN: Final = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
 # Where state may be in objects of any class: optimizers of objects, a LambdaLR's callables (which are
 # part of its state_dict).
 _DEEP: Final = frozenset({"state", "lr_lambdas", "_scale_fn_custom"})
@@ -138,13 +152,7 @@ class Snapshot:
             with restoring.part(name):
                 undo()
         if restoring.failed:
-            named = [f"{path} ({why})" for path, why in restoring.failed.items()]
-            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
-            count = "1 part" if len(named) == 1 else f"{len(named)} parts"
-            raise SnapshotError(
-                f"{count} of the state could not be put back: {'; '.join(named[:5])}{more}. "
-                "Do not train on: load a checkpoint, or start again."
-            )
+            raise not_restored(list(restoring.failed.items()))
 
     def _restore(self, restoring: Restoring, cut_off: bool) -> None:
         torch.clear_autocast_cache()  # cast copies of weights that are about to change back
@@ -208,18 +216,33 @@ class _Taking:
             ]
             plain = not any(isinstance(item, Node) for item in items)
             return value if plain else TupleNode(path, type(value), items)
-        if _is_list(value) or _is_dict(value) or _is_plain_set(value):
+        if isinstance(value, dict | list | deque | set):
             return self._container(value, path, hold, deep)
         if isinstance(value, _KNOWN):
             return self._object(value, path)
         undo = rng.undo_generator(value)
         if undo is not None:
             return self._remember(value, GeneratorNode(path, value, undo))
-        if _is_array(value):
-            return self._remember(value, ArrayNode(path, value))
-        if deep and _has_attributes(value):
+        if is_array(value) and value.dtype.hasobject:
+            objects = self._remember(value, ObjectsNode(path, value))
+            objects.items = [self.capture(item, f"{path}[...]") for item in value.reshape(-1)]
+            return objects
+        if is_array(value) or isinstance(value, BYTES):
+            inner = [one for table in tables_of(value) for one in table.values() if is_array(one)]  # a mask
+            contents = [found for one in (value, *inner) for found in contents_of(one)]
+            return self._remember(value, ContentsNode(path, value, contents))
+        if is_iterator(value):
+            return self._iterator(value, path)
+        if (deep and _has_attributes(value)) or is_record(value):
             return self._object(value, path)
         return self._remember(value, OtherNode(path, value))
+
+    def _iterator(self, value: object, path: str) -> Node:
+        twin = twin_of(value)
+        if twin is None:
+            warn_of(path, value)
+            return self._remember(value, OtherNode(path, value))
+        return self._remember(value, IteratorNode(path, value, twin))
 
     def _remember(self, value: object, node: _N) -> _N:
         self._nodes[id(value)] = node
@@ -242,18 +265,23 @@ class _Taking:
         node: ContainerNode
         if isinstance(value, dict):
             node = self._remember(value, DictNode(path, value))
-            node.items = [self._item(key, item, path, hold - 1, deep) for key, item in value.items()]
+            pairs = [pair for pair in items_of(value) if not is_dead(pair)]
+            node.items = [self._item(key, item, path, hold - 1, deep) for key, item in pairs]
             tensors = any(any_tensors([*pair]) for pair in node.items)
-        elif isinstance(value, set):
-            node = self._remember(value, SetNode(path, value))
-            tensors = False
         else:
-            node = self._remember(value, ListNode(path, value))
+            several = SetNode if isinstance(value, set) else ListNode
+            node = self._remember(value, several(path, value))
             node.items = [
                 item if type(item) in _ATOMS else self.capture(item, f"{path}[{i}]", hold=hold - 1, deep=deep)
-                for i, item in enumerate(value)
+                for i, item in enumerate(items_of(value))
             ]
             tensors = any_tensors(node.items)
+        if type(value) not in _BUILT_IN:
+            node.attributes = [
+                {name: self.capture(one, f"{path}.{name}") for name, one in list(table.items())}
+                for table in tables_of(value)
+            ]
+            tensors = tensors or any(any_tensors(list(table.values())) for table in node.attributes)
         node.may_hold_tensors = tensors
         if hold > 0 or not tensors:
             node.held = value
@@ -278,16 +306,19 @@ class _Taking:
             return (wrapper and name not in _WRAPPER) or (hooked and name[:1] == "_" and "hook" in name)
 
         node = self._remember(obj, ObjectNode(path, obj, left_alone))
-        for name, value in list(vars(obj).items()):
-            if left_alone(name):
-                continue
-            table = isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules")
-            node.attributes[name] = self.capture(
-                value,
-                f"{path}." if table else f"{path}.{name}",
-                hold=_HELD.get(name, 0) if hooked else 0,
-                deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
-            )
+        for table in tables_of(obj):
+            attributes: dict[str, object] = {}
+            node.attributes.append(attributes)
+            for name, value in list(table.items()):
+                if left_alone(name):
+                    continue
+                tensors = isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules")
+                attributes[name] = self.capture(
+                    value,
+                    f"{path}." if tensors else f"{path}.{name}",
+                    hold=_HELD.get(name, 0) if hooked else 0,
+                    deep=name in _DEEP and isinstance(obj, Optimizer | LRScheduler),
+                )
         if isinstance(obj, nn.Module):
             parallel.check(obj, path)
             self.modules.append((path, obj))
@@ -295,6 +326,7 @@ class _Taking:
             for name, tensor in (*obj.named_parameters(), *obj.named_buffers()):
                 self.capture(tensor, f"{path}.{name}")  # no Python attributes: written in place
             node.flags = [(module, module.training) for module in obj.modules()]
+            node.scripted = [Scripted(module) for module in obj.modules()]
         return node
 
 
@@ -310,19 +342,17 @@ def _check(part: Any, path: str, *, seen: set[int], place: bool = False) -> None
             f"({type(part).__name__}): a plain value cannot be put back. Keep it in a dict or an object."
         )
     seen.add(id(part))
-    if _is_dict(part):
-        for key, item in part.items():
+    if isinstance(part, dict):
+        for key, item in items_of(part):
             label = "a tensor" if isinstance(key, torch.Tensor) else repr(key)
             _check(item, f"{path}[{label}]", seen=seen, place=True)
-    elif _is_list(part) or isinstance(part, tuple):
-        for index, item in enumerate(part):
+    elif isinstance(part, list | deque | set | tuple):
+        for index, item in enumerate(part if isinstance(part, tuple) else items_of(part)):
             _check(item, f"{path}[{index}]", seen=seen, place=not isinstance(part, tuple))
     elif not _can_hold_state(part):
         why = "it has no state that could be put back"
         if isinstance(part, Iterator):
             why = "an iterator's position cannot be put back"
-        elif isinstance(part, dict | list | set | frozenset | deque):
-            why = "use a plain dict or list"
         raise TypeError(
             f"{path} must be a module, an optimizer or another object with state, "
             f"not {part!r:.80} ({type(part).__name__}): {why}."
@@ -330,9 +360,9 @@ def _check(part: Any, path: str, *, seen: set[int], place: bool = False) -> None
 
 
 def _can_hold_state(part: object) -> bool:
-    if isinstance(part, (torch.Tensor, *_KNOWN)) or _is_array(part) or _is_plain_set(part):
+    if isinstance(part, (torch.Tensor, *_KNOWN, *BYTES)) or is_array(part):
         return True
-    if isinstance(part, dict | list | set | frozenset | deque):
+    if isinstance(part, Iterator) and is_iterator(part):
         return False
     return rng.undo_generator(part) is not None or _has_attributes(part)
 
@@ -344,32 +374,5 @@ def _is_plain(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.generic)
 
 
-def _is_array(value: object) -> bool:
-    """A NumPy array that can be written; one that cannot needs no putting back."""
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and bool(value.flags.writeable)
-
-
-def _is_list(value: object) -> bool:
-    if isinstance(value, deque):
-        return type(value) is deque
-    return isinstance(value, list) and _keeps(value, list, "clear", "extend", "__iter__", "__len__")
-
-
-def _is_dict(value: object) -> bool:
-    if isinstance(value, OrderedDict):
-        return _keeps(value, OrderedDict, "clear", "items", "get", "__setitem__", "__iter__")
-    return isinstance(value, dict) and _keeps(value, dict, "clear", "items", "get", "__setitem__", "__iter__")
-
-
-def _keeps(value: object, base: type, *methods: str) -> bool:
-    """A subclass that changes one of `methods` has rules of its own, and is left alone."""
-    return all(getattr(type(value), method) is getattr(base, method) for method in methods)
-
-
-def _is_plain_set(value: object) -> bool:
-    return type(value) is set and all(_is_plain(item) for item in value)
-
-
 def _has_attributes(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (*_CODE, Iterator))
+    return bool(tables_of(value)) and not (isinstance(value, Iterator) and not is_own(value))

@@ -29,18 +29,21 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from batchfit import workload as workloads
 from batchfit._decide.footprint import ShapeChangedError, Trace
-from batchfit._torch import loop
+from batchfit._torch import batches, loop
 from batchfit._torch import phase as phases
 from batchfit._torch.calling import HERE, TORCH, named
 from batchfit._torch.cuda_rules import CudaRules
 from batchfit._torch.eagerly import eagerly
 from batchfit._torch.faking import Faked
 from batchfit._torch.generating import short_generation
+from batchfit._torch.interrupts import TraceInterrupts
 from batchfit._torch.libraries import flex_refused, not_called_a_trace, saved_on_the_host
 from batchfit._torch.recorder import Recorder
 from batchfit._torch.rng import global_states
 from batchfit._torch.trial import NOTE
+from batchfit._torch.undo import UndoStack
 from batchfit._torch.unread import Unread, values_unread
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -48,6 +51,8 @@ from batchfit.workload import Workload
 STEPS = 2
 _ABOUT_FAKES = ("fake", "meta tensor", "data pointer", "have storage")
 _FLEX = str(Path("nn") / "attention" / "flex_attention.py")
+# Files of torch's and batchfit's own that run the program's functions in plain Python.
+_PLAIN = frozenset({str(torch.nn.modules.module.__file__), str(batches.__file__), str(workloads.__file__)})
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -65,46 +70,63 @@ def trace(
     `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
     has not ended after `limit_s` is given up (`UntraceableError`).
     """
-    undo = global_states()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(uncollected())  # a collection would free things at moments of its own
-            faked = stack.enter_context(Faked.of(workload, device=rules.device))
-            stack.enter_context(rules.active())
-            stack.enter_context(eagerly())
-            stack.enter_context(_told_once())
-            for change in changes:
-                stack.enter_context(change(workload, faked))
-            recorder = Recorder(
-                faked,
-                rules,
-                outside=_run.__code__,
-                limit_s=limit_s,
-                counts_host=workload.kind == "step",
-            )
-            stack.enter_context(recorder.in_place.active(rules.autograd_key))
-            stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
-            stack.callback(recorder.put_back_written)
-            stack.enter_context(not_called_a_trace(recorder.knows))
-            stack.enter_context(saved_on_the_host())
-            stack.enter_context(flex_refused())
-            # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
-            jit: Any = torch.jit
-            stack.enter_context(jit.optimized_execution(False))
-            stack.enter_context(values_unread(recorder.knows, recorder.refused))
-            # What its variables keep is still there when the trace is taken: no step has let go of it.
-            stack.enter_context(loop.running(most_passes=loop.PASSES))
-            with recorder.watching():
-                for _ in range(steps):
-                    _run(workload, size, recorder)
-                    recorder.end_step()
-            try:
-                return recorder.trace(size)
-            except ShapeChangedError as error:
-                raise UntraceableError("generate", "", str(error)) from error
-    finally:
-        for _, put_back in undo:
-            put_back()
+    undo = UndoStack()
+    # Neither while state is replaced, nor in Python that is called by C++, where it would end the process.
+    with TraceInterrupts(_run.__code__, (*TORCH, *HERE), _PLAIN) as interrupts:
+        for name, again in global_states():
+            undo.push(name, again)
+        try:
+            return _traced(workload, size, rules, steps, changes, limit_s, interrupts)
+        finally:
+            undo.run()
+
+
+def _traced(
+    workload: Workload,
+    size: int,
+    rules: CudaRules,
+    steps: int,
+    changes: tuple[Any, ...],
+    limit_s: float | None,
+    interrupts: TraceInterrupts,
+) -> Trace:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(uncollected())  # a collection would free things at moments of its own
+        faked = stack.enter_context(Faked.of(workload, device=rules.device))
+        stack.enter_context(rules.active())
+        stack.enter_context(eagerly())
+        stack.enter_context(_told_once())
+        for change in changes:
+            stack.enter_context(change(workload, faked))
+        recorder = Recorder(
+            faked,
+            rules,
+            outside=_run.__code__,
+            check=interrupts.check,
+            limit_s=limit_s,
+            counts_host=workload.kind == "step",
+        )
+        stack.enter_context(recorder.in_place.active(rules.autograd_key))
+        stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
+        stack.callback(recorder.host_writes.restore)
+        stack.enter_context(not_called_a_trace(recorder.knows))
+        stack.enter_context(saved_on_the_host())
+        stack.enter_context(flex_refused())
+        # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
+        jit: Any = torch.jit
+        stack.enter_context(jit.optimized_execution(False))
+        stack.enter_context(values_unread(recorder.knows, recorder.refused))
+        # What its variables keep is still there when the trace is taken: no step has let go of it.
+        stack.enter_context(loop.running(most_passes=loop.PASSES))
+        with recorder.watching():
+            for _ in range(steps):
+                interrupts.check()
+                _run(workload, size, recorder)
+                recorder.end_step()
+        try:
+            return recorder.trace(size)
+        except ShapeChangedError as error:
+            raise UntraceableError("generate", "", str(error)) from error
 
 
 @contextlib.contextmanager
@@ -186,6 +208,8 @@ def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
     # Nothing has run, so that nobody knows whether the error would come without fakes, unless it names them.
     fakes = in_torch and isinstance(error, RuntimeError)
     fakes = fakes and any(word in str(error).lower() for word in _ABOUT_FAKES)
+    # The device is named as the program will know it.
+    first = first.replace(str(recorder.rules.device), "cuda")
     why = f"{type(error).__name__}: {first.rstrip('.')}"
     return UntraceableError(operation, where, why, raised=not fakes)
 

@@ -15,19 +15,15 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
-import signal
 import statistics
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,6 +32,7 @@ from batchfit._decide.rounds import Mark, goes_round
 from batchfit._torch import loop, oom, phase
 from batchfit._torch.caching_memory import allocator_mark, largest_bytes
 from batchfit._torch.device import Device, tensors_in
+from batchfit._torch.interrupts import Interrupts
 from batchfit._torch.norms import needs_two_samples
 from batchfit._torch.snapshot import Snapshot
 from batchfit.errors import NothingRanError, SnapshotError
@@ -104,33 +101,34 @@ def run_trial(
     cut_off = True
     device.reset()
     before = device.alloc_retries()
-    try:
-        failure = _run_steps(
-            step,
-            size,
-            steps,
-            device,
-            parameters,
-            readings,
-            soak,
-            may_settle,
-            optimizers,
-            generates,
-            raise_ambiguous,
-        )
-        cut_off = failure is not None
-        peaks, largest = device.peaks(), largest_bytes(device)
-        retries = device.alloc_retries() - before
-    except BaseException as error:
-        raised = error
-        raise
-    finally:
-        with uninterrupted():
+    with Interrupts() as interrupts:
+        try:
+            with interrupts.opened():
+                failure = _run_steps(
+                    step,
+                    size,
+                    steps,
+                    device,
+                    parameters,
+                    readings,
+                    soak,
+                    may_settle,
+                    optimizers,
+                    generates,
+                    raise_ambiguous,
+                )
+            cut_off = failure is not None
+            peaks, largest = device.peaks(), largest_bytes(device)
+            retries = device.alloc_retries() - before
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
             phase.clear()
             # A dead context can put nothing back, and trying would hide the error.
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
                 put_back(snapshot, device, raised, cut_off=cut_off)
-        raised = None  # or this frame and its exception would keep each other alive
+            raised = None  # or this frame and its exception would keep each other alive
     settled_retries = 0
     if soak and not generates and not readings.settled and len(readings.retries_at) >= steps // 2:
         settled_retries = retries - (readings.retries_at[steps // 2 - 1] - before)
@@ -279,26 +277,3 @@ def _outcome(failure: _Failure | None) -> Outcome:
     if failure is None:
         return "fits"
     return "too_large" if failure.verdict == "too_large" else "oom"
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C until the block is done, then deliver it as it would have been."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread only
-        return
-    held: list[tuple[int, FrameType | None]] = []
-    previous = signal.getsignal(signal.SIGINT)
-    if previous is None or previous == signal.SIG_IGN:
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if held:
-            if callable(previous):
-                previous(*held[0])
-            else:
-                raise KeyboardInterrupt
