@@ -74,6 +74,7 @@ class OomProofTraining(Callback):
         *,
         weight: Callable[[Any], Any] | str | None = None,
         split: Callable[[Any, Any], Any] | None = None,
+        count: Callable[[Any], int] | None = None,
         lengths: str | Callable[[Any], Any] | None = None,
         pad_keys: Sequence[str | int] | None = None,
         pad_dim: int | None = None,
@@ -90,6 +91,7 @@ class OomProofTraining(Callback):
         options: dict[str, Any] = {
             "weight": weight,
             "split": split,
+            "count": count,
             "lengths": lengths,
             "pad_keys": pad_keys,
             "pad_dim": pad_dim,
