@@ -72,8 +72,8 @@ class Microbatcher:
             `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
             Evaluated where the batch is, before anything moves: keep batches on the host, or each batch waits
             for the device once. Default: its samples.
-        split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. Its first
-            microbatches are checked: together they are the batch.
+        split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. The
+            first ones are checked: together they are the batch.
         count: `count(batch) -> number of samples`, where a batch can be read in two ways (an error names
             them), and for `split` where trial cuts do not say it. With `split` also called for microbatches.
         lengths: for padded batches: the name of a part (a mask such as "attention_mask", or the lengths), or

@@ -95,10 +95,12 @@ class Whole:
         self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
     @classmethod
-    def of(cls, batch: Any, *, cutter: Cutter | None = None, mode: str = "") -> Whole:
-        """Look at a batch; a `ValueError` names parts that disagree. `cutter`: what is known of such batches."""
+    def of(
+        cls, batch: Any, *, cutter: Cutter | None = None, mode: str = "", told: int | None = None
+    ) -> Whole:
+        """Look at a batch; a `ValueError` names parts that disagree. `cutter`: of its Microbatcher."""
         cutter = Cutter() if cutter is None else cutter
-        return cls(batch, cutter.look(batch), cutter, mode)
+        return cls(batch, cutter.look(batch, told), cutter, mode)
 
     @property
     def can_take(self) -> bool:

@@ -26,7 +26,8 @@ from batchfit._torch.structure import children, holds_rows, is_sequence, rows_of
 Count = Callable[[Any], int]
 
 _CHOOSE = (
-    "Pass count=, a callable that takes the batch and returns its number of samples, or pass parts as a dict"
+    "Pass count=, a callable that takes the batch and returns its number of samples (count=len where the "
+    "items of the batch are the samples), or pass parts as a dict"
 )
 
 
@@ -63,9 +64,9 @@ class Reader:
         self._choose = choose
         self._known: dict[object, Roles] = {}
 
-    def look(self, batch: Any) -> Look:
+    def look(self, batch: Any, told: int | None = None) -> Look:
         """The number of samples, the lists of samples and the tensors; an error names what disagrees."""
-        told = None if self._count is None else counted(self._count, batch)
+        told = told if self._count is None else counted(self._count, batch)
         look = _walked(batch, {})
         if look is None or not look.agrees:  # there are lists to decide about
             key = signature(batch)
@@ -94,9 +95,9 @@ class Reader:
         chosen = tries[0] if len(tries) == 1 else settled(tries)
         if chosen is None:
             raise AmbiguousBatchError(two_readings(tries, self._choose))
-        doubt = chosen.doubt(is_told=told is not None)
+        doubt = chosen.doubt(self._choose, is_told=told is not None)
         if doubt is not None:
-            raise AmbiguousBatchError(f"{doubt}. {self._choose}")
+            raise AmbiguousBatchError(doubt)
         return chosen.roles
 
 

@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -145,27 +145,35 @@ class Try:
     def _decide_plain(self) -> None:
         """Lists without tensors have one item per sample where they have as many."""
         beside = {found.parent for found in self.lists}
-        for path, parent, node in self.plain:
-            kind: Literal["samples", "common"] = "common"
-            if len(node) == self.count:
-                texts = all(isinstance(one, str) for one in node)
-                is_column = parent in beside and path.endswith(tuple(f"[{i}]" for i in range(_FEW)))
-                if isinstance(node, list) or texts or parent in beside or not _is_common(node):
-                    kind = "samples"
-                    column = is_column and self.count > _TUPLE_LIKE  # not a size, or a mean of channels
-                    self.supported |= texts or column or not _is_common(node)
-                holds_values = any(isinstance(one, torch.Tensor) for one in node)
-                if holds_values and parent not in beside:  # 0-dim tensors: one per sample, or all for each
-                    self.both.append(_Found(path, parent, node))
-            self.roles[path] = Role(kind, len(node))
+        for found in self.plain:
+            self._decide_list(found, beside)
 
-    def doubt(self, *, is_told: bool) -> str | None:
+    def _decide_list(self, found: _Found, beside: Set[str]) -> None:
+        path, parent, node = found
+        has_values = any(isinstance(one, torch.Tensor) for one in node)
+        is_common, is_text = _is_common(node), all(isinstance(one, str) for one in node)
+        if len(node) == self.count and (
+            isinstance(node, list) or is_text or parent in beside or not is_common
+        ):
+            self.roles[path] = Role("samples", len(node))
+            is_column = parent in beside and path.endswith(tuple(f"[{i}]" for i in range(_FEW)))
+            # Not numbers alone: they may be a size, or the mean of each channel.
+            self.supported |= is_text or not is_common or (is_column and self.count > _TUPLE_LIKE)
+            if has_values and parent not in beside:  # 0-dim tensors: one per sample, or all for each
+                self.both.append(found)
+            return
+        self.roles[path] = Role("common" if children(node) is None else "parts", len(node))
+        for inside in _sequences_in(node, path):
+            self._decide_list(inside, beside)
+
+    def doubt(self, choose: str, *, is_told: bool) -> str | None:
         """Why this reading, the only one that is left, is not certain."""
         if self.both and not (is_told and self._is_plain):
             path, _, node = self.both[0]
             return (
                 f"{path} can be read in two ways: its {len(node)} items are parts with a row for each of "
-                f"{self.count} samples, or they are the {self.count} samples"
+                f"{self.count} samples, or they are the {self.count} samples. Pass parts as a dict or a "
+                "named tuple, and samples as one tensor, or with split= and count="
             )
         if is_told or not self.lists or self.rows or self.supported or self.count > _FEW:
             return None
@@ -176,9 +184,18 @@ class Try:
         path, _, node = self.lists[0]
         rows = ", ".join(str(one[0]) if one else "no" for one in _rows_of_each([node]))
         return (
-            f"{path} can be read in two ways: its {len(node)} items are {len(node)} samples, or parts or tasks "
-            f"of {rows} samples, which could not be cut together"
+            f"{path} can be read in two ways: its {len(node)} items are {len(node)} samples, or parts "
+            f"(tasks) of {rows} samples, which cannot be cut together. {choose}"
         )
+
+
+def _sequences_in(node: Any, path: str) -> Iterator[_Found]:
+    """The outermost lists and tuples in a container."""
+    for label, value in children(node) or ():
+        if is_sequence(value):
+            yield _Found(path + label, path, value)
+        else:
+            yield from _sequences_in(value, path + label)
 
 
 def _may_be_batch(node: Any) -> bool:

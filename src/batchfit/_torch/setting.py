@@ -27,6 +27,7 @@ from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import attention_without_plans
 from batchfit._torch.ragged_padding import Lengths
+from batchfit._torch.reading import AmbiguousBatchError
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import generators_of, is_compiled
@@ -98,7 +99,7 @@ class Setting:
         whole = None
         joins = self.sync.joins_empty and (kind != "map" or self.sync.in_step)
         if batch is not None or not joins:
-            whole = self._whole(batch, kind)
+            whole = self._whole(batch, kind, self._lengths if lengths is None else lengths)
             if whole.length == 0 and not joins:
                 raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
@@ -124,10 +125,16 @@ class Setting:
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
         return Opened(call, leaves, shared, tables, modules)
 
-    def _whole(self, batch: Any, kind: str) -> Whole:
+    def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Whole:
         look = partial(Whole.of, batch, cutter=self._cutter, mode=self.mode(kind))
         if self._cutter.split is None:
-            return look()
+            try:
+                return look()
+            except AmbiguousBatchError:
+                if lengths is None or isinstance(lengths, str):
+                    raise
+                # As many samples as there are lengths.
+                return look(told=len(lengths(batch) if callable(lengths) else lengths))
         # A trial cut may need memory.
         note = "batchfit: raised while the samples of a batch were counted by what split returns"
         return twice(look, device=self.device, note=note)

@@ -18,7 +18,15 @@ import torch
 
 from batchfit._torch.oom import is_oom
 from batchfit._torch.reading import Count, Look, Reader, counted
-from batchfit._torch.structure import children, is_array, is_sequence, is_table, rows_of, signature
+from batchfit._torch.structure import (
+    children,
+    is_array,
+    is_block_mask,
+    is_sequence,
+    is_table,
+    rows_of,
+    signature,
+)
 from batchfit.errors import BatchfitError
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -44,10 +52,10 @@ class Cutter:
         self._rules: dict[object, _Rule] = {}
         self._checked: set[object] = set()
 
-    def look(self, batch: Any) -> Look:
-        """The number of samples of a batch, and its tensors."""
+    def look(self, batch: Any, told: int | None = None) -> Look:
+        """The number of samples of a batch, and its tensors; `told`: how many samples it is known to have."""
         if self.split is None:
-            return self._reader.look(batch)
+            return self._reader.look(batch, told)
         look = Look()
         look.leaves.extend((path, node) for path, node in _nodes(batch) if isinstance(node, torch.Tensor))
         look.rows.append(("batch", self._length(batch)))
@@ -247,7 +255,7 @@ def _check_tensors(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> No
         # Sums do not depend on the order: a `split` may sort its samples.
         if dim is not None and not _same_sums(node, same, dim):
             raise ValueError(
-                f"split must return each sample once, and the microbatches' {path} together is not the batch's"
+                f"split must return each sample once, and {path} of all microbatches is not that of the batch"
             )
 
 
@@ -269,9 +277,9 @@ def _check_rows(node: Any, pieces: Sequence[Any], sizes: Sequence[int], samples:
     rows = len(node) if path in samples else rows_of(node)
     if rows is not None:
         found = [len(piece) if path in samples else rows_of(piece) for piece in pieces]
-        if isinstance(node, torch.Tensor) or is_array(node) or is_table(node) or path in samples:
-            if rows != sum(sizes) or found != list(sizes):
-                raise BatchfitError(f"{path} of {rows} samples was cut into {found}, not {list(sizes)}")
+        is_mask = is_block_mask(node)  # its tables may be shared
+        if not is_mask and (rows != sum(sizes) or found != list(sizes)):
+            raise BatchfitError(f"{path} of {rows} samples was cut into {found}, not {list(sizes)}")
         return
     tables = [children(piece) or [] for piece in pieces]
     for i, (label, value) in enumerate(children(node) or []):
