@@ -91,6 +91,7 @@ class Try:
         self.supported = False  # a list without tensors has as many items
         self.is_consistent = self._visit(batch, "batch", "")
         if self.is_consistent:
+            self._decide_beside()
             self._decide_plain()
 
     def _visit(self, node: Any, path: str, parent: str) -> bool:
@@ -142,6 +143,17 @@ class Try:
             self.both.append(_Found(path, "", node))
         return True
 
+    def _decide_beside(self) -> None:
+        """What stands beside a list of samples, with as many items, holds samples too: images and targets."""
+        beside = {found.parent for found in self.lists}
+        for found in [one for one in self.both if one.parent in beside]:
+            self.roles[found.path] = Role("samples", len(found.node))
+            self.lists.append(found)
+            within = f"{found.path}["
+            self.both = [one for one in self.both if not f"{one.path}[".startswith(within)]
+            self.plain = [one for one in self.plain if not one.path.startswith(within)]
+            self.rows = [path for path in self.rows if not path.startswith(within)]
+
     def _decide_plain(self) -> None:
         """Lists without tensors have one item per sample where they have as many."""
         beside = {found.parent for found in self.lists}
@@ -179,8 +191,8 @@ class Try:
             return None
         if self._is_plain and not any(_may_be_batch(item) for found in self.lists for item in found.node):
             return None
-        if any(len(set(rows)) > 1 for rows in _rows_of_each([found.node for found in self.lists])):
-            return None  # what an item holds is no batch
+        if _are_no_batches([found.node for found in self.lists]):
+            return None
         path, _, node = self.lists[0]
         rows = ", ".join(str(one[0]) if one else "no" for one in _rows_of_each([node]))
         return (
@@ -205,6 +217,18 @@ def _may_be_batch(node: Any) -> bool:
     return any(_may_be_batch(value) for _, value in children(node) or ())
 
 
+def _are_no_batches(lists: Sequence[Any]) -> bool:
+    """Whether the items of these lists cannot be batches of their own, nor can the lists."""
+    each = [_rows_of_each([node]) for node in lists]
+    if any(len(set(rows)) > 1 for items in each for rows in items):
+        return True
+    if all(len(set(rows)) <= 1 for rows in _rows_of_each(lists)):
+        return False
+    # Images and targets, say; `((x, y), (x, y))` may be two tasks.
+    are_columns = len({isinstance(node[0], torch.Tensor) for node in lists}) > 1
+    return are_columns or any(len({rows for item in items for rows in item}) > 1 for items in each)
+
+
 def _rows_of_each(lists: Sequence[Any]) -> list[list[int]]:
     """For each sample, the rows of what it holds in all lists."""
 
@@ -220,8 +244,8 @@ def _rows_of_each(lists: Sequence[Any]) -> list[list[int]]:
 
 
 def _are_parts(node: Any) -> bool:
-    """Tensors of several kinds are no samples."""
-    return all(isinstance(item, torch.Tensor) for item in node) and not _are_alike(node)
+    """Tensors of several kinds, or beside anything else, are no samples."""
+    return any(isinstance(item, torch.Tensor) for item in node) and not _are_alike(node)
 
 
 def _are_alike(node: Any) -> bool:
@@ -240,7 +264,7 @@ def _is_common(node: Any) -> bool:
 def settled(tries: Sequence[Try]) -> Try | None:
     """Which of several readings is certain."""
     # Samples are alike; the parts of a batch mostly are not.
-    alike = [one for one in tries if all(_are_alike(found.node) for found in one.lists)]
+    alike = [one for one in tries if one.both or all(_are_alike(found.node) for found in one.lists)]
     if len(alike) == 1:
         return alike[0]
     # Text or labels with one item per sample.
