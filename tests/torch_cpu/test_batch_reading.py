@@ -501,3 +501,65 @@ def test_children_of_a_reading_are_new_containers() -> None:
     Microbatcher(model, microbatch_size=4).backward(fn, batch)
     assert len(children(batch[0]) or ()) == 2
     assert batch[1] == {"a": [1, 2]}
+
+
+# --- what map cannot join
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize("size", [8, 3, 1])
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (lambda x: x.mean(), ValueError),
+        (lambda x: x.mean(0), ValueError),  # 2 rows for 8 samples
+        (lambda x: x.mean(0, keepdim=True), ValueError),
+        (lambda x: x.mean().item(), TypeError),
+        (lambda x: {"right": int((x > 0).sum())}, TypeError),
+        (lambda x: (x, x.sum()), ValueError),
+        (lambda x: x.T @ x, ValueError),  # a matrix of the features
+        (lambda x: {"x": x, "cache": Opaque()}, TypeError),
+        (lambda x: [x.mean()], ValueError),
+        (lambda x: x[x[:, 0] > 9], ValueError),  # none
+    ],
+)
+def test_map_refuses_a_value_of_the_batch_whether_it_is_cut_or_not(
+    output: Any, error: type[Exception], size: int
+) -> None:
+    x = torch.arange(16.0).view(8, 2) - 8
+    if size == 1 and error is ValueError and output(x[:1]).__class__ is torch.Tensor and output(x[:1]).dim():
+        return  # one row for one sample, or two for each: nothing tells it from values of the sample
+    if size == 1 and isinstance(output(x), list):
+        return
+    with pytest.raises(error, match=r"one (row|item) per sample"):
+        Microbatcher(Weights(), microbatch_size=size).map(output, x)
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_map_joins_what_has_rows_for_each_sample(size: int) -> None:
+    x = torch.arange(16.0).view(8, 2)
+    mb = Microbatcher(Weights(), microbatch_size=size)
+    assert torch.equal(mb.map(lambda x: x * 2, x), x * 2)
+    assert torch.equal(mb.map(lambda x: x.repeat_interleave(3, 0), x), x.repeat_interleave(3, 0))  # beams
+    found = mb.map(lambda x: {"rows": list(x), "name": "a", "none": None, "flag": True}, x)
+    assert [row.tolist() for row in found["rows"]] == x.tolist()
+    assert (found["name"], found["none"], found["flag"]) == ("a", None, True)
+
+
+def test_a_list_of_outputs_that_can_be_read_in_two_ways_is_refused() -> None:
+    x = torch.arange(8.0).view(4, 2)
+    mb = Microbatcher(Weights(), microbatch_size=2)
+    with pytest.raises(ValueError, match=TWO_WAYS):
+        mb.map(lambda x: [x, x + 1], x)
+    assert len(mb.map(lambda x: (x, x + 1), x)) == 2
+
+
+@pytest.mark.parametrize("size", [6, 2])
+def test_encode_must_return_rows_whether_the_batch_is_cut_or_not(size: int) -> None:
+    model = nn.Linear(2, 3)
+    mb = Microbatcher(model, microbatch_size=size)
+    with pytest.raises(ValueError, match="encode's output must have one row per sample"):
+        mb.backward_cached(lambda x: model(x).mean(), lambda z: z.square(), torch.randn(6, 2))

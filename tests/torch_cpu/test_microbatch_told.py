@@ -236,7 +236,7 @@ def test_the_last_batch_of_views_may_have_fewer_rows_than_there_are_views() -> N
     fn = lambda micro: sum(model(view).mean() for view in micro)  # noqa: E731
     for rows in (8, 1):
         assert mb.backward(fn, images(3, rows=rows)).microbatch_sizes == (rows,)
-    with pytest.raises(ValueError, match="can be read in two ways: 1 samples, .* or 3 samples"):
+    with pytest.raises(ValueError, match=r"can be read in two ways: 1 samples, .* or 3 samples"):
         Microbatcher(model).backward(fn, images(3, rows=1))
 
 

@@ -28,7 +28,15 @@ from batchfit._decide.pack import Pack
 from batchfit._decide.split import Piece, Shape, pieces
 from batchfit._torch.ragged import Trimmer, renewed, restored
 from batchfit._torch.reading import Look
-from batchfit._torch.structure import children, is_array, is_block_mask, is_sequence, is_table, rebuilt
+from batchfit._torch.structure import (
+    children,
+    is_array,
+    is_block_mask,
+    is_sequence,
+    is_table,
+    rebuilt,
+    rows_of,
+)
 from batchfit._torch.users_split import Cutter
 
 # What is the same for all samples.
@@ -145,10 +153,15 @@ class Whole:
         """Microbatches of those sizes, in the batch's order."""
         return self.micros(pieces(tuple(sizes)))
 
-    def joined(self, outputs: Sequence[Any], plan: Sequence[Piece], path: str = "output") -> Any:
-        """What the microbatches of a plan returned, as the whole batch would have returned it."""
+    def joined(
+        self, outputs: Sequence[Any], plan: Sequence[Piece], path: str = "output", *, is_ours: bool = False
+    ) -> Any:
+        """What the microbatches of a plan returned, as the whole batch would have returned it.
+
+        `is_ours`: it goes to a function that gets all of it, so that rows need not be those of samples.
+        """
         if self.trimmer is None:
-            return joined(outputs, [piece.size for piece in plan], path)
+            return joined(outputs, [piece.size for piece in plan], path, is_ours=is_ours)
         packs = [Pack(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
         width, side = self.trimmer.padded_length, self.trimmer.padding_side
         return restored(outputs, packs, padded_length=width, padding_side=side, path=path)
@@ -222,28 +235,35 @@ def _tensor_rows(tensor: torch.Tensor, samples: slice | Sequence[int]) -> torch.
         ) from None
 
 
-def joined(outputs: Sequence[Any], counts: Sequence[int], path: str = "output") -> Any:
-    """What microbatches of `counts` samples returned, as the whole batch would have returned it."""
+def joined(
+    outputs: Sequence[Any], counts: Sequence[int], path: str = "output", *, is_ours: bool = False
+) -> Any:
+    """What microbatches of `counts` samples returned, as the whole batch would have returned it.
+
+    What could not be joined is refused for one microbatch too, or it would fail when a batch is first cut.
+    """
     first = outputs[0]
     if any(type(one) is not type(first) for one in outputs):
         kinds = ", ".join(sorted({type(one).__name__ for one in outputs}))
         raise TypeError(f"{path} must have one type in all microbatches, not {kinds}")
     if isinstance(first, torch.Tensor):
-        _check_rows(outputs, counts, path)
+        _check_rows(outputs, counts, path, is_ours=is_ours)
         return _joined_tensors(outputs, path)
     if is_array(first):
-        _check_rows(outputs, counts, path)
+        _check_rows(outputs, counts, path, is_ours=is_ours)
         numpy: Any = sys.modules["numpy"]
         return numpy.concatenate(outputs)
     if is_table(first):
         return torch.cat(list(outputs))
     if isinstance(first, list):
-        return _joined_lists(outputs, counts, path)
+        return _joined_lists(outputs, counts, path, is_ours=is_ours)
     items = children(first)
     if items is None:
+        if not is_ours:
+            _check_same_for_all(first, path)
         if any(_differs(one, first) for one in outputs):
             raise TypeError(
-                f"{path} must be tensors, lists with one item a sample, or the same in all microbatches, "
+                f"{path} must be tensors, lists with one item per sample, or the same in all microbatches, "
                 f"not {type(first).__name__} values that differ"
             )
         return first
@@ -253,7 +273,7 @@ def joined(outputs: Sequence[Any], counts: Sequence[int], path: str = "output") 
     return rebuilt(
         first,
         [
-            joined([table[i][1] for table in tables], counts, path + label)
+            joined([table[i][1] for table in tables], counts, path + label, is_ours=is_ours)
             for i, (label, _) in enumerate(items)
         ],
     )
@@ -266,29 +286,44 @@ def _differs(one: Any, other: Any) -> bool:
         return True
 
 
-def _check_rows(outputs: Sequence[Any], counts: Sequence[int], path: str) -> None:
-    """Refuse one value a microbatch. Other numbers of rows than samples may be meant: beams, boxes."""
-    if len(outputs) == 1:
-        return
+def _check_same_for_all(value: Any, path: str) -> None:
+    """Refuse what a batch has one of, and microbatches one each: a mean, a count, an object."""
+    is_number = isinstance(value, numbers.Number) and not isinstance(value, bool)
+    if is_number or (not isinstance(value, _COMMON) and type(value).__module__ != "numpy"):
+        what = f"the number {value!r:.80}" if is_number else f"a {type(value).__name__}"
+        raise TypeError(
+            f"{path} must be tensors or lists with one item per sample, not {what}, which cannot be joined "
+            "from microbatches. Return one value per sample, or leave it out"
+        )
+
+
+def _check_rows(outputs: Sequence[Any], counts: Sequence[int], path: str, *, is_ours: bool) -> None:
+    """Refuse what is no row per sample, nor as many rows for each (beams)."""
+    rows = [rows_of(one) or 0 for one in outputs]
     if outputs[0].ndim == 0:
         found = "be a 0-dim tensor"
-    elif (
-        max(counts) > 1
-        and not getattr(outputs[0], "is_nested", False)
-        and all(one.shape[0] == 1 for one in outputs)
-    ):
+    elif max(counts) > 1 and rows == [1] * len(rows):
         found = f"one for all {max(counts)} of a microbatch"
-    else:
+    elif is_ours or rows == [rows[0] // counts[0] * count for count in counts] != [0] * len(rows):
         return
+    else:
+        found = f"{rows} rows for {list(counts)} samples"
     raise ValueError(
-        f"{path} must have one row a sample, not {found}: a value of the whole batch cannot be put together "
-        "from microbatches. Return one value a sample (reduction='none')"
+        f"{path} must have one row per sample, not {found}: a value of the whole batch cannot be joined "
+        "from microbatches. Return one value per sample (reduction='none'), or a list of them"
     )
 
 
+def check_one(output: Any, count: int, path: str) -> None:
+    """Refuse one value for all samples in what one microbatch returned, as `joined` would for several."""
+    if isinstance(output, torch.Tensor) or is_array(output):
+        _check_rows([output], [count], path, is_ours=True)
+        return
+    for label, value in children(output) or ():
+        check_one(value, count, path + label)
+
+
 def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
-    if outputs[0].dim() == 0:
-        return outputs[0]  # type: ignore[no-any-return]
     if outputs[0].is_nested:
         return torch.nested.as_nested_tensor(
             [row for one in outputs for row in one.unbind()], layout=outputs[0].layout
@@ -301,11 +336,17 @@ def _joined_tensors(outputs: Sequence[Any], path: str) -> torch.Tensor:
             raise
         raise ValueError(
             f"{path} must have rows of one shape in all microbatches, not {sorted(shapes)}: pad them in fn, "
-            "or return a list with one item a sample"
+            "or return a list with one item per sample"
         ) from None
 
 
-def _joined_lists(outputs: Sequence[Any], counts: Sequence[int], path: str) -> list[Any]:
+def _are_samples_too(outputs: Sequence[Any], counts: Sequence[int]) -> bool:
+    """Whether lists of tensors have as many items as samples, all of one kind."""
+    kinds = {(item.dtype, item.shape[1:]) for one in outputs for item in one}
+    return len(kinds) == 1 and all(len(one) == count for one, count in zip(outputs, counts, strict=True))
+
+
+def _joined_lists(outputs: Sequence[Any], counts: Sequence[int], path: str, *, is_ours: bool) -> list[Any]:
     def is_container(one: list[Any], count: int) -> bool:
         return bool(one) and all(
             isinstance(item, torch.Tensor) and item.dim() > 0 and item.size(0) == count for item in one
@@ -314,8 +355,13 @@ def _joined_lists(outputs: Sequence[Any], counts: Sequence[int], path: str) -> l
     containers = all(is_container(one, count) for one, count in zip(outputs, counts, strict=True))
     if containers and len({len(one) for one in outputs}) == 1:
         columns = zip(*outputs, strict=True)
-        return [joined(column, counts, f"{path}[{i}]") for i, column in enumerate(columns)]
+        if len(outputs) > 1 and _are_samples_too(outputs, counts):
+            raise ValueError(
+                f"{path} can be read in two ways: a list of {len(outputs[0])} parts with one row per sample, "
+                "or of samples. Return parts in a tuple or a dict, and samples as one tensor"
+            )
+        return [joined(column, counts, f"{path}[{i}]", is_ours=is_ours) for i, column in enumerate(columns)]
     if all(len(one) == count for one, count in zip(outputs, counts, strict=True)):
         return [item for one in outputs for item in one]
     lengths = [len(one) for one in outputs]
-    raise ValueError(f"{path} must be a list with one item a sample ({list(counts)}), not of {lengths}")
+    raise ValueError(f"{path} must be a list with one item per sample ({list(counts)}), not of {lengths}")

@@ -116,7 +116,7 @@ class OomProofTraining(Callback):
         self._learned: Mapping[str, Any] | None = None
         self._largest = 0  # microbatch of the last batch
         self._shown = Shown()
-        self._failed = self._is_paused = False
+        self._failed = self._is_paused = self._is_tasks = False
         self._records: list[_Record] = []
         self._metrics: list[nn.Module] = []
         self._saved: Any = None  # states of the metrics when the batch began
@@ -221,11 +221,14 @@ class OomProofTraining(Callback):
         if zero_grad is not None:
             zero_grad()
         self._kwargs, self._records, self._failed = kwargs, [], False
+        batch = kwargs["batch"]
+        self._is_tasks = _is_tasks(trainer, batch) and self._options["split"] is None
         self._saved = saved_metrics(self._metrics)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         try:
             with self._recording() as results:
-                report = microbatcher.backward(self._micro, kwargs["batch"], scaler=scaler)
+                whole = tuple(batch) if self._is_tasks else batch  # a list could be one of samples
+                report = microbatcher.backward(self._micro, whole, scaler=scaler)
             records = self._records[-len(report.microbatch_sizes) :]
         finally:
             self._kwargs, self._records, self._saved = {}, [], None
@@ -268,6 +271,7 @@ class OomProofTraining(Callback):
 
     def _step_of(self, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """The module's own step: its loss, and what it returns beside it."""
+        micro = list(micro) if self._is_tasks else micro
         output = call_step(self._trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
         found = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = found.pop("loss", None)
@@ -330,6 +334,13 @@ class _Recorder:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._results, name)
+
+
+def _is_tasks(trainer: Any, batch: Any) -> bool:
+    """A list with one batch of each of several loaders."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = () if combined is None else combined.iterables
+    return type(batch) is list and isinstance(loaders, list) and len(loaders) == len(batch) > 1
 
 
 def _weight_of(weight: Callable[[Any], Any] | str, micro: Any) -> Any:
