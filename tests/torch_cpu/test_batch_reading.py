@@ -157,6 +157,7 @@ def test_most_structures_of_default_collate_are_cut_and_all_others_refused() -> 
 @pytest.mark.parametrize(
     "batch",
     [
+        [torch.randn(9, 3, 4, 4)],  # TensorDataset of inputs alone
         [torch.randn(9, 16), torch.randn(9, 1)],  # TensorDataset of a regression
         [torch.randn(9, 3), torch.randn(9, 3), torch.randn(9, 3)],  # anchor, positive, negative
         [[torch.randn(9, 2), torch.randn(9, 2)], [torch.randn(9), torch.randn(9)]],

@@ -19,7 +19,7 @@ from batchfit._torch.structure import children, holds_rows, is_sequence, rows_of
 
 # Lists of more parts are hardly ever made; nor are so many tasks trained at once.
 _FEW = 8
-# `[input, target]` and `[anchor, positive, negative]`.
+# `[input]`, `[input, target]` and `[anchor, positive, negative]`.
 _TUPLE_LIKE = 3
 _CHANNELS = 4
 
@@ -283,10 +283,10 @@ def settled(tries: Sequence[Try]) -> Try | None:
 
 
 def _is_tuple_like(node: Any, rows: int) -> bool:
-    """Two or three tensors, or lists of them, whose rows are hardly channels: `[inputs, targets]`."""
+    """One to three tensors, or lists of them, whose rows are hardly channels: `[inputs, targets]`."""
     if rows == 0:
         return True
-    if not 1 < len(node) <= _TUPLE_LIKE or rows < len(node):
+    if len(node) > _TUPLE_LIKE or rows < len(node):
         return False
     if _are_texts(node[0]):
         return rows > _TUPLE_LIKE
