@@ -275,7 +275,8 @@ class Microbatcher:
             logits = mb.map(model, batch)
 
         The mode of the model is yours to set. Tensors are joined along their first dimension, in any
-        structure; lists have one item a sample; outputs stay where `fn` left them. After an out-of-memory
+        structure; lists have one item per sample; a value of the whole batch (a mean, a number) is an error,
+        also for a batch that is not cut; outputs stay where `fn` left them. After an out-of-memory
         only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.

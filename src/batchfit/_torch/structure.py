@@ -2,8 +2,9 @@
 
 Rules: dicts, tuples, named tuples, lists, dataclasses and mappings with `.data` (Hugging Face's
 BatchEncoding) are containers, and come back as their own kind; anything else is one opaque leaf and is
-left alone; a container in which nothing changed is the same object. A list that holds tensors directly
-is a container, as `default_collate` makes it (`[inputs, labels]`); any other list has one item a sample.
+left alone; a container in which nothing changed is the same object. Whether a list holds parts or samples
+is for `reading` to say; where that is not certain, a list that holds tensors directly is a container, as
+`default_collate` makes it (`[inputs, labels]`), and any other list has one item per sample.
 """
 
 from __future__ import annotations
