@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 
 from batchfit import Microbatcher
 from batchfit._torch.structure import children, leaves
+from batchfit.errors import BatchfitError
 
 Point = namedtuple("Point", ["x", "y"])
 TWO_WAYS = "can be read in two ways"
@@ -564,3 +565,26 @@ def test_encode_must_return_rows_whether_the_batch_is_cut_or_not(size: int) -> N
     mb = Microbatcher(model, microbatch_size=size)
     with pytest.raises(ValueError, match="encode's output must have one row per sample"):
         mb.backward_cached(lambda x: model(x).mean(), lambda z: z.square(), torch.randn(6, 2))
+
+
+class Unsliced:
+    """A table of rows that gives all of itself for any of them."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.batch_size = rows, rows.shape[:1]
+
+    def __getitem__(self, rows: Any) -> Unsliced:
+        return self
+
+
+def test_the_first_cut_of_a_structure_is_checked() -> None:
+    model = Weights()
+    ran: list[Any] = []
+    mb = Microbatcher(model, microbatch_size=2)
+    with pytest.raises(
+        BatchfitError, match=r"batch\['x'\] of 5 samples was cut into \[5, 5, 5\], not \[2, 2, 1\]"
+    ):
+        mb.backward(
+            lambda micro: ran.append(micro) or model.of_rows(micro["x"].rows), {"x": Unsliced(torch.ones(5))}
+        )
+    assert not ran

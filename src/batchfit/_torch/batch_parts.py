@@ -91,7 +91,7 @@ class Whole:
     [3, 2]
     """
 
-    __slots__ = ("_cutter", "batch", "leaves", "length", "samples", "shape", "trimmer")
+    __slots__ = ("_cutter", "_key", "batch", "leaves", "length", "samples", "shape", "trimmer")
 
     def __init__(self, batch: Any, look: Look, cutter: Cutter, mode: str) -> None:
         self.batch = batch
@@ -99,6 +99,7 @@ class Whole:
         self.leaves = look.leaves
         self.samples: Set[str] = look.samples  # lists and tuples with one item per sample
         self._cutter = cutter
+        self._key = look.key
         self.shape = _shape(look.leaves, look.length, mode)
         self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
@@ -146,7 +147,8 @@ class Whole:
             return [self.trimmer.take(piece.samples, piece.length) for piece in plan]  # type: ignore[arg-type]
         parts = [_taken(self.batch, piece.samples, self) for piece in plan]
         if len(plan) > 1 and not done:
-            self._cutter.check(self.batch, parts, [piece.size for piece in plan], self.samples)
+            sizes = [piece.size for piece in plan]
+            self._cutter.check(self.batch, parts, sizes, self.samples, self._key)
         return parts
 
     def cut(self, sizes: Sequence[int]) -> list[Any]:

@@ -39,12 +39,13 @@ class AmbiguousBatchError(ValueError):
 class Look:
     """A batch as it was read."""
 
-    __slots__ = ("leaves", "rows", "samples")
+    __slots__ = ("key", "leaves", "rows", "samples")
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, int]] = []  # what has a number of samples
         self.samples: set[str] = set()  # lists and tuples with one item per sample
         self.leaves: list[tuple[str, torch.Tensor]] = []  # `path[]` for a tensor of a sample
+        self.key: object = None  # the signature, where it was needed
 
     @property
     def length(self) -> int:
@@ -75,6 +76,7 @@ class Reader:
                 roles = self._known[key] = self._decided(batch, told)
                 look = _walked(batch, roles)
                 assert look is not None
+            look.key = key
         if told is not None and look.length != told:
             raise ValueError(
                 f"count must return the number of samples, not {told}: {look.rows[0][0]} has {look.length} "

@@ -71,9 +71,11 @@ class Cutter:
             self._checked.add(key)
         return parts
 
-    def check(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int], samples: Set[str]) -> None:
-        """Once for each structure: these microbatches, cut by rows, are the batch."""
-        key = signature(batch)
+    def check(
+        self, batch: Any, parts: Sequence[Any], sizes: Sequence[int], samples: Set[str], key: object = None
+    ) -> None:
+        """Once for each structure: these microbatches, cut by rows, are the batch. `key`: its signature."""
+        key = signature(batch) if key is None else key
         if key not in self._checked:
             _check_rows(batch, parts, sizes, samples, "batch")
             self._checked.add(key)
