@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
 from batchfit import Microbatcher
+from batchfit._torch.bottlenecks import batch_samples
 from batchfit._torch.structure import children, leaves
 from batchfit.errors import BatchfitError
 
@@ -588,3 +589,10 @@ def test_the_first_cut_of_a_structure_is_checked() -> None:
             lambda micro: ran.append(micro) or model.of_rows(micro["x"].rows), {"x": Unsliced(torch.ones(5))}
         )
     assert not ran
+
+
+def test_a_loaders_batches_are_counted_by_their_samples() -> None:
+    x, y = torch.randn(9, 2), torch.arange(9)
+    for batch in ((x, y), [[x, y], [y, x]], [{"x": x}, y], x):
+        assert batch_samples(batch) == 9
+    assert batch_samples(detection([1, 2, 0, 3], lambda index: (3, 4, 4))) == 4
