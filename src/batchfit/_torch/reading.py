@@ -105,9 +105,9 @@ class Reader:
 
 def counted(count: Count, batch: Any) -> int:
     """What the user's `count` says about a batch."""
-    found = count(batch)
+    found: Any = count(batch)
     if isinstance(found, torch.Tensor) and found.numel() == 1:
-        found = found.item()  # type: ignore[assignment]
+        found = found.item()
     if isinstance(found, bool) or not isinstance(found, int) or found < 0:
         raise TypeError(f"count must return a number of samples, not {found!r:.80}")
     return found
