@@ -25,12 +25,13 @@ from batchfit._decide.split import MicrobatchEvent, Piece
 from batchfit._decide.units import parse_bytes
 from batchfit._noise import GradientNoise
 from batchfit._torch.batch_map import map_batch
-from batchfit._torch.batch_parts import Split, Whole
+from batchfit._torch.batch_parts import Whole
 from batchfit._torch.batch_run import run_batch
 from batchfit._torch.device import Device, check_budget, resolve_device
 from batchfit._torch.lockstep import Sharded
 from batchfit._torch.packing import Packing
 from batchfit._torch.ragged_padding import Lengths
+from batchfit._torch.reading import Count
 from batchfit._torch.rewind import leaves_of
 from batchfit._torch.setting import AnyCall, Setting, Tables
 from batchfit._torch.shortage import owned_bytes
@@ -39,6 +40,7 @@ from batchfit._torch.splittable import check_models, check_options, check_ragged
 from batchfit._torch.stepping import step
 from batchfit._torch.sync import together
 from batchfit._torch.tries import Around, BackwardTry, CachedTry, Judgement, judge_loss, tensors_of
+from batchfit._torch.users_split import Cutter, Split
 from batchfit._torch.weighing import Weighing, Weight, checked_advice, warn_of_reduction
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
@@ -70,7 +72,10 @@ class Microbatcher:
             `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
             Evaluated where the batch is, before anything moves: keep batches on the host, or each batch waits
             for the device once. Default: its samples.
-        split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows.
+        split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. The
+            first ones are checked: together they are the batch.
+        count: `count(batch) -> number of samples`, where a batch can be read in two ways (an error names
+            them), and for `split` where trial cuts do not say it. With `split` also called for microbatches.
         lengths: for padded batches: the name of a part (a mask such as "attention_mask", or the lengths), or
             a callable that takes the batch. Samples of about one length then share a microbatch and are
             trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
@@ -103,6 +108,7 @@ class Microbatcher:
         *models: nn.Module | torch.Tensor,
         weight: Weight | None = None,
         split: Split | None = None,
+        count: Count | None = None,
         lengths: str | Callable[[Any], Any] | None = None,
         pad_keys: Sequence[str | int] | None = None,
         pad_dim: int | None = None,
@@ -120,7 +126,7 @@ class Microbatcher:
         advice: Mapping[str, str] | None = None,
     ) -> None:
         check_models(models)
-        check_options(weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
+        check_options(weight, split, count, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
         check_ragged(lengths, split, pad_keys, pad_dim, padding_side)
         if noise is not None and not isinstance(noise, GradientNoise):
             raise TypeError(f"noise must be a GradientNoise, not {noise!r:.80}")
@@ -159,7 +165,7 @@ class Microbatcher:
             models,
             device=self._device,
             target=self._target,
-            split=split,
+            cutter=Cutter(split, count),
             lengths=lengths,
             batch_norm=batch_norm,
             sizing=self._sizing,
@@ -269,7 +275,8 @@ class Microbatcher:
             logits = mb.map(model, batch)
 
         The mode of the model is yours to set. Tensors are joined along their first dimension, in any
-        structure; lists have one item a sample; outputs stay where `fn` left them. After an out-of-memory
+        structure; lists have one item per sample; a value of the whole batch (a mean, a number) is an error,
+        also for a batch that is not cut; outputs stay where `fn` left them. After an out-of-memory
         only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.

@@ -593,3 +593,27 @@ def test_an_error_of_the_users_leaves_a_trainer_that_is_lightnings() -> None:
         run.fit(Broken(), loader())
     assert "_make_closure" not in vars(run.fit_loop.epoch_loop.automatic_optimization)
     assert type(run.fit_loop.epoch_loop._results).__name__ == "_ResultCollection"
+
+
+class Tasks(Exact):
+    """Two tasks at once, as a CombinedLoader gives them: a list with a batch of each."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert type(batch) is list
+        return sum((super(Tasks, self).loss(task) for task in batch), torch.zeros(()))
+
+
+@pytest.mark.parametrize("size", [None, 3, 1])
+def test_tasks_are_cut_by_their_samples(size: int | None) -> None:
+    modules = [seeded(Tasks), seeded(Tasks)]
+    for module, callbacks in zip(modules, ([], [OomProofTraining(microbatch_size=size)]), strict=True):
+        trainer(*callbacks, max_epochs=2).fit(module, [loader(8, 32), loader(8, 32)])
+    same(*modules)
+    if size is not None:
+        assert max(modules[1].sizes) == size
+
+
+def test_tasks_of_other_sizes_are_refused() -> None:
+    run = trainer(OomProofTraining(microbatch_size=3), max_epochs=1)
+    with pytest.raises(ValueError, match=r"in two ways|one number of samples in all its parts"):
+        run.fit(seeded(Tasks), [loader(8, 32), loader(4, 32)])

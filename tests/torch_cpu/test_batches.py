@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 import batchfit
 from batchfit import ResizableLoader
@@ -438,10 +438,10 @@ STREAMED = (
             "batch['input_ids'] has 8, batch['labels'] has 4",
         ),
         (
-            (torch.zeros(2), {"a": [torch.zeros(2), torch.zeros(3)]}),
+            (torch.zeros(4), {"a": [torch.zeros(4), torch.zeros(3)]}),
             ValueError,
             "make_batch must be an example batch whose parts have one length: "
-            "batch[0] has 2, batch[1]['a'][1] has 3",
+            "batch[0] has 4, batch[1]['a'][1] has 3",
         ),
         (
             {"x": torch.zeros(2), "targets": [{"boxes": torch.zeros(5, 4)}] * 3},
@@ -684,6 +684,8 @@ def test_any_structure_is_resized_and_keeps_its_shape(tree: Any, size: int) -> N
             assert list(new) == list(old)
             for key in old:
                 compare(new[key], old[key])
+        elif isinstance(old, tuple) and len(old) == len(EXAMPLE) and all(isinstance(one, str) for one in old):
+            assert new == tuple(old[i % len(EXAMPLE)] for i in range(size))  # a text per sample
         elif isinstance(old, tuple):
             for new_item, old_item in zip(new, old, strict=True):
                 compare(new_item, old_item)
@@ -853,3 +855,25 @@ def test_a_list_of_pairs_is_collated_as_a_loader_does() -> None:
     assert x.shape == (4, 3)
     assert y.tolist() == [0, 1, 2, 3]
     assert batch_source(pairs, collate_fn=list)(2) == pairs[:2]
+
+
+# What `default_collate` makes of nested samples
+
+
+@pytest.mark.parametrize("size", [3, 8, 11])
+def test_batches_of_nested_samples_are_what_a_data_loader_gives(size: int) -> None:
+    samples = [((torch.full((2,), float(i)), torch.tensor(i)), {"a": torch.full((3,), i)}) for i in range(8)]
+
+    class Nested(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return samples[index]
+
+    batch = batch_source(Nested())(size)
+    assert [len(batch[0][0]), len(batch[0][1]), len(batch[1]["a"])] == [size] * 3
+    example = batch_source(default_collate(samples))(size)
+    assert [len(example[0][0]), len(example[0][1]), len(example[1]["a"])] == [size] * 3
+    with pytest.raises(ValueError, match=r"^make_batch\(9\) returned a batch of 2"):
+        batch_source(lambda n: [[torch.zeros(7, 2), torch.zeros(6)], {"a": torch.zeros(5)}])(9)

@@ -324,7 +324,7 @@ def test_cached_errors_of_the_user() -> None:
     model = Encoder(0.0)
     batch = torch.randn(4, 5).double()
     mb = Microbatcher(model, microbatch_size=2)
-    with pytest.raises(ValueError, match="encode's output must have one row a sample"):
+    with pytest.raises(ValueError, match="encode's output must have one row per sample"):
         mb.backward_cached(lambda x: model(x).sum(), lambda reps: reps.sum(), batch)
     with pytest.raises(ValueError, match="loss_fn must return a scalar loss"):
         mb.backward_cached(model, lambda reps: reps, batch)

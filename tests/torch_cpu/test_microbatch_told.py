@@ -199,16 +199,16 @@ def images(count: int, rows: int = 3) -> list[torch.Tensor]:
     [
         images(5),
         images(9, rows=20),
-        {"images": images(5), "labels": torch.zeros(5)},
-        {"images": images(4, rows=4), "labels": torch.zeros(4)} | {"more": images(9, rows=9)},
-        (images(4), ["a", "b", "c", "d"]),
+        images(2),
+        (images(3), torch.zeros(3)),
+        {"images": images(4, rows=4), "labels": torch.zeros(4)},
         (torch.zeros(3, 2), [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0)]),
         [torch.zeros(512) for _ in range(64)],
     ],
 )
 def test_a_list_that_may_hold_one_tensor_a_sample_is_refused(batch: Any) -> None:
     model = nn.Linear(4, 1)
-    with pytest.raises(ValueError, match=r"Stack samples, or pass split=; pass parts as a tuple"):
+    with pytest.raises(ValueError, match=r"can be read in two ways: .* [Pp]ass parts as a dict"):
         Microbatcher(model).backward(lambda micro: model(torch.ones(1, 4)).mean(), batch)
 
 
@@ -236,7 +236,7 @@ def test_the_last_batch_of_views_may_have_fewer_rows_than_there_are_views() -> N
     fn = lambda micro: sum(model(view).mean() for view in micro)  # noqa: E731
     for rows in (8, 1):
         assert mb.backward(fn, images(3, rows=rows)).microbatch_sizes == (rows,)
-    with pytest.raises(ValueError, match="a list of 3 tensors of shape"):
+    with pytest.raises(ValueError, match=r"can be read in two ways: 1 samples, .* or 3 samples"):
         Microbatcher(model).backward(fn, images(3, rows=1))
 
 

@@ -121,7 +121,8 @@ def test_every_kind_of_batch_comes_back_as_its_own_kind() -> None:
     named = Trimmer.of(Named(ids, torch.arange(3.0)), torch.tensor(lengths)).take((1,), 4)
     assert isinstance(named, Named)
     assert named.weights.tolist() == [1.0]
-    pair = Trimmer.of((ids, {"texts": ["a", "b", "c"], "scale": 2.0, "size": [224, 224]}), lengths)
+    batch = (ids, {"texts": ["a", "b", "c"], "scale": 2.0, "size": [224, 224]})
+    pair = Trimmer.of(batch, lengths, samples={"batch[1]['texts']"})
     taken = pair.take((2, 1), 4)
     assert isinstance(taken, tuple)
     assert taken[1] == {"texts": ["c", "b"], "scale": 2.0, "size": [224, 224]}
@@ -144,14 +145,15 @@ def test_lengths_come_from_a_callable_a_key_or_a_padding_mask() -> None:
 
 def test_samples_that_were_not_collated_are_chosen_and_left_as_they_are() -> None:
     samples = [{"ids": list(range(n))} for n in (3, 1, 2)]
-    trimmer = Trimmer.of(samples, lambda batch: [len(sample["ids"]) for sample in batch])
+    trimmer = Trimmer.of(samples, lambda batch: [len(sample["ids"]) for sample in batch], samples={"batch"})
     assert trimmer.padded_length == 3
     assert trimmer.take((2, 0), 3) == [samples[2], samples[0]]
 
 
 def test_samples_that_were_not_collated_have_containers_of_their_own() -> None:
     batch = [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
-    for sample in Trimmer.of(batch, lambda some: [len(one["ids"]) for one in some]).take((0, 2), 3):
+    trimmer = Trimmer.of(batch, lambda some: [len(one["ids"]) for one in some], samples={"batch"})
+    for sample in trimmer.take((0, 2), 3):
         sample["ids"].append(sample.pop("y"))
     assert batch == [{"ids": [1] * n, "y": n} for n in (3, 1, 2)]
 

@@ -168,6 +168,7 @@ Microbatcher(model, advice={"sum": "return a mean"})
 Microbatcher(
     model,
     split=lambda batch, sizes: batch.split(sizes),
+    count=len,
     reduction="sum",
     batch_norm="exact",
     on_event=lambda event: print(event.kind, event.size_before, event.size_after, event.why),

@@ -26,8 +26,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from batchfit._torch.opsizes import tracing
+from batchfit._torch.reading import Look, Reader
+from batchfit._torch.readings import Try
 from batchfit._torch.samples import Samples
 from batchfit._torch.structure import (
+    Part,
     children,
     element_count,
     has_rows,
@@ -81,7 +84,7 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
     _refuse_streams(make_batch)
     if isinstance(make_batch, Longest | Made | Repeated) and collate_fn is None:
         return make_batch
-    if isinstance(make_batch, list) and (collate_fn is not None or is_samples(make_batch) or not make_batch):
+    if isinstance(make_batch, list) and (collate_fn is not None or _is_dataset(make_batch)):
         pairs = bool(make_batch) and all(isinstance(one, tuple) for one in make_batch)
         return Longest(make_batch, collate_fn or (default_collate if pairs else list))
     if isinstance(make_batch, Dataset) or (_is_map_style(make_batch) and not callable(make_batch)):
@@ -98,6 +101,28 @@ def batch_source(make_batch: Any, *, collate_fn: CollateFn | None = None) -> Bat
             raise TypeError(f"make_batch must take one argument, the number of samples, not {make_batch!r}")
         return Made(make_batch)
     raise TypeError(f"make_batch must be {_KINDS}, not {make_batch!r}")
+
+
+def _is_dataset(given: list[Any]) -> bool:
+    """A list of samples, and no batch that `default_collate` made of nested ones (`[[a, b], [y, z]]`)."""
+    if not given or not is_samples(given):
+        return not given
+    look = _look(given)
+    return look is None or "batch" in look.samples
+
+
+def _look(batch: Any) -> Look | None:
+    """The batch as it is read to be cut; None where that is not certain."""
+    try:
+        return Reader().look(batch)
+    except (ValueError, TypeError):
+        return None
+
+
+def _wrong_size(batch: Any, size: int) -> int | None:
+    """The samples that a batch plainly has, where they are not `size` and it cannot be read as `size`."""
+    found = wrong_size(batch, size)
+    return None if found is None or Try(batch, size).is_consistent else found
 
 
 def _is_loader(source: Any) -> bool:
@@ -158,7 +183,7 @@ class Made:
         batch = self.make(size)
         if batch is None:
             raise TypeError(f"make_batch must return a batch, and make_batch({size}) returned None")
-        found = wrong_size(batch, size)
+        found = _wrong_size(batch, size)
         if found is not None:
             raise ValueError(
                 f"make_batch({size}) returned a batch of {found}. Return as many samples as it is asked "
@@ -223,7 +248,7 @@ class Longest:
         assert self._order is not None
         indices = [self._order[i % len(self._order)] for i in range(size)]
         batch = self._collated(indices)
-        found = wrong_size(batch, size)
+        found = _wrong_size(batch, size)
         if found is not None:
             raise ValueError(
                 f"collate_fn made a batch of {found} out of {size} samples. Where samples are not rows "
@@ -316,7 +341,9 @@ class Repeated:
     """Batches that repeat one example batch, or cut it, along the first dimension."""
 
     def __init__(self, example: Any) -> None:
-        found = sized(list(parts(example)))
+        look = _look(example)
+        found = sized(list(parts(example))) if look is None else [Part("batch", look.length, None, False)]
+        self._samples = None if look is None else look.samples
         if not found:
             raise TypeError(
                 f"make_batch must be {_KINDS}, and this {type(example).__name__} holds no tensor with a "
@@ -334,18 +361,21 @@ class Repeated:
             raise ValueError("make_batch must hold at least one sample, not an example batch of length 0")
 
     def __call__(self, size: int) -> Any:
-        return self._resized(self.example, size)
+        return self._resized(self.example, size, "batch")
 
-    def _resized(self, node: Any, size: int) -> Any:
+    def _resized(self, node: Any, size: int, path: str) -> Any:
         if isinstance(node, torch.Tensor):
             return repeat_rows(node, size) if node.dim() > 0 else node
         if has_rows(node):
             return node[[i % self._length for i in range(size)]]
-        if is_samples(node):
-            # A plain list of another length is no list of samples ("image_size": [224, 224]).
-            return [node[i % self._length] for i in range(size)] if len(node) == self._length else node
+        if self._samples is None and is_samples(node) and len(node) != self._length:
+            return node  # no list of samples ("image_size": [224, 224])
+        if is_samples(node) if self._samples is None else path in self._samples:
+            return rebuilt(node, [node[i % self._length] for i in range(size)])
         items = children(node)
-        return node if items is None else rebuilt(node, [self._resized(value, size) for _, value in items])
+        if items is None:
+            return node
+        return rebuilt(node, [self._resized(value, size, path + label) for label, value in items])
 
 
 def repeat_rows(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -146,6 +146,7 @@ class Packing:
             pad_dim=self._pad_dim,
             padding_side=self._padding_side,
             layout=known.layout,
+            samples=whole.samples,
         )
         note = "batchfit: raised while the lengths of a batch were read"
         whole.trimmer = trying.twice(find_padding, device=self._sizing.device, note=note)

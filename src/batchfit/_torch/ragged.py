@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,7 +20,7 @@ import torch
 
 from batchfit._decide.pack import Pack
 from batchfit._torch.ragged_padding import Layout, Lengths, Side, find_padding
-from batchfit._torch.structure import children, has_rows, is_array, is_samples, rebuilt
+from batchfit._torch.structure import children, has_rows, is_array, rebuilt
 
 log = logging.getLogger("batchfit")
 
@@ -43,6 +43,7 @@ class Trimmer:
     padded_length: int
     padding_side: Side
     layout: Layout
+    samples: Set[str] = frozenset()  # lists and tuples with one item per sample
 
     @classmethod
     def of(
@@ -54,13 +55,15 @@ class Trimmer:
         pad_dim: int | None = None,
         padding_side: Side | None = None,
         layout: Layout | None = None,
+        samples: Set[str] = frozenset(),
     ) -> Trimmer:
         """Where the padding of `batch` is.
 
         `lengths`: the length of each sample, a callable that takes the batch, or the name of a part (of two
         dimensions: a mask; of one: the lengths). `pad_keys` names the padded parts and `pad_dim` their padded
         dimension, where shapes do not tell. `layout` is that of an earlier batch of the same kind: a
-        dimension that has the padded length by chance is not taken for the padded one.
+        dimension that has the padded length by chance is not taken for the padded one. `samples`: the lists
+        with one item per sample, as `reading` found them.
         """
         check_padding(pad_keys, pad_dim, padding_side)
         found = find_padding(
@@ -70,8 +73,9 @@ class Trimmer:
             pad_dim=pad_dim,
             padding_side=padding_side,
             layout=layout,
+            samples=samples,
         )
-        return cls(batch, *found)
+        return cls(batch, *found, samples)
 
     def take(self, indices: Sequence[int], length: int) -> Any:
         """The samples `indices`, trimmed to `length`."""
@@ -88,13 +92,11 @@ class Trimmer:
                 begin = node.shape[dim] - length if self.padding_side == "left" else 0
                 node = node[(slice(None),) * dim + (slice(begin, begin + length),)]
             return _rows(node, indices)
-        if is_samples(node):
-            return [renewed(node[i]) for i in indices] if len(node) == len(self.lengths) else renewed(node)
-        if _is_text(node):
-            return tuple(node[index] for index in indices) if len(node) == len(self.lengths) else node
+        if path in self.samples:
+            return rebuilt(node, [renewed(node[index]) for index in indices])
         items = children(node)
         if items is None:
-            return node
+            return renewed(node)
         return rebuilt(node, [self._taken(value, path + label, indices, length) for label, value in items])
 
 
@@ -104,11 +106,6 @@ def renewed(node: Any) -> Any:
     if items is None:
         return list(node) if type(node) is list else node
     return rebuilt(node, [renewed(value) for _, value in items])
-
-
-def _is_text(node: Any) -> bool:
-    """A text a sample, as `default_collate` leaves them."""
-    return type(node) is tuple and len(node) > 0 and all(isinstance(one, str) for one in node)
 
 
 def check_padding(pad_keys: Any, pad_dim: Any, padding_side: Any) -> None:

@@ -14,12 +14,12 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from batchfit._torch.structure import children, has_rows, is_samples
+from batchfit._torch.structure import children, has_rows
 
 Side = Literal["left", "right"]
 Lengths = str | Sequence[int] | torch.Tensor | Callable[[Any], Any]
@@ -48,11 +48,12 @@ def find_padding(
     pad_dim: int | None,
     padding_side: Side | None,
     layout: Layout | None,
+    samples: Set[str],
 ) -> Padding:
     """Where the padding of `batch` is; `layout` is that of an earlier batch of the same kind."""
-    leaves = dict(_leaves(batch))
+    leaves = dict(_leaves(batch, samples))
     found, mask = _read_lengths(batch, lengths, leaves)
-    rows = {path: len(leaf) for path, leaf in leaves.items()} or {"batch": _sample_count(batch)}
+    rows = {path: len(leaf) for path, leaf in leaves.items()} or {"batch": _sample_count(batch, samples)}
     for path, count in rows.items():
         if count != len(found):
             raise ValueError(
@@ -67,27 +68,28 @@ def find_padding(
     return Padding(found, padded, side, dims)
 
 
-def _leaves(node: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+def _leaves(node: Any, samples: Set[str], path: str = "batch") -> Iterator[tuple[str, Any]]:
     """Tensors and arrays with rows, with where they are; what cannot be cut by rows is an error."""
     if isinstance(node, torch.Tensor) and (node.layout is not torch.strided or node.is_nested):
         raise TypeError(f"{path} must be a dense tensor, not {node.layout}: pass `split`, not `lengths`")
     if has_rows(node):
         yield path, node
-    elif not is_samples(node):
+    elif path not in samples:
         items = children(node)
         if items is None and not isinstance(node, torch.Tensor) and hasattr(node, "to"):
             raise TypeError(
                 f"{path} must be made of tensors, not {type(node).__name__}: pass `split`, not `lengths`"
             )
         for label, value in items or ():
-            yield from _leaves(value, path + label)
+            yield from _leaves(value, samples, path + label)
 
 
-def _sample_count(batch: Any) -> int:
-    """The items of the first list of samples in a batch without tensors."""
-    if is_samples(batch):
+def _sample_count(batch: Any, samples: Set[str], path: str = "batch") -> int:
+    """The items of the lists of samples in a batch without tensors."""
+    if path in samples:
         return len(batch)
-    return max((_sample_count(value) for _, value in children(batch) or ()), default=0)
+    inside = (_sample_count(value, samples, path + label) for label, value in children(batch) or ())
+    return max(inside, default=0)
 
 
 def _named(name: str | int, leaves: Mapping[str, Any]) -> Any | None:

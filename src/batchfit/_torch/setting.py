@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from batchfit._decide.split import Piece
 from batchfit._torch.attempt import twice
-from batchfit._torch.batch_parts import Split, Whole
+from batchfit._torch.batch_parts import Whole
 from batchfit._torch.coverage import Coverage
 from batchfit._torch.device import CudaDevice, Device
 from batchfit._torch.lockstep import Sharded
@@ -26,10 +27,12 @@ from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
 from batchfit._torch.packing import Packing, RaggedCall
 from batchfit._torch.ragged import attention_without_plans
 from batchfit._torch.ragged_padding import Lengths
+from batchfit._torch.reading import AmbiguousBatchError
 from batchfit._torch.rewind import Buffers, Rewind, leaves_of
 from batchfit._torch.sizing import Call, Sizing
 from batchfit._torch.splittable import generators_of, is_compiled
 from batchfit._torch.sync import Alone, Together
+from batchfit._torch.users_split import Cutter
 from batchfit.errors import BatchfitError
 
 Tables = list[dict[str, Any]]
@@ -62,7 +65,7 @@ class Setting:
         *,
         device: Device,
         target: torch.device | None,
-        split: Split | None,
+        cutter: Cutter,
         lengths: str | Callable[[Any], Any] | None,
         batch_norm: OnBatchNorm,
         sizing: Sizing,
@@ -78,12 +81,11 @@ class Setting:
         self.marks = Buffers()  # those of one microbatch of `map`
         self.compiled = any(is_compiled(module) for module in leaves_of(models)[2])
         self._models = models
-        self._split = split
+        self._cutter = cutter
         self._lengths = lengths
         self._batch_norm = batch_norm
         self._packing = packing
         self._generators = generators_of(models)
-        self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
@@ -97,7 +99,7 @@ class Setting:
         whole = None
         joins = self.sync.joins_empty and (kind != "map" or self.sync.in_step)
         if batch is not None or not joins:
-            whole = Whole.of(batch, split=self._split, mode=self.mode(kind), containers=self._containers)
+            whole = self._whole(batch, kind, self._lengths if lengths is None else lengths)
             if whole.length == 0 and not joins:
                 raise ValueError("batch must hold at least one sample, not 0")
         leaves, tables, modules = leaves_of(self._models)
@@ -116,12 +118,26 @@ class Setting:
         if lengths is None:
             call = self.sizing.begin(whole, compiled=compiled)
             call.needs_two = compiled and kind != "map" and bool(self.training_norms(modules))
-        elif self._split is not None:
+        elif self._cutter.split is not None:
             raise ValueError(f"lengths must be None where split is given, not {lengths!r:.80}")
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
         return Opened(call, leaves, shared, tables, modules)
+
+    def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Whole:
+        look = partial(Whole.of, batch, cutter=self._cutter, mode=self.mode(kind))
+        if self._cutter.split is None:
+            try:
+                return look()
+            except AmbiguousBatchError:
+                if lengths is None or isinstance(lengths, str):
+                    raise
+                # As many samples as there are lengths.
+                return look(told=len(lengths(batch) if callable(lengths) else lengths))
+        # A trial cut may need memory.
+        note = "batchfit: raised while the samples of a batch were counted by what split returns"
+        return twice(look, device=self.device, note=note)
 
     def _look_at(self, leaves: list[torch.Tensor]) -> None:
         """What gets gradients is not what it was: may it?"""

@@ -91,14 +91,21 @@ def recompile_limit() -> int | None:
 
 
 def check_options(
-    weight: Any, split: Any, size: Any, reduction: Any, on_zero: Any, batch_norm: Any, on_event: Any
+    weight: Any,
+    split: Any,
+    count: Any,
+    size: Any,
+    reduction: Any,
+    on_zero: Any,
+    batch_norm: Any,
+    on_event: Any,
 ) -> None:
     """Refuse options of `Microbatcher` that mean nothing."""
     if weight is not None and not isinstance(weight, str) and not callable(weight):
         raise TypeError(
             f"weight must be a callable, the name of a part of the batch or None, not {_brief(weight)}"
         )
-    for name, value in (("split", split), ("on_event", on_event)):
+    for name, value in (("split", split), ("count", count), ("on_event", on_event)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be a callable or None, not {_brief(value)}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):

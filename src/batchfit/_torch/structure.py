@@ -2,14 +2,16 @@
 
 Rules: dicts, tuples, named tuples, lists, dataclasses and mappings with `.data` (Hugging Face's
 BatchEncoding) are containers, and come back as their own kind; anything else is one opaque leaf and is
-left alone; a container in which nothing changed is the same object. A list that holds tensors directly
-is a container, as `default_collate` makes it (`[inputs, labels]`); any other list has one item a sample.
+left alone; a container in which nothing changed is the same object. Whether a list holds parts or samples
+is for `reading` to say; where that is not certain, a list that holds tensors directly is a container, as
+`default_collate` makes it (`[inputs, labels]`), and any other list has one item per sample.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +40,32 @@ def is_array(node: object) -> bool:
 def has_rows(node: object) -> bool:
     """A tensor or array with a leading dimension."""
     return (isinstance(node, torch.Tensor) and node.dim() > 0) or is_array(node)
+
+
+def is_table(node: Any) -> bool:
+    """A TensorDict or what looks like one: it knows its batch dimensions and can be indexed."""
+    extent = getattr(node, "batch_size", None)
+    return isinstance(extent, torch.Size) and len(extent) > 0 and hasattr(node, "__getitem__")
+
+
+def is_block_mask(node: Any) -> bool:
+    """FlexAttention's mask, with a dimension for the batch; recognized without importing it."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and isinstance(node, flex.BlockMask) and node.kv_num_blocks.dim() == 3
+
+
+def rows_of(node: Any) -> int | None:
+    """The rows of a tensor, an array, a table or a mask; None for anything else and for 0-dim tensors."""
+    if isinstance(node, torch.Tensor):
+        return int(node.size(0)) if node.dim() else None
+    if is_array(node):
+        return int(node.shape[0])
+    if is_table(node):
+        return int(node.batch_size[0])
+    if is_block_mask(node):
+        rows = int(node.kv_num_blocks.size(0))
+        return rows if rows > 1 else None  # one table for all
+    return None
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
@@ -115,10 +143,33 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
     return mapped(batch, move)
 
 
+def is_sequence(node: Any) -> bool:
+    """A list or a tuple, not empty, that may hold parts or samples."""
+    return (isinstance(node, list) or type(node) is tuple) and len(node) > 0
+
+
 def holds_rows(node: Any) -> bool:
-    """There is a tensor or an array with rows somewhere in `node`."""
+    """There is something with rows in it."""
+    if rows_of(node) is not None:
+        return True
+    return any(holds_rows(value) for _, value in children(node) or ())
+
+
+def signature(node: Any) -> object:
+    """The structure without sizes; a list of items that are alike is the same with more of them."""
+    if isinstance(node, torch.Tensor):
+        return (node.dtype, node.dim())
+    if type(node) is dict:
+        return (dict, *[(key, signature(value)) for key, value in node.items()])
     items = children(node)
-    return has_rows(node) if items is None else any(holds_rows(value) for _, value in items)
+    if items is None:
+        return type(node)
+    if is_sequence(node):
+        kinds = [signature(value) for _, value in items]
+        if all(kind == kinds[0] for kind in kinds):
+            return (type(node), ..., kinds[0])
+        return (type(node), *kinds)
+    return (type(node), *[(label, signature(value)) for label, value in items])
 
 
 def is_samples(node: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from batchfit._decide.split import Piece
 from batchfit._torch import rng
-from batchfit._torch.batch_parts import Whole
+from batchfit._torch.batch_parts import Whole, check_one
 from batchfit._torch.coverage import Look
 from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
@@ -189,6 +189,8 @@ class CachedTry:
         representations = self._encode(micro)
         if self._whole.trimmer is not None:  # sorted by length: `loss_fn` gets the batch's own order
             representations = self._whole.joined([representations], self._plan, "encode's output")
+        else:
+            check_one(representations, self._whole.length, "encode's output")
         return self._backward(representations)
 
     def _backward(self, representations: Any) -> torch.Tensor:
@@ -230,7 +232,7 @@ class CachedTry:
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
-            whole = self._whole.joined(outputs, self._plan, "encode's output")
+            whole = self._whole.joined(outputs, self._plan, "encode's output", is_ours=True)
         # Older torch keeps cast copies of the weights that were made without a graph: they must not serve
         # the second pass, in which no gradient would reach the weights.
         torch.clear_autocast_cache()

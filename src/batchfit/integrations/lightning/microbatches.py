@@ -67,6 +67,7 @@ class OomProofTraining(Callback):
         *,
         weight: Callable[[Any], Any] | str | None = None,
         split: Callable[[Any, Any], Any] | None = None,
+        count: Callable[[Any], int] | None = None,
         lengths: str | Callable[[Any], Any] | None = None,
         pad_keys: Sequence[str | int] | None = None,
         pad_dim: int | None = None,
@@ -83,6 +84,7 @@ class OomProofTraining(Callback):
         options: dict[str, Any] = {
             "weight": weight,
             "split": split,
+            "count": count,
             "lengths": lengths,
             "pad_keys": pad_keys,
             "pad_dim": pad_dim,
@@ -109,7 +111,7 @@ class OomProofTraining(Callback):
         self._evaluated: Mapping[str, Any] | None = None  # what it learned
         self._largest = 0  # microbatch of the last batch
         self._shown = Shown()
-        self._failed = self._is_paused = False
+        self._failed = self._is_paused = self._is_tasks = False
         self._records: list[Record] = []
         self._metrics: list[nn.Module] = []
         self._saved: Any = None  # states of the metrics when the batch began
@@ -232,11 +234,14 @@ class OomProofTraining(Callback):
         if zero_grad is not None:
             zero_grad()
         self._kwargs, self._records, self._failed = kwargs, [], False
+        batch = kwargs["batch"]
+        self._is_tasks = _is_tasks(trainer, batch) and self._options["split"] is None
         self._saved = saved_metrics(self._metrics)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         try:
             with self._recording() as results:
-                report = microbatcher.backward(self._micro, kwargs["batch"], scaler=scaler)
+                whole = tuple(batch) if self._is_tasks else batch  # a list could be one of samples
+                report = microbatcher.backward(self._micro, whole, scaler=scaler)
             records = self._records[-len(report.microbatch_sizes) :]
         finally:
             self._kwargs, self._records, self._saved = {}, [], None
@@ -279,6 +284,7 @@ class OomProofTraining(Callback):
 
     def _step_of(self, micro: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """The module's own step: its loss, and what it returns beside it."""
+        micro = list(micro) if self._is_tasks else micro
         output = call_step(self._trainer, "training_step", *{**self._kwargs, "batch": micro}.values())
         found = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = found.pop("loss", None)
@@ -325,6 +331,13 @@ class OomProofTraining(Callback):
         self._failed = self._failed or event.kind in ("retry", "shrunk")
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _is_tasks(trainer: Any, batch: Any) -> bool:
+    """A list with one batch of each of several loaders."""
+    combined = trainer.fit_loop._combined_loader
+    loaders = () if combined is None else combined.iterables
+    return type(batch) is list and isinstance(loaders, list) and len(loaders) == len(batch) > 1
 
 
 def _weight_of(weight: Callable[[Any], Any] | str, micro: Any) -> Any:

@@ -20,6 +20,9 @@ def one_a_sample(node: Any, count: int) -> Any:
     """The outputs of a part with single values repeated for its samples, in a mapping that marks them."""
     if isinstance(node, torch.Tensor) and node.dim() == 0:
         return {_SINGLE: node.detach().expand(count)}
+    has_rows = isinstance(node, torch.Tensor) and len(node) % count == 0 and len(node) > 0
+    if not has_rows and node is not None and type(node) not in (list, tuple, dict):
+        return {_WHOLE: [node] * count}
     return _inside(node, lambda one: one_a_sample(one, count))
 
 
@@ -30,10 +33,19 @@ def of_the_batch(node: Any) -> Any:
         if (values == values[0]).all():  # one part, or the same in all: not a bit of it changes
             return values[0]
         return values.double().mean().to(values.dtype)
+    if isinstance(node, Mapping) and set(node) == {_WHOLE}:
+        values = node[_WHOLE]
+        if any(value is not values[0] for value in values):
+            raise ValueError(
+                "outputs must have one row per sample where a batch is cut, and a "
+                f"{type(values[0]).__name__} has not: name it in ignore_keys"
+            )
+        return values[0]
     return _inside(node, of_the_batch)
 
 
 _SINGLE = "batchfit: one value of the whole batch"
+_WHOLE = "batchfit: not one row per sample"  # kept where a batch is not cut
 
 
 def _inside(node: Any, change: Callable[[Any], Any]) -> Any:
