@@ -68,6 +68,19 @@ def _code(fn: Any) -> object:
     return code, *map(id, owners)
 
 
+def loss_key(fn: Any) -> object:
+    """The same for a function that is made anew in each pass of a loop, as long as it calls the same ones."""
+    if isinstance(fn, functools.partial):
+        return "partial", loss_key(fn.func)
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return id(fn) if isinstance(fn, nn.Module) else type(fn)
+    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
+    return _code(fn), *called
+
+
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents

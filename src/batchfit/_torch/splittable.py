@@ -91,7 +91,14 @@ def recompile_limit() -> int | None:
 
 
 def check_options(
-    weight: Any, split: Any, size: Any, reduction: Any, on_zero: Any, batch_norm: Any, on_event: Any
+    weight: Any,
+    split: Any,
+    size: Any,
+    reduction: Any,
+    on_zero: Any,
+    batch_norm: Any,
+    compared: Any,
+    on_event: Any,
 ) -> None:
     """Refuse options of `Microbatcher` that mean nothing."""
     if weight is not None and not isinstance(weight, str) and not callable(weight):
@@ -109,6 +116,7 @@ def check_options(
         ("reduction", reduction, ("mean", "sum")),
         ("on_zero_weight", on_zero, ("raise", "skip")),
         ("batch_norm", batch_norm, ("warn", "error", "exact", "ignore")),
+        ("compared", compared, ("error", "warn", "ignore")),
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

@@ -99,6 +99,9 @@ class Alone:
         """Nobody waits for what a function sends."""
         return look
 
+    def refuse_sent(self) -> None:
+        """Nobody waits for what a function sends."""
+
     def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
         """The try was right."""
         rewind.keep()
@@ -202,12 +205,12 @@ class Turn:
         self._before, self._arranged = counts(), self._all.wrapped.arranged()
 
         def looked(losses: Iterable[torch.Tensor]) -> None:
-            self._refuse_sent()
+            self.refuse_sent()
             look(losses)
 
         return looked
 
-    def _refuse_sent(self) -> None:
+    def refuse_sent(self) -> None:
         """Raise if the first try of a function had collectives that are not DDP's own."""
         if self._before is None or self.overlapped or self._arranged != self._all.wrapped.arranged():
             return
@@ -225,7 +228,7 @@ class Turn:
 
         `leaves` are the models', the same on all ranks.
         """
-        self._refuse_sent()
+        self.refuse_sent()
         if self.overlapped:
             rewind.keep()
             return

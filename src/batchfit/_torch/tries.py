@@ -9,11 +9,10 @@ Rules
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -26,8 +25,6 @@ from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
 from batchfit._torch.workload_parts import check_loss
-
-Judgement = Literal["mean", "sum", "compared", "unclear"]
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -322,33 +319,3 @@ class MapTry:
             self._done.append(self._plan[index])
             self._watch.end(index)
             del micro
-
-
-def judge_loss(
-    fn: Callable[[Any], Any], whole: Whole, piece: Piece, device: torch.device | None
-) -> Judgement:
-    """What kind of loss `fn` returns, from how it grows when the same samples come twice and four times.
-
-    A mean stays, a sum doubles; a loss in which samples are compared with each other (in-batch negatives)
-    does neither. The same samples, so that nothing else makes a difference; at most as many as `piece` has.
-    """
-    size = piece.size
-    samples = range(whole.length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
-    few = list(samples[: 2 if size >= 8 else 1])
-    times = [count for count in (1, 2, 4) if count * len(few) <= size]
-    if len(times) < 2:
-        return "unclear"
-    losses = []
-    with torch.no_grad():
-        for count in times:
-            (micro,) = feed([whole.take(few * count, piece.length)], device)
-            losses.append(float(fn(micro)))
-    torch.clear_autocast_cache()
-    if not all(math.isfinite(loss) and loss for loss in losses):
-        return "unclear"
-    growth = [loss / losses[0] for loss in losses]
-    if all(abs(ratio - 1) < 0.1 for ratio in growth):
-        return "mean"
-    if all(abs(ratio / count - 1) < 0.05 for ratio, count in zip(growth, times, strict=True)):
-        return "sum"
-    return "compared" if len(growth) == 3 and growth[1] > 1.2 and growth[2] > 1.2 * growth[1] else "unclear"
