@@ -38,7 +38,7 @@ from batchfit._torch.sizing import Sizing
 from batchfit._torch.splittable import check_models, check_options, check_ragged, where
 from batchfit._torch.stepping import step
 from batchfit._torch.sync import together
-from batchfit._torch.tries import Around, BackwardTry, CachedTry, tensors_of
+from batchfit._torch.tries import Around, BackwardTry, CachedTry
 from batchfit._torch.weighing import Weighing, Weight, checked_advice
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
@@ -176,13 +176,16 @@ class Microbatcher:
 
             report = mb.backward(lambda micro: criterion(model(micro["x"]), micro["y"]), batch)
 
-        `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
-        the same samples: after an out-of-memory the whole batch begins again, with gradients, random numbers,
-        buffers and scaler where they were. Before the first batch is cut, `fn` is also called without
-        gradients, with models in eval mode, for sets of up to 8 samples: ten times, more where the loss is
-        random. A loss that is neither a mean nor a sum over samples is refused (`compared`). Hooks on
-        parameters see the gradient of each microbatch. An error of your own leaves everything as the call
-        found it. `lengths`, those of this batch's samples, goes before that of `Microbatcher`.
+        `fn(micro)` gets a part of the batch, on the device, and returns its loss, or `(loss, outputs)`: those
+        of all microbatches are joined in the batch's order in `report.outputs`, without a graph, and each
+        sample is there once. A microbatch whose loss has no graph (all its rows are masked) adds nothing.
+        `fn` may be called again with the same samples: after an out-of-memory the whole batch begins again,
+        with gradients, random numbers, buffers and scaler where they were. Before the first batch is cut,
+        `fn` is also called without gradients, with models in eval mode, for sets of up to 8 samples: ten
+        times, more where the loss is random. A loss that is neither a mean nor a sum over samples is refused
+        (`compared`). Hooks on parameters see the gradient of each microbatch. An error of your own leaves
+        everything as the call found it. `lengths`, those of this batch's samples, goes before that of
+        `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
@@ -195,7 +198,7 @@ class Microbatcher:
                 factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
                 watch = self._noise.watching(around.watch, sizes, factors, scaler)
                 around = replace(around, watch=watch)
-            return BackwardTry(fn, micros, shares, around), weight
+            return BackwardTry(fn, whole, plan, micros, shares, around), weight
 
         opened, plan, done, outcome = run_batch(
             self._setting,
@@ -236,14 +239,15 @@ class Microbatcher:
 
             report = mb.backward_cached(lambda micro: encoder(micro), contrastive_loss, batch)
 
-        `encode(micro)` returns tensors with one row a sample, alone or in tuples and dicts; `loss_fn` gets
-        those of the whole batch, in its order; with `lengths`, one value a token is padded to the batch's
-        width. More than one chunk costs one forward more, without a graph; dropout is the
-        same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
+        `encode(micro)` returns tensors with one row per sample, alone or in tuples and dicts; `loss_fn` gets
+        those of the whole batch, in its order; with `lengths`, one value per token is padded to the batch's
+        width. More than one chunk costs one forward more, without a graph; dropout is the same in both.
+        `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
+        too: pass them to `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
-            again = _encoded_again(encode, whole, plan, around)
+            again = _encoded_again(encode, whole, plan)
             return CachedTry(again, loss_fn, whole, plan, around), float(whole.length)
 
         fns = {"encode": encode, "loss_fn": loss_fn}
@@ -318,10 +322,8 @@ class Microbatcher:
             ) from None
 
 
-def _encoded_again(
-    encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece], around: Around
-) -> Callable[[Any], Any]:
-    """`encode`, which chunks call a second time: that must see the same batch, and reach parameters."""
+def _encoded_again(encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece]) -> Callable[[Any], Any]:
+    """`encode`, which chunks call a second time: that must see the same batch."""
     if len(plan) == 1:
         return encode
 
@@ -333,12 +335,6 @@ def _encoded_again(
                 "encode changed the batch in place, and each chunk is encoded twice: the second time it "
                 "would see the changed batch. Clone what encode writes into"
             )
-        trained = not torch.is_grad_enabled() or any(one.requires_grad for one in tensors_of(found))
-        if not trained and all(leaf.grad is None for leaf in around.rewind.leaves):
-            raise ValueError(
-                "encode must return tensors that require grad, not ones without: is the model frozen, or its "
-                "output detached or made under torch.no_grad?"
-            )
         return found
 
     return encoded
@@ -346,4 +342,4 @@ def _encoded_again(
 
 def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
     sizes = tuple(piece.size for piece in plan)
-    return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+    return StepReport(done.loss, sizes, call.retries, call.peak_bytes, outputs=done.outputs)

@@ -90,6 +90,12 @@ def settle(votes: Sequence[Vote]) -> Settled:
     if total == 0 and not (syncs and waiting):
         return Settled("nothing")
     new = _union(vote.new for vote in votes)
+    if not new and not waiting and votes[0].parameters:
+        return Settled(
+            "fail",
+            why="no rank has a loss that requires grad: is the model frozen, or the loss detached or made "
+            "under torch.no_grad?",
+        )
     if not syncs:
         return Settled("keep", new, total)
     wanted = new | waiting

@@ -29,7 +29,7 @@ from batchfit._torch.setting import CHANGED, AnyCall, Opened, Setting
 from batchfit._torch.splittable import check_callable
 from batchfit._torch.sync import Outcome
 from batchfit._torch.tries import NOBODY, Around, Planned, Watch
-from batchfit._torch.workload_parts import check_loss
+from batchfit._torch.workload_parts import check_loss, loss_and_outputs
 from batchfit.errors import BatchfitError
 
 Examine = Callable[[Sequence[Piece]], None]
@@ -94,6 +94,8 @@ def run_batch(
                     layers=layers,
                     look=None if setting.sync.in_step else look,
                     watch=watch,
+                    in_step=setting.sync.in_step,
+                    alone=turn.is_alone,
                 )
                 made, weight = make(call.whole, plan, around)
                 if made is None:
@@ -101,9 +103,8 @@ def run_batch(
                 return made
 
             examine: Examine | None = None
-            can_look = check is not None and call is not None and _can_be_looked_at(opened)
-            if check is not None and can_look and not isinstance(turn, InStep) and check.is_due(fns["fn"]):
-                examine = partial(_examine, setting, opened, fns["fn"], rewind, turn.refuse_sent, check)
+            if check is not None and call is not None and not isinstance(turn, InStep):
+                examine = _examining(setting, opened, fns["fn"], rewind, turn.refuse_sent, check)
 
             with turn.quiet():
                 if isinstance(turn, InStep):
@@ -121,9 +122,19 @@ def run_batch(
     return opened, plan, done, outcome
 
 
-def _can_be_looked_at(opened: Opened) -> bool:
-    """BatchNorm without running statistics compares samples in every mode, which is said elsewhere."""
-    return all(layer.running_mean is not None for layer in norms_in(opened.modules))
+def _examining(
+    setting: Setting,
+    opened: Opened,
+    fn: Callable[[Any], Any],
+    rewind: Rewind,
+    refuse_sent: Callable[[], None],
+    check: LossCheck,
+) -> Examine | None:
+    """What to call before the batch is cut; None where this function's loss is known."""
+    # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
+    if not check.is_due(fn) or any(layer.running_mean is None for layer in norms_in(opened.modules)):
+        return None
+    return partial(_examine, setting, opened, fn, rewind, refuse_sent, check)
 
 
 def _examine(
@@ -234,6 +245,7 @@ def work_in_step(
         found = fn(micro)
         if not trains:
             return
+        found, _ = loss_and_outputs(found)
         check_loss(found, "fn")
         if isinstance(everybody, Sharded):
             # Parameters that are known exist in a graph by their twins only.

@@ -42,6 +42,7 @@ from batchfit._torch.device import Device
 from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm
 from batchfit._torch.weighing import Weighing
+from batchfit._torch.workload_parts import loss_and_outputs
 from batchfit.errors import BatchfitError, CollectivesError
 
 log = logging.getLogger("batchfit")
@@ -237,7 +238,7 @@ class LossLook:
         """The loss; `alone`: one sample, which some losses cannot be of."""
         (micro,) = feed([micro], self.target)
         try:
-            found = float(self.fn(micro))
+            found = float(loss_and_outputs(self.fn(micro))[0])
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
             if not alone:
                 raise

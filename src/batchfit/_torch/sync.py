@@ -58,6 +58,7 @@ class Alone:
     """One process, or models that are not wrapped: nobody to agree with."""
 
     in_step = False
+    is_alone = True
     guess = 1.0
     joins_empty = False
     overlapped = False
@@ -191,6 +192,7 @@ class Turn:
         self.overlapped = False
         self.syncs = True
         self.guess = together.guess
+        self.is_alone = together.ranks.world_size == 1
 
     def quiet(self) -> AbstractContextManager[None]:
         """Inside, the models have no collective."""

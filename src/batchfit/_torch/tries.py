@@ -24,7 +24,7 @@ from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
-from batchfit._torch.workload_parts import check_loss
+from batchfit._torch.workload_parts import check_loss, check_scalar, loss_and_outputs, without_graph
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -90,16 +90,21 @@ class Around:
     layers: Sequence[BatchNorm]
     look: Look | None
     watch: Watch
+    in_step: bool  # other ranks are in the same microbatch: its backward sends
+    alone: bool  # no other rank may have the gradients that this one lacks
 
     def backward(self, loss: Any, name: str, *, share: float = 1.0, look: Look | None = None) -> torch.Tensor:
-        """Backward of what the user's function `name` returned; the loss, scaled, without its graph."""
-        check_loss(loss, name)
-        if look is not None:
+        """Backward of what the user's function `name` returned; the loss, scaled, without its graph.
+
+        A loss without a graph, where that may be (`check_scalar`), adds no gradient.
+        """
+        if look is not None and loss.requires_grad:
             look([loss])
         share *= self.scale
         if share != 1.0:
             loss = loss * share
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if loss.requires_grad:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept.float() if kept.dtype in _LOW else kept
 
@@ -113,25 +118,41 @@ class Around:
 
 @final
 class BackwardTry:
-    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight."""
+    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight.
+
+    A microbatch whose loss has no graph (all its rows are masked) adds nothing, where another one has one.
+    """
 
     def __init__(
-        self, fn: Callable[[Any], Any], micros: Sequence[Any], shares: Sequence[float], around: Around
+        self,
+        fn: Callable[[Any], Any],
+        whole: Whole,
+        plan: Sequence[Piece],
+        micros: Sequence[Any],
+        shares: Sequence[float],
+        around: Around,
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
-        self._micros = [micros[index] for index in self._indices]
+        self._micros = micros
+        self._whole = whole
+        self._plan = plan
         self._shares = shares
         self._fn = fn
         self._around = around
+        self._look = around.look
+        self._parts: dict[int, Any] = {}  # outputs, by microbatch
+        self._graphs = 0  # losses that had one
         self.at = -1  # the microbatch that runs; none so far
         self.loss: Any = None
+        self.outputs: Any = None
 
     def __call__(self) -> None:
         around = self._around
         total: torch.Tensor | None = None
+        micros = [self._micros[index] for index in self._indices]
         with ExactStatistics(around.layers) as exact:
-            for index, micro in zip(self._indices, feed(self._micros, around.device), strict=True):
+            for index, micro in zip(self._indices, feed(micros, around.device), strict=True):
                 self.at = index
                 exact.next_microbatch()
                 around.watch.begin(index)
@@ -144,11 +165,49 @@ class BackwardTry:
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
             exact.apply()
+        if around.alone and not self._graphs:
+            raise without_graph("fn")
+        if self._parts:
+            self.outputs = self._joined()
         self.loss = around.told(total)
 
     def _run_one(self, micro: Any, index: int) -> torch.Tensor:
-        look = self._around.look if index == self._indices[0] else None
-        return self._around.backward(self._fn(micro), "fn", share=self._shares[index], look=look)
+        around = self._around
+        loss, outputs = loss_and_outputs(self._fn(micro))
+        # Others wait for what backward sends: under FSDP2 in each microbatch, under DDP in the last.
+        sends = around.in_step or (not around.is_local and index == self._indices[-1])
+        (check_loss if sends else check_scalar)(loss, "fn")
+        if outputs is not None:
+            self._parts[index] = mapped(outputs, _detached)
+        self._graphs += loss.requires_grad
+        look = self._look
+        if loss.requires_grad:
+            self._look = None
+        return around.backward(loss, "fn", share=self._shares[index], look=look)
+
+    def _joined(self) -> Any:
+        """The outputs of all microbatches, in the batch's order; those without weight run for theirs now."""
+        left = [index for index in range(len(self._plan)) if index not in self._indices]
+        if left and self._around.in_step:
+            raise ValueError(
+                f"fn must return the loss alone where {len(left)} of {len(self._plan)} microbatches have no "
+                "weight under FSDP2, not (loss, outputs): they are not run"
+            )
+        with torch.no_grad():
+            for index in left:
+                (micro,) = feed([self._micros[index]], self._around.device)
+                self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], _detached)
+        if len(self._parts) < len(self._plan):
+            raise ValueError(
+                f"fn must return (loss, outputs) for all {len(self._plan)} microbatches or for none, not for "
+                f"{len(self._parts)}"
+            )
+        parts = [self._parts.pop(index) for index in range(len(self._plan))]
+        return self._whole.joined(parts, self._plan, "fn's outputs")
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 @final
@@ -176,6 +235,7 @@ class CachedTry:
         self.at = -1  # the microbatch that runs; none so far
         self.in_loss = False
         self.loss: Any = None
+        self.outputs: Any = None
 
     def __call__(self) -> None:
         loss = self._in_one() if len(self._micros) == 1 else self._chunked()
@@ -190,7 +250,10 @@ class CachedTry:
 
     def _backward(self, representations: Any) -> torch.Tensor:
         around = self._around
-        return around.backward(self._loss_fn(representations), "loss_fn", look=around.look)
+        loss, outputs = loss_and_outputs(self._loss_fn(representations))
+        check_loss(loss, "loss_fn")
+        self.outputs = mapped(outputs, _detached)
+        return around.backward(loss, "loss_fn", look=around.look)
 
     def _chunked(self) -> torch.Tensor:
         representations, rows, states = self._representations()
@@ -202,18 +265,23 @@ class CachedTry:
         after = rng.global_states()
         around = self._around
         around.rewind.buffers_back()
-        begin = [0] * len(gradients)
+        begin, graphs = [0] * len(gradients), 0
         with ExactStatistics(around.layers) as exact:
             for index, micro in enumerate(feed(self._micros, around.device)):
                 self.at = index
                 exact.next_microbatch()
                 _put(states[index])
                 around.watch.begin(index)
-                self._again(micro, gradients, begin, rows[index])
+                graphs += self._again(micro, gradients, begin, rows[index])
                 around.watch.end(index)
                 del micro
                 begin = [start + count for start, count in zip(begin, rows[index], strict=True)]
             exact.apply()
+        if around.alone and not graphs and all(leaf.grad is None for leaf in around.rewind.leaves):
+            raise ValueError(
+                "encode must return tensors that require grad, not ones without: is the model frozen, or its "
+                "output detached or made under torch.no_grad?"
+            )
         _put(after)
         return loss
 
@@ -235,7 +303,8 @@ class CachedTry:
 
     def _again(
         self, micro: Any, gradients: list[torch.Tensor | None], begin: list[int], rows: list[int]
-    ) -> None:
+    ) -> bool:
+        """Backward of one chunk; whether it had a graph (not where all its rows are masked)."""
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
             raise ValueError("encode must return the same rows when it is called again with the same samples")
@@ -249,6 +318,7 @@ class CachedTry:
                 self._around.look([one for one, _ in pairs])
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        return any(tensor.requires_grad for tensor in tensors)
 
     def _part(self, gradient: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
         """What belongs to this microbatch of the gradient of all representations."""

@@ -164,7 +164,7 @@ class BatchfitMixin:
 
     @contextmanager
     def _batchfit_looking(self: Any, model: nn.Module) -> Iterator[None]:
-        """Inside, nothing is logged, and a step, which begins with `model.train()`, keeps the model's mode."""
+        """Inside, nothing is logged, and a step, which calls `model.train()`, keeps the model's mode."""
         vars(model)["train"] = lambda mode=True: model
         try:
             with self._batchfit.quiet():
