@@ -35,7 +35,7 @@ from batchfit._torch.rewind import leaves_of
 from batchfit._torch.setting import AnyCall, Setting
 from batchfit._torch.shortage import owned_bytes
 from batchfit._torch.sizing import Sizing
-from batchfit._torch.splittable import check_models, check_options, check_ragged, where
+from batchfit._torch.splittable import check_generators, check_models, check_options, check_ragged, where
 from batchfit._torch.stepping import step
 from batchfit._torch.sync import together
 from batchfit._torch.tries import Around, BackwardTry, CachedTry
@@ -87,6 +87,8 @@ class Microbatcher:
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
+        generators: `torch.Generator`s of your own that `fn` draws from (of NumPy and `random` too), so that
+            they are restored when a batch is tried again. Those that `fn` or the models hold are found.
         advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
             or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
 
@@ -115,12 +117,14 @@ class Microbatcher:
         device: str | torch.device | Device | None = None,
         sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
+        generators: Sequence[object] = (),
         advice: Mapping[str, str] | None = None,
     ) -> None:
         check_models(models)
         check_options(
             weight, split, microbatch_size, reduction, on_zero_weight, batch_norm, compared, on_event
         )
+        check_generators(generators)
         check_ragged(lengths, split, pad_keys, pad_dim, padding_side)
         if noise is not None and not isinstance(noise, GradientNoise):
             raise TypeError(f"noise must be a GradientNoise, not {noise!r:.80}")
@@ -164,6 +168,7 @@ class Microbatcher:
             sizing=self._sizing,
             packing=self._packing,
             sync=all_ranks,
+            generators=generators,
         )
         self._loss_check = LossCheck(
             self._weighing, reduction=reduction, on_compared=compared, advice=checked_advice(advice)

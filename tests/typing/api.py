@@ -164,7 +164,7 @@ mb = Microbatcher(model)
 assert_type(mb, Microbatcher)
 Microbatcher(model, temperature, weight="attention_mask", budget="20GiB", microbatch_size=8)
 Microbatcher(model, weight=lambda micro: (micro["labels"] != -100).sum(), on_zero_weight="skip")
-Microbatcher(model, advice={"sum": "return a mean"}, compared="warn")
+Microbatcher(model, advice={"sum": "return a mean"}, compared="warn", generators=[torch.Generator()])
 Microbatcher(
     model,
     split=lambda batch, sizes: batch.split(sizes),

@@ -63,13 +63,13 @@ def run_batch(
                 "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
                 "and ranks with other numbers of chunks would have other collectives. Use DDP"
             )
-        opened = setting.open(batch, kind, next(iter(fns.values())), lengths)
+        opened = setting.open(batch, kind, list(fns.values()), lengths)
         call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
         look = setting.coverage.look(list(fns.values()), leaves, kind)
         if look is not None and not setting.sync.in_step:
             setting.sync.check_reached(modules_held(fns.values()))
             look = turn.looking(look)
-        with setting.rewinding(leaves, opened.tables, scaler) as rewind:
+        with setting.rewinding(opened, leaves, scaler) as rewind:
             finish = partial(turn.reserve, rewind, shared)
 
             def weigh() -> float:

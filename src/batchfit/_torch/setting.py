@@ -19,7 +19,7 @@ from torch import nn
 from batchfit._decide.split import Piece
 from batchfit._torch.attempt import twice
 from batchfit._torch.batch_parts import Split, Whole
-from batchfit._torch.coverage import Coverage
+from batchfit._torch.coverage import Coverage, generators_held
 from batchfit._torch.device import CudaDevice, Device
 from batchfit._torch.lockstep import Sharded
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
@@ -50,6 +50,7 @@ class Opened(NamedTuple):
     shared: int  # how many of the leaves are the models': the others are the batch's own
     tables: Tables
     modules: list[nn.Module]
+    generators: list[object]  # that the user's functions draw from
 
 
 @final
@@ -68,6 +69,7 @@ class Setting:
         sizing: Sizing,
         packing: Packing,
         sync: Together | Sharded | Alone,
+        generators: Sequence[object],
     ) -> None:
         self.device = device
         self.target = target  # where microbatches go
@@ -82,13 +84,13 @@ class Setting:
         self._lengths = lengths
         self._batch_norm = batch_norm
         self._packing = packing
-        self._generators = generators_of(models)
+        self._generators = [*generators_of(models), *generators]
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
 
-    def open(self, batch: Any, kind: str, fn: Any, lengths: Lengths | None) -> Opened:
+    def open(self, batch: Any, kind: str, fns: Sequence[Any], lengths: Lengths | None) -> Opened:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self.device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
@@ -109,8 +111,8 @@ class Setting:
             self._leaf_count = shared
             leaves += [] if whole is None else whole.gradient_leaves()
         if whole is None or whole.length == 0:
-            return Opened(None, leaves, shared, tables, modules)
-        compiled = self.compiled or is_compiled(fn)
+            return Opened(None, leaves, shared, tables, modules, [])
+        compiled = self.compiled or is_compiled(fns[0])
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
         if lengths is None:
@@ -121,7 +123,7 @@ class Setting:
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return Opened(call, leaves, shared, tables, modules)
+        return Opened(call, leaves, shared, tables, modules, [*self._generators, *generators_held(fns)])
 
     def _look_at(self, leaves: list[torch.Tensor]) -> None:
         """What gets gradients is not what it was: may it?"""
@@ -174,11 +176,11 @@ class Setting:
         return mode
 
     def rewinding(
-        self, leaves: list[torch.Tensor], tables: Tables, scaler: Any, buffers: Buffers | None = None
+        self, opened: Opened, leaves: list[torch.Tensor], scaler: Any, buffers: Buffers | None = None
     ) -> Rewind:
         """A way back; without `leaves`, not for gradients."""
         if buffers is None:
             buffers = Buffers() if self.buffers.busy else self.buffers  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
-        twice(lambda: buffers.take(tables), device=self.device, note=note)
-        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+        twice(lambda: buffers.take(opened.tables), device=self.device, note=note)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=opened.generators)

@@ -262,8 +262,8 @@ class CachedTry:
         self.in_loss = False
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
-        after = rng.global_states()
         around = self._around
+        after = around.rewind.random_states()
         around.rewind.buffers_back()
         begin, graphs = [0] * len(gradients), 0
         with ExactStatistics(around.layers) as exact:
@@ -285,13 +285,13 @@ class CachedTry:
         _put(after)
         return loss
 
-    def _representations(self) -> tuple[Any, list[list[int]], list[list[tuple[str, rng.Undo]]]]:
+    def _representations(self) -> tuple[Any, list[list[int]], list[list[rng.Undo]]]:
         """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
             for index, micro in enumerate(feed(self._micros, self._around.device)):
                 self.at = index
-                states.append(rng.global_states())
+                states.append(self._around.rewind.random_states())
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
@@ -341,8 +341,8 @@ def _as_leaf(leaf: Any) -> Any:
     return detached.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else detached
 
 
-def _put(states: list[tuple[str, rng.Undo]]) -> None:
-    for _, undo in states:
+def _put(states: list[rng.Undo]) -> None:
+    for undo in states:
         undo()
 
 
