@@ -24,7 +24,7 @@ from batchfit._torch import rng
 _MOST_FUNCTIONS = 64
 _MOST_NAMED = 3
 # How far, and into how long containers, generators are looked for.
-_DEEPEST = 3
+_DEEPEST = 4
 _MOST_ITEMS = 64
 _NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
 
@@ -96,7 +96,8 @@ def _within(value: Any) -> Iterable[Any]:
     code = getattr(plain, "__code__", None)
     if code is None:
         table = getattr(value, "__dict__", None)
-        return tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
+        held = tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
+        return (*held, getattr(value, "__self__", None))  # of a method that is written in C
     cells = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
     known = getattr(plain, "__globals__", {})
     named = [known[name] for name in code.co_names if name in known]
