@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchfit._microbatch import Microbatcher
 from batchfit._torch import stepping, sync, tries
 from batchfit._torch.ranks import Ranks
-from batchfit.errors import BatchfitError
+from batchfit.errors import BatchfitError, RanksDisagreeError
 from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
 
 FEATURES = 6
@@ -1053,3 +1053,47 @@ def overlap_fails(rank: int, how: str) -> Any:
 def write_and_leave(outcome: list[str]) -> int:
     """The exit status of a rank that ends at once, as one does that raises: 3 for our own clean error."""
     return {"BatchfitError": 3, "OSError": 4}.get(outcome[0], 5)
+
+
+# errors of the user's own code between two calls of ours
+
+
+def between_calls(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
+    """Loops that go on after an error; a case says on which rank, in which batch and where it comes."""
+    settled_down()
+    return [_loop_with_errors(rank, case) for case in cases]
+
+
+def _loop_with_errors(rank: int, case: dict[str, Any]) -> dict[str, Any]:
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=1e-2)
+    mb = Microbatcher(model, microbatch_size=4, sync=case["sync"], timeout_s=15)
+
+    def fail(batch: int, place: str) -> None:
+        for fault in case["faults"]:
+            if fault["rank"] == rank and fault["batch"] == batch and fault["place"] == place:
+                raise simulated_oom("cuda") if fault["oom"] else ValueError("mine")
+
+    errors: list[Any] = []
+    stepped: list[int] = []
+    for batch in range(case["batches"]):
+        try:
+            optimizer.zero_grad()
+            mb.backward(lambda micro: loss_of(model, micro), batch_of(rank, batch, 6 + rank))
+            fail(batch, "between")
+            if case["plain"]:
+                optimizer.step()
+            else:
+                mb.step(optimizer)
+            stepped.append(batch)
+            fail(batch, "after")
+        except RanksDisagreeError as error:  # all ranks have it, at the same time
+            errors.append([batch, "RanksDisagreeError", str(error)])
+            if case["repair"]:
+                for parameter in inner.parameters():
+                    dist.broadcast(parameter.detach(), 0)
+        except Exception as error:  # noqa: BLE001 - what a loop that is to live through anything does
+            errors.append([batch, type(error).__name__, str(error)])
+    mine = digest([parameter.detach() for parameter in inner.parameters()])
+    return {"errors": errors, "stepped": stepped, "same": len(set(digests(mine))) == 1}

@@ -41,7 +41,9 @@ def run(fn: Callable[[nn.Module], Any], *, fails: bool, **options: Any) -> tuple
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
     mb = Microbatcher(model, microbatch_size=None if fails else 4, compared="ignore", **options)
-    report = mb.backward(faulty(fn(model), {0: "oom"} if fails else {}, after=True), torch.ones(8, 3).double())
+    report = mb.backward(
+        faulty(fn(model), {0: "oom"} if fails else {}, after=True), torch.ones(8, 3).double()
+    )
     assert report.microbatch_sizes == (4, 4)
     assert model.weight.grad is not None
     return model.weight.grad.flatten().tolist(), [float(report.loss)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Final, Literal, final
 from weakref import ref
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros
+from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros, steps_differ
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
 from batchfit._torch.blame import broken
@@ -36,9 +37,10 @@ from batchfit._torch.lockstep import Sharded
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
-from batchfit._torch.step_turn import StepTurn
+from batchfit._torch.step_turn import STEP, StepTurn
+from batchfit._torch.steps_taken import StepsTaken, digest
 from batchfit._torch.wrapped import Wrapped
-from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
+from batchfit.errors import BatchfitError, CollectivesError, RankFailedError, RanksDisagreeError
 
 Outcome = Literal["kept", "nothing"]
 Sync = Literal["safe", "overlap"]
@@ -132,6 +134,7 @@ class Together:
         self.guess = 1.0 if sums else 1.0 / self.ranks.world_size
         self.sums = sums
         self.group: Any = wrapped[0].process_group
+        self.steps = StepsTaken(self.wrapped.parameters())
         # Gradients that are local so far, by their leaf. Not held: `zero_grad` must free them.
         self.waiting: dict[int, ref[torch.Tensor]] = {}
 
@@ -164,7 +167,7 @@ class Together:
 
     def step(self) -> StepTurn:
         """One optimizer step."""
-        return StepTurn(self.ranks)
+        return StepTurn(self.ranks, self.steps)
 
     def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse to step on gradients that differ from rank to rank."""
@@ -298,12 +301,32 @@ class Turn:
     def _ask_how(self, error: str, weight: float) -> list[float]:
         """Everybody's weights, before a batch that DDP might reduce; a rank that has given up comes too."""
         self._asked = self._voted = True  # where it fails, all know
-        told = self._all.ranks.gather([error, weight], doing=_HOW)
-        failed = [(rank, text) for rank, (text, _) in enumerate(told) if text]
+        told = self._gather([error, weight, self._all.steps.count], doing=_HOW)
+        failed = [(rank, text) for rank, (text, *_) in enumerate(told) if text]
         if failed:
             raise RankFailedError(failed, doing=_BATCH)
+        steps = [taken for *_, taken in told]
+        why = steps_differ(steps)
+        if why:
+            self._compare(steps, why)
         self._voted = False
-        return [one for _, one in told]
+        return [one for _, one, _ in told]
+
+    def _gather(self, value: object, *, doing: str) -> list[Any]:
+        """Everybody's values. Ranks at the step of the last batch get an error there, and then come here."""
+        while True:
+            try:
+                return self._all.ranks.gather(value, doing=doing)
+            except RanksDisagreeError as error:
+                if STEP not in error.places:
+                    raise
+
+    def _compare(self, steps: Sequence[int], why: str) -> None:
+        """Raise where parameters differ; they may have been loaded since, or restored after a search."""
+        held = digest(self._all.wrapped.parameters())
+        if len(set(self._all.ranks.gather(held, doing="whether parameters are the same"))) > 1:
+            raise RanksDisagreeError(why)
+        self._all.steps.count = max(steps)
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -360,12 +383,16 @@ class Turn:
                 waits = self._all.waits(leaf, old)
                 waiting |= waits << at
                 reduced |= (not waits) << at
-        return Vote("", weight, len(leaves), new, waiting, reduced, self.syncs)
+        return Vote("", weight, len(leaves), new, waiting, reduced, self.syncs, self._all.steps.count)
 
     def _vote(self, mine: Vote) -> Settled:
         self._voted = True
-        votes = self._all.ranks.gather(mine.to_json(), doing=_BATCH)
-        return self._all_go(settle([Vote.from_json(one) for one in votes]))
+        votes = [Vote.from_json(one) for one in self._gather(mine.to_json(), doing=_BATCH)]
+        settled = settle(votes)
+        if settled.action == "apart":
+            self._compare([vote.steps for vote in votes], settled.why)
+            settled = settle([replace(vote, steps=0) for vote in votes])
+        return self._all_go(settled)
 
     def _all_go(self, settled: Settled) -> Settled:
         if settled.failed:
