@@ -1097,3 +1097,30 @@ def _loop_with_errors(rank: int, case: dict[str, Any]) -> dict[str, Any]:
             errors.append([batch, type(error).__name__, str(error)])
     mine = digest([parameter.detach() for parameter in inner.parameters()])
     return {"errors": errors, "stepped": stepped, "same": len(set(digests(mine))) == 1}
+
+
+def without_a_graph(rank: int) -> list[Any]:
+    """All rows of rank 1 are masked, so that its loss has no graph; then those of all ranks."""
+    found: list[Any] = []
+    for masked in ([1], [0, 1]):
+        inner = make_model()
+        model = DistributedDataParallel(inner)
+
+        def fn(
+            micro: dict[str, torch.Tensor], masked: list[int] = masked, model: Any = model
+        ) -> torch.Tensor:
+            if rank in masked:
+                return torch.zeros((), dtype=torch.float64)
+            return nn.functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
+
+        mb = Microbatcher(model, microbatch_size=2, reduction="sum", timeout_s=20)
+        try:
+            mb.backward(fn, batch_of(rank, 0, 5))
+        except BatchfitError as error:
+            found.append(str(error))
+            continue
+        wanted = make_model()
+        batch = batch_of(0, 0, 5)
+        nn.functional.cross_entropy(wanted(batch["x"]), batch["y"], reduction="sum").backward()
+        found.append(answer(inner, wanted))
+    return found

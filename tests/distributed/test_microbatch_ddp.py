@@ -310,6 +310,13 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
             assert f"| {part} | `{name}` |" in done.stdout
 
 
+def test_a_rank_whose_loss_has_no_graph_counts_as_zero() -> None:
+    for one, refused in values(run_ranks(cases.without_a_graph, world_size=2)):
+        assert one["error"] < 1e-12
+        assert one["same"]
+        assert "no rank has a loss that requires grad" in refused
+
+
 def errors_between_calls(world_size: int, count: int) -> list[dict[str, Any]]:
     """Random loops: which ranks raise, in which batches, after backward or after the step."""
     draw = random.Random(world_size)

@@ -289,4 +289,5 @@ def _eagerly(compiled: bool) -> AbstractContextManager[Any]:
     """Compiled code as it was written: it would be compiled again for sizes that are never needed."""
     if not compiled or "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager
