@@ -795,7 +795,7 @@ def talkative(rank: int) -> list[Any]:
 
 
 def overlap_misfits(rank: int) -> list[Any]:
-    """Under `overlap` a rank fails before it is agreed how to reduce, or is out of step: then all go on."""
+    """Under `overlap` a rank fails before all agree how to reduce, or leaves out a step: then all go on."""
     settled_down()
     inner = make_model()
     model = DistributedDataParallel(inner)
@@ -814,7 +814,8 @@ def overlap_misfits(rank: int) -> list[Any]:
     ):
         begun = time.monotonic()
         told.append([*outcome_of(act), time.monotonic() - begun])
-        told.append(outcome_of(lambda: backward(good)))
+        if rank == 0 or len(told) < 3:  # rank 1 left out the step, and waited in this batch for the other
+            told.append(outcome_of(lambda: backward(good)))
     return told
 
 
