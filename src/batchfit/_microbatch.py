@@ -12,7 +12,6 @@ Rules
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
@@ -29,26 +28,22 @@ from batchfit._torch.batch_parts import Whole
 from batchfit._torch.batch_run import run_batch
 from batchfit._torch.device import Device, check_budget, resolve_device
 from batchfit._torch.lockstep import Sharded
+from batchfit._torch.loss_look import LossCheck
 from batchfit._torch.packing import Packing
 from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.reading import Count
 from batchfit._torch.rewind import leaves_of
-from batchfit._torch.setting import AnyCall, Setting, Tables
+from batchfit._torch.setting import AnyCall, Setting
 from batchfit._torch.shortage import owned_bytes
 from batchfit._torch.sizing import Sizing
-from batchfit._torch.splittable import check_models, check_options, check_ragged, where
+from batchfit._torch.splittable import check_generators, check_models, check_options, check_ragged, where
 from batchfit._torch.stepping import step
 from batchfit._torch.sync import together
-from batchfit._torch.tries import Around, BackwardTry, CachedTry, Judgement, judge_loss, tensors_of
+from batchfit._torch.tries import Around, BackwardTry, CachedTry
 from batchfit._torch.users_split import Cutter, Split
-from batchfit._torch.weighing import Weighing, Weight, checked_advice, warn_of_reduction
+from batchfit._torch.weighing import Weighing, Weight, checked_advice
 from batchfit.errors import BatchfitError
 from batchfit.results import StepReport
-
-log = logging.getLogger("batchfit")
-
-# Where `reduction` looks wrong, so many more looks, of which most must agree: dropout moves a loss, too.
-_AGAIN = 3
 
 
 @final
@@ -88,6 +83,8 @@ class Microbatcher:
         on_zero_weight: "raise" or "skip" a batch whose weight is zero.
         batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
             still that of each microbatch), or "ignore".
+        compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a look.
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
@@ -95,6 +92,8 @@ class Microbatcher:
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
             microbatch is in backward, and running out there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
+        generators: `torch.Generator`s of your own that `fn` draws from (of NumPy and `random` too), so that
+            they are restored when a batch is tried again. Those that `fn` or the models hold are found.
         advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
             or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
 
@@ -118,15 +117,20 @@ class Microbatcher:
         reduction: Literal["mean", "sum"] = "mean",
         on_zero_weight: Literal["raise", "skip"] = "raise",
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
+        compared: Literal["error", "warn", "ignore"] = "error",
         on_event: Callable[[MicrobatchEvent], object] | None = None,
         noise: GradientNoise | None = None,
         device: str | torch.device | Device | None = None,
         sync: Literal["safe", "overlap"] = "safe",
         timeout_s: float | None = None,
+        generators: Sequence[object] = (),
         advice: Mapping[str, str] | None = None,
     ) -> None:
         check_models(models)
-        check_options(weight, split, count, microbatch_size, reduction, on_zero_weight, batch_norm, on_event)
+        check_options(
+            weight, split, count, microbatch_size, reduction, on_zero_weight, batch_norm, compared, on_event
+        )
+        check_generators(generators)
         check_ragged(lengths, split, pad_keys, pad_dim, padding_side)
         if noise is not None and not isinstance(noise, GradientNoise):
             raise TypeError(f"noise must be a GradientNoise, not {noise!r:.80}")
@@ -135,7 +139,6 @@ class Microbatcher:
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
         self._reduction = reduction
-        self._advice = checked_advice(advice)
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._noise = noise
         self._target = where(device, models)
@@ -171,8 +174,11 @@ class Microbatcher:
             sizing=self._sizing,
             packing=self._packing,
             sync=all_ranks,
+            generators=generators,
         )
-        self._reduction_checked = all_ranks.in_step  # sharded: calls that only some ranks would make
+        self._loss_check = LossCheck(
+            self._weighing, reduction=reduction, on_compared=compared, advice=checked_advice(advice)
+        )
 
     def backward(
         self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None, scaler: Any = None
@@ -181,13 +187,16 @@ class Microbatcher:
 
             report = mb.backward(lambda micro: criterion(model(micro["x"]), micro["y"]), batch)
 
-        `fn(micro)` gets a part of the batch, on the device, and returns its loss. It may be called again with
-        the same samples: after an out-of-memory the whole batch begins anew, with gradients, random numbers,
-        buffers and scaler where they were. The first batch that is split also calls `fn` without gradients,
-        for two samples and for the same two again twice and four times, to see that `reduction` is right
-        (some more times where it looks wrong). Hooks on parameters see the gradient of each microbatch. An
-        error of your own leaves everything as the call found it. `lengths`, those of this batch's samples,
-        goes before that of `Microbatcher`.
+        `fn(micro)` gets a part of the batch, on the device, and returns its loss, or `(loss, outputs)`: those
+        of all microbatches are joined in the batch's order in `report.outputs`, without a graph, and each
+        sample is there once. A microbatch whose loss has no graph (all its rows are masked) adds nothing.
+        `fn` may be called again with the same samples: after an out-of-memory the whole batch begins again,
+        with gradients, random numbers, buffers and scaler where they were. Before the first batch is cut,
+        `fn` is also called without gradients, with models in eval mode, for sets of up to 8 samples: ten
+        times, more where the loss is random. A loss that is neither a mean nor a sum over samples is refused
+        (`compared`). Hooks on parameters see the gradient of each microbatch. An error of your own leaves
+        everything as the call found it. `lengths`, those of this batch's samples, goes before that of
+        `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
@@ -200,7 +209,7 @@ class Microbatcher:
                 factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
                 watch = self._noise.watching(around.watch, sizes, factors, scaler)
                 around = replace(around, watch=watch)
-            return BackwardTry(fn, micros, shares, around), weight
+            return BackwardTry(fn, whole, plan, micros, shares, around), weight
 
         opened, plan, done, outcome = run_batch(
             self._setting,
@@ -211,6 +220,7 @@ class Microbatcher:
             scaler=scaler,
             make=make,
             weigh_one=self._weighing.weight_of,
+            check=self._loss_check,
         )
         call = opened.call
         if outcome == "nothing":
@@ -225,9 +235,6 @@ class Microbatcher:
             advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
             if advice:
                 self._sizing.warn_once("tokens", advice)
-        # Not for compiled code: it would be compiled again for sizes that are never needed.
-        if len(plan) > 1 and not (self._reduction_checked or call.compiled) and call.whole.can_take:
-            self._check_reduction(fn, call.whole, max(plan, key=lambda piece: piece.size), opened.tables)
         return _report(call, plan, done)
 
     def backward_cached(
@@ -243,14 +250,15 @@ class Microbatcher:
 
             report = mb.backward_cached(lambda micro: encoder(micro), contrastive_loss, batch)
 
-        `encode(micro)` returns tensors with one row a sample, alone or in tuples and dicts; `loss_fn` gets
-        those of the whole batch, in its order; with `lengths`, one value a token is padded to the batch's
-        width. More than one chunk costs one forward more, without a graph; dropout is the
-        same in both. Parameters of `loss_fn` get gradients too: pass them to `Microbatcher`.
+        `encode(micro)` returns tensors with one row per sample, alone or in tuples and dicts; `loss_fn` gets
+        those of the whole batch, in its order; with `lengths`, one value per token is padded to the batch's
+        width. More than one chunk costs one forward more, without a graph; dropout is the same in both.
+        `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
+        too: pass them to `Microbatcher`.
         """
 
         def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
-            again = _encoded_again(encode, whole, plan, around)
+            again = _encoded_again(encode, whole, plan)
             return CachedTry(again, loss_fn, whole, plan, around), float(whole.length)
 
         fns = {"encode": encode, "loss_fn": loss_fn}
@@ -325,26 +333,9 @@ class Microbatcher:
                 f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
             ) from None
 
-    def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, piece: Piece, tables: Tables) -> None:
-        """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
-        self._reduction_checked = True
-        found: Judgement = "unclear"
-        setting = self._setting
-        with setting.rewinding([], tables, None), setting.attention(whole), setting.sync.quiet():
-            try:
-                found = judge_loss(fn, whole, piece, self._target)
-                if found not in ("unclear", self._reduction):
-                    again = [judge_loss(fn, whole, piece, self._target) for _ in range(_AGAIN)]
-                    found = found if again.count(found) > _AGAIN // 2 else "unclear"
-            except Exception as error:  # noqa: BLE001 - a check that cannot be made says nothing
-                log.debug("reduction could not be checked: %s", type(error).__name__)
-        warn_of_reduction(found, self._reduction, self._advice)
 
-
-def _encoded_again(
-    encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece], around: Around
-) -> Callable[[Any], Any]:
-    """`encode`, which chunks call a second time: that must see the same batch, and reach parameters."""
+def _encoded_again(encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece]) -> Callable[[Any], Any]:
+    """`encode`, which chunks call a second time: that must see the same batch."""
     if len(plan) == 1:
         return encode
 
@@ -356,12 +347,6 @@ def _encoded_again(
                 "encode changed the batch in place, and each chunk is encoded twice: the second time it "
                 "would see the changed batch. Clone what encode writes into"
             )
-        trained = not torch.is_grad_enabled() or any(one.requires_grad for one in tensors_of(found))
-        if not trained and all(leaf.grad is None for leaf in around.rewind.leaves):
-            raise ValueError(
-                "encode must return tensors that require grad, not ones without: is the model frozen, or its "
-                "output detached or made under torch.no_grad?"
-            )
         return found
 
     return encoded
@@ -369,4 +354,4 @@ def _encoded_again(
 
 def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
     sizes = tuple(piece.size for piece in plan)
-    return StepReport(done.loss, sizes, call.retries, call.peak_bytes)
+    return StepReport(done.loss, sizes, call.retries, call.peak_bytes, outputs=done.outputs)

@@ -220,7 +220,14 @@ class SettingsDifferError(BatchfitError):
 
 
 class RanksDisagreeError(BatchfitError):
-    """Ranks hold different values where all must hold the same."""
+    """Ranks hold different values where all must hold the same.
+
+    `places`: what each rank was about to agree on, where that was not the same.
+    """
+
+    def __init__(self, text: str, places: Iterable[str] = ()) -> None:
+        super().__init__(text)
+        self.places = tuple(places)
 
 
 class CollectivesError(BatchfitError):

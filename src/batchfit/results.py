@@ -71,7 +71,8 @@ class StepReport:
     `loss` is the loss of the full batch as a detached tensor on the device: reading it waits for the device.
     `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live when a size of this
     shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
-    the batch had no weight, so nothing was run and no gradient changed.
+    the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
+    returned beside its losses, detached, joined in the batch's order: each sample once.
     """
 
     loss: Any
@@ -79,6 +80,7 @@ class StepReport:
     retries: int = 0
     peak_bytes: int | None = None
     skipped: bool = False
+    outputs: Any = None
 
     def __str__(self) -> str:
         """One line; reads the loss."""

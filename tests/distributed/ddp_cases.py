@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchfit._microbatch import Microbatcher
 from batchfit._torch import stepping, sync, tries
 from batchfit._torch.ranks import Ranks
-from batchfit.errors import BatchfitError
+from batchfit.errors import BatchfitError, RanksDisagreeError
 from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
 
 FEATURES = 6
@@ -795,7 +795,7 @@ def talkative(rank: int) -> list[Any]:
 
 
 def overlap_misfits(rank: int) -> list[Any]:
-    """Under `overlap` a rank fails before it is agreed how to reduce, or is out of step: then all go on."""
+    """Under `overlap` a rank fails before all agree how to reduce, or leaves out a step: then all go on."""
     settled_down()
     inner = make_model()
     model = DistributedDataParallel(inner)
@@ -814,7 +814,8 @@ def overlap_misfits(rank: int) -> list[Any]:
     ):
         begun = time.monotonic()
         told.append([*outcome_of(act), time.monotonic() - begun])
-        told.append(outcome_of(lambda: backward(good)))
+        if rank == 0 or len(told) < 3:  # rank 1 left out the step, and waited in this batch for the other
+            told.append(outcome_of(lambda: backward(good)))
     return told
 
 
@@ -1053,3 +1054,74 @@ def overlap_fails(rank: int, how: str) -> Any:
 def write_and_leave(outcome: list[str]) -> int:
     """The exit status of a rank that ends at once, as one does that raises: 3 for our own clean error."""
     return {"BatchfitError": 3, "OSError": 4}.get(outcome[0], 5)
+
+
+# errors of the user's own code between two calls of ours
+
+
+def between_calls(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
+    """Loops that go on after an error; a case says on which rank, in which batch and where it comes."""
+    settled_down()
+    return [_loop_with_errors(rank, case) for case in cases]
+
+
+def _loop_with_errors(rank: int, case: dict[str, Any]) -> dict[str, Any]:
+    inner = make_model()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=1e-2)
+    mb = Microbatcher(model, microbatch_size=4, sync=case["sync"], timeout_s=15)
+
+    def fail(batch: int, place: str) -> None:
+        for fault in case["faults"]:
+            if fault["rank"] == rank and fault["batch"] == batch and fault["place"] == place:
+                raise simulated_oom("cuda") if fault["oom"] else ValueError("mine")
+
+    errors: list[Any] = []
+    stepped: list[int] = []
+    for batch in range(case["batches"]):
+        try:
+            optimizer.zero_grad()
+            mb.backward(lambda micro: loss_of(model, micro), batch_of(rank, batch, 6 + rank))
+            fail(batch, "between")
+            if case["plain"]:
+                optimizer.step()
+            else:
+                mb.step(optimizer)
+            stepped.append(batch)
+            fail(batch, "after")
+        except RanksDisagreeError as error:  # all ranks have it, at the same time
+            errors.append([batch, "RanksDisagreeError", str(error)])
+            if case["repair"]:
+                for parameter in inner.parameters():
+                    dist.broadcast(parameter.detach(), 0)
+        except Exception as error:  # noqa: BLE001 - what a loop that is to live through anything does
+            errors.append([batch, type(error).__name__, str(error)])
+    mine = digest([parameter.detach() for parameter in inner.parameters()])
+    return {"errors": errors, "stepped": stepped, "same": len(set(digests(mine))) == 1}
+
+
+def without_a_graph(rank: int) -> list[Any]:
+    """All rows of rank 1 are masked, so that its loss has no graph; then those of all ranks."""
+    found: list[Any] = []
+    for masked in ([1], [0, 1]):
+        inner = make_model()
+        model = DistributedDataParallel(inner)
+
+        def fn(
+            micro: dict[str, torch.Tensor], masked: list[int] = masked, model: Any = model
+        ) -> torch.Tensor:
+            if rank in masked:
+                return torch.zeros((), dtype=torch.float64)
+            return nn.functional.cross_entropy(model(micro["x"]), micro["y"], reduction="sum")
+
+        mb = Microbatcher(model, microbatch_size=2, reduction="sum", timeout_s=20)
+        try:
+            mb.backward(fn, batch_of(rank, 0, 5))
+        except BatchfitError as error:
+            found.append(str(error))
+            continue
+        wanted = make_model()
+        batch = batch_of(0, 0, 5)
+        nn.functional.cross_entropy(wanted(batch["x"]), batch["y"], reduction="sum").backward()
+        found.append(answer(inner, wanted))
+    return found

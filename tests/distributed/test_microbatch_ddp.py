@@ -5,6 +5,7 @@ Every case is compared with one process on the joined batches (fp64: 1e-10) and,
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -189,7 +190,8 @@ def test_a_function_that_talks_to_other_ranks_is_refused() -> None:
 def test_ranks_go_on_after_one_that_failed_before_a_batch_that_overlaps() -> None:
     well, ill = values(run_ranks(cases.overlap_misfits, world_size=2, timeout_s=60))
     assert [one[0] for one in well] == ["RankFailedError", "value", "RanksDisagreeError", "value"]
-    assert [one[0] for one in ill] == ["TypeError", "value", "RanksDisagreeError", "value"]
+    assert [one[0] for one in ill] == ["TypeError", "value", "value"]
+    assert "rank 1 went on to the next batch without this optimizer step" in well[2][1]
     assert "rank 1 raised TypeError: batch must hold tensors" in well[0][1]
     assert max(one[2] for one in (*well[::2], *ill[::2])) < 15  # of a time-out of 20 s
 
@@ -307,6 +309,73 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     for part in ("many", "one"):
         for name in ("ddp", "late", "safe", "overlap"):
             assert f"| {part} | `{name}` |" in done.stdout
+
+
+def test_a_rank_whose_loss_has_no_graph_counts_as_zero() -> None:
+    for one, refused in values(run_ranks(cases.without_a_graph, world_size=2)):
+        assert one["error"] < 1e-12
+        assert one["same"]
+        assert "no rank has a loss that requires grad" in refused
+
+
+def errors_between_calls(world_size: int, count: int) -> list[dict[str, Any]]:
+    """Random loops: which ranks raise, in which batches, after backward or after the step."""
+    draw = random.Random(world_size)
+    found = []
+    for at in range(count):
+        faults = [
+            {
+                "rank": draw.randrange(world_size),
+                "batch": draw.randrange(6),
+                "place": draw.choice(["between", "between", "after"]),
+                "oom": draw.random() < 0.5,
+            }
+            for _ in range(draw.choice([1, 1, 2, 3]))
+        ]
+        found.append(
+            {
+                "faults": faults,
+                "batches": 7,
+                "sync": ["safe", "overlap"][at % 2],
+                "plain": at % 4 > 1,
+                "repair": at % 8 > 3 and at % 4 > 1,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_error_between_two_calls_leaves_ranks_alike_or_is_told(world_size: int) -> None:
+    """No rank trains on with parameters that differ, none waits for a rank that went on, and none hangs."""
+    faults = errors_between_calls(world_size, 32)
+    outcomes = values(run_ranks(cases.between_calls, world_size=world_size, args=(faults,), timeout_s=150))
+    apart = 0
+    for at, case in enumerate(faults):
+        ranks = [outcome[at] for outcome in outcomes]
+        kinds = {kind for rank in ranks for _, kind, _ in rank["errors"]}
+        assert "RankMissingError" not in kinds, case
+        told = [
+            [[batch, text] for batch, kind, text in rank["errors"] if kind == "RanksDisagreeError"]
+            for rank in ranks
+        ]
+        left_out = {
+            (fault["rank"], fault["batch"]) for fault in case["faults"] if fault["place"] == "between"
+        }
+        if not case["plain"]:  # a step that one rank leaves out is one that no rank takes
+            assert all(rank["stepped"] == ranks[0]["stepped"] for rank in ranks), case
+            assert ranks[0]["stepped"] == [b for b in range(7) if b not in {one for _, one in left_out}], case
+            assert all("went on to the next batch" in text for texts in told for _, text in texts), case
+            assert all(rank["same"] for rank in ranks), case
+        elif case["repair"]:
+            assert all(rank["same"] for rank in ranks) or left_out & {(r, 6) for r in range(world_size)}, case
+        elif not ranks[0]["same"]:  # never without a word, but for a step after which nothing was called
+            apart += 1
+            first = min(batch for _, batch in left_out)
+            assert first == 6 or all(
+                [batch for batch, _ in texts] == list(range(first + 1, 7)) for texts in told
+            ), (case, told)
+            assert all("rank 0" in text and "optimizer steps" in text for texts in told for _, text in texts)
+    assert apart
 
 
 @pytest.mark.slow

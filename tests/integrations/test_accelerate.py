@@ -756,3 +756,36 @@ def test_without_accelerate_the_pip_line_is_told() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert 'pip install "batchfit[accelerate]" to use batchfit.integrations.accelerate' in done.stderr
+
+
+@pytest.mark.parametrize("decorator", [ours, theirs])
+@pytest.mark.parametrize(
+    "text", ["CPU out of memory.", "gpu0 out of memory. Tried 3 GiB", "XPU out of memory."]
+)
+def test_any_devices_out_of_memory_is_one(decorator: Decorator, text: str) -> None:
+    sizes: list[int] = []
+
+    @decorator(starting_batch_size=16)
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        if batch_size > 7:
+            raise RuntimeError(text)
+        return batch_size
+
+    assert 0 < train() <= 7
+    assert sizes[0] == 16
+
+
+def test_outputs_come_through_an_accumulation() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    batch = torch.randn(6, 3)
+    microbatcher = batchfit.Microbatcher(model, microbatch_size=2)
+
+    def fn(micro: torch.Tensor) -> Any:
+        found = model(micro)
+        return found.square().mean(), found
+
+    report = backward(accelerator, microbatcher, fn, batch)
+    assert torch.allclose(report.outputs, model(batch))
+    assert torch.allclose(report.loss, fn(batch)[0])

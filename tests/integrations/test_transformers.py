@@ -1213,7 +1213,7 @@ def test_warnings_advise_what_can_be_done_in_a_trainer(
 ) -> None:
     trainer = Trainer(make(), arguments(tmp_path, max_steps=1), train_dataset=points(length))
     with caplog.at_level("WARNING", "batchfit"):
-        adapt(trainer, search={"max_size": 8}).train()
+        adapt(trainer, search={"max_size": 8}, compared="warn").train()
     (text,) = [line for line in caplog.messages if advice in line]
     assert not_reachable not in text.replace(advice, "")
 
@@ -1308,3 +1308,36 @@ def test_the_benchmark_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, livin
     assert rows["batchfit"]["find_s"] > 0
     with pytest.raises(ValueError, match="name must be one of trainer, "):
         bench.run_case("mine")
+
+
+# --- losses that compare samples
+
+
+@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("compared", [True, False])
+def test_in_batch_negatives_are_refused_at_any_microbatch_size(
+    compared: bool, size: int, tmp_path: Path
+) -> None:
+    """As MultipleNegativesRankingLoss, with dropout: the step itself puts the model into training mode."""
+
+    class Contrastive(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[-1]
+            reps = torch.nn.functional.normalize(hidden.mean(1), dim=1)
+            scores = reps @ reps.T * 20 if compared else reps * 20
+            return torch.nn.functional.cross_entropy(
+                scores, torch.arange(len(reps)) if compared else inputs["labels"][:, 0] % 8
+            )
+
+    model = gpt2(dropout=0.1)
+    before = parameters_of(model).clone()
+    trainer = adapt(
+        Contrastive(model, arguments(tmp_path), train_dataset=Tokens()), search={"max_size": size}
+    )
+    if not compared:
+        assert trainer.train().global_step == 6
+        return
+    with pytest.raises(batchfit.errors.BatchfitError, match=r"neither a mean nor a sum.*cached loss"):
+        trainer.train()
+    assert torch.equal(parameters_of(model), before)
+    assert "train" not in vars(model)

@@ -202,7 +202,7 @@ class World:
         self.model.register_buffer("calls", torch.zeros(()))
         self.batch = padded([3, 11, 7, 1, 16, 5, 9, 14], 20, "left")
         self.mb = Microbatcher(self.model, lengths="attention_mask", weight=tokens)
-        self.mb._reduction_checked = True
+        self.mb._loss_check.is_off = True
         if "old" in kind:
             self.model.loss(self.batch).backward()
 
@@ -284,7 +284,7 @@ class Job:
             on_event=self.events.append,
             **options,
         )
-        self.mb._reduction_checked = True
+        self.mb._loss_check.is_off = True
 
     def loss(self, micro: torch.Tensor) -> torch.Tensor:
         self.device.use(50 + 10 * micro.numel())
@@ -459,7 +459,7 @@ def test_names_settle_what_shapes_do_not() -> None:
 
     batch = {"x": torch.ones(4, 12, 12), "speaker": torch.ones(4, 12)}
     mb = Microbatcher(model, lengths=lambda one: [3, 4, 3, 2], pad_keys=["x"], pad_dim=1)
-    mb._reduction_checked = True
+    mb._loss_check.is_off = True
     mb.backward(fn, batch)
     assert seen == [{"x": (4, 4, 12), "speaker": (4, 12)}]
 

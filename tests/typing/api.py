@@ -164,7 +164,7 @@ mb = Microbatcher(model)
 assert_type(mb, Microbatcher)
 Microbatcher(model, temperature, weight="attention_mask", budget="20GiB", microbatch_size=8)
 Microbatcher(model, weight=lambda micro: (micro["labels"] != -100).sum(), on_zero_weight="skip")
-Microbatcher(model, advice={"sum": "return a mean"})
+Microbatcher(model, advice={"sum": "return a mean"}, compared="warn", generators=[torch.Generator()])
 Microbatcher(
     model,
     split=lambda batch, sizes: batch.split(sizes),
@@ -182,6 +182,8 @@ Microbatcher(model, lengths=lambda batch: batch["attention_mask"].sum(1))
 mb.backward(loss_of, make_batch(64), lengths=[3, 4])
 report = mb.backward(loss_of, make_batch(64), scaler=scaler)
 assert_type(report, StepReport)
+assert_type(report.outputs, Any)
+mb.backward(lambda micro: (loss_of(micro), micro), make_batch(64))
 assert_type(report.microbatch_sizes, tuple[int, ...])
 assert_type(report.retries, int)
 assert_type(report.peak_bytes, int | None)

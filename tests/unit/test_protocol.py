@@ -273,3 +273,18 @@ def test_ranks_that_are_out_of_step_are_told_how() -> None:
     mixed = [Vote("", 1, 3, 7, waiting=1), Vote("", 1, 3, 7, reduced=1)]
     assert "call zero_grad alike" in settle(mixed).why
     assert settle_zeros(["", "no room"], Settled("zeros", 7, 1.0)).failed == ((1, "no room"),)
+
+
+def test_ranks_that_left_out_a_step_are_apart() -> None:
+    votes = [Vote(weight=1.0, parameters=2, new=3, steps=steps) for steps in (4, 3, 4)]
+    settled = settle(votes)
+    assert settled.action == "apart"
+    assert "rank 0 4, rank 1 3, rank 2 4" in settled.why
+    assert settle([Vote.from_json(vote.to_json()) for vote in votes]) == settled
+    assert settle([*votes, Vote(error="mine")]).action == "fail"  # who has given up comes first
+    assert settle([Vote(weight=1.0, parameters=2, new=3, steps=4)] * 2).action == "reduce"
+
+
+def test_a_batch_without_any_gradient_is_refused() -> None:
+    assert settle([Vote(weight=1.0, parameters=2)] * 2).action == "fail"
+    assert settle([Vote(weight=1.0, parameters=2), Vote(weight=1.0, parameters=2, new=1)]).action == "zeros"

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
-Action = Literal["fail", "zeros", "reduce", "keep", "nothing"]
+Action = Literal["fail", "apart", "zeros", "reduce", "keep", "nothing"]
 TryAction = Literal["keep", "again", "fail", "stuck"]
 StepAction = Literal["fail", "protect", "go", "again", "undo", "done"]
 
@@ -40,6 +40,7 @@ class Vote:
     waiting: int = 0  # those with gradients of earlier batches that nobody has reduced so far
     reduced: int = 0  # those with gradients that are the same on all ranks already
     syncs: bool = True  # False under the user's `no_sync()`
+    steps: int = 0  # optimizer steps so far
 
     def to_json(self) -> dict[str, Any]:
         """As it travels; what is as usual is left out."""
@@ -65,9 +66,10 @@ _SETS = ("new", "waiting", "reduced")
 class Settled:
     """What all ranks do next.
 
-    `fail`: all raise, and everything is as before the call. `zeros`: some rank must make zeros for `reduces`
-    first, and then all vote once more. `reduce`: sum the gradients of `reduces` over the ranks. `keep`: leave
-    them local (the user's `no_sync`). `nothing`: the batch has no weight on any rank.
+    `fail`: all raise, and everything is as before the call. `apart`: ranks have taken other numbers of steps,
+    and all raise unless their parameters turn out to be the same. `zeros`: some rank must make zeros for
+    `reduces` first, and then all vote once more. `reduce`: sum the gradients of `reduces` over the ranks.
+    `keep`: leave them local (the user's `no_sync`). `nothing`: the batch has no weight on any rank.
     """
 
     action: Action
@@ -82,6 +84,9 @@ def settle(votes: Sequence[Vote]) -> Settled:
     failed = tuple((rank, vote.error) for rank, vote in enumerate(votes) if vote.error)
     if failed:
         return Settled("fail", failed=failed)
+    why = steps_differ([vote.steps for vote in votes])
+    if why:
+        return Settled("apart", why=why)
     why = _out_of_step(votes)
     if why:
         return Settled("fail", why=why)
@@ -90,11 +95,30 @@ def settle(votes: Sequence[Vote]) -> Settled:
     if total == 0 and not (syncs and waiting):
         return Settled("nothing")
     new = _union(vote.new for vote in votes)
+    if not new and not waiting and votes[0].parameters:
+        return Settled(
+            "fail",
+            why="no rank has a loss that requires grad: is the model frozen, or the loss detached or made "
+            "under torch.no_grad?",
+        )
     if not syncs:
         return Settled("keep", new, total)
     wanted = new | waiting
     lacking = any(wanted & ~vote.new for vote in votes)
     return Settled("zeros" if lacking else "reduce", wanted, total)
+
+
+def steps_differ(steps: Sequence[int]) -> str:
+    """The text of the error where ranks have taken other numbers of optimizer steps; "" where not."""
+    if len(set(steps)) == 1:
+        return ""
+    counts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
+    return (
+        f"ranks are not at the same batch: optimizer steps taken so far are {counts}, and their parameters "
+        "differ. A rank has left out a step, after an error of its own between backward and step, say. Load "
+        "one checkpoint on all ranks, or broadcast parameters and optimizer state from one of them. With "
+        "mb.step all ranks step, or none"
+    )
 
 
 def settle_zeros(errors: Sequence[str], before: Settled) -> Settled:

@@ -33,8 +33,8 @@ def map_batch(setting: Setting, fn: Callable[[Any], Any], batch: Any, lengths: L
     if isinstance(setting.sync, Sharded):
         return _map_in_step(setting, setting.sync, fn, batch, lengths)
     check_callable(fn, "fn")
-    opened = setting.open(batch, "map", fn, lengths)
-    call, tables = opened.call, opened.tables
+    opened = setting.open(batch, "map", [fn], lengths)
+    call = opened.call
     assert call is not None
     sizer = setting.sizer(call)
     outputs: list[Any] = []
@@ -44,12 +44,12 @@ def map_batch(setting: Setting, fn: Callable[[Any], Any], batch: Any, lengths: L
 
     def begin() -> Rewind:
         versions[:] = call.whole.versions()
-        return setting.rewinding([], tables, None, marks)
+        return setting.rewinding(opened, [], None, marks)
 
     with (
         torch.inference_mode(),
         setting.sync.quiet(),
-        setting.rewinding([], tables, None) as rewind,
+        setting.rewinding(opened, [], None) as rewind,
         setting.inside(call),
     ):
         while sum(piece.size for piece in done) < call.whole.length:
@@ -76,8 +76,8 @@ def _map_in_step(
     """`map` of a sharded model: all ranks call it, in as many microbatches; None for no samples."""
     with everybody.turn(setting.device) as turn:
         check_callable(fn, "fn")
-        opened = setting.open(batch, "map", fn, lengths)
-        call, tables = opened.call, opened.tables
+        opened = setting.open(batch, "map", [fn], lengths)
+        call = opened.call
         outputs: list[Any] = []
         marks = Buffers()
 
@@ -85,14 +85,14 @@ def _map_in_step(
             assert call is not None
             outputs.clear()
             watch = turn.watching(call.watch or NOBODY)
-            begin = partial(setting.rewinding, [], tables, None, marks)
+            begin = partial(setting.rewinding, opened, [], None, marks)
             return MapTry(fn, call.whole, plan, setting.target, begin, outputs, [], watch)
 
         def weigh() -> float:
             return 0.0 if call is None else float(call.whole.length)
 
         # Not in inference mode: parameters that FSDP2 gathers there could not be trained afterwards.
-        with torch.no_grad(), setting.rewinding([], tables, None) as rewind:
+        with torch.no_grad(), setting.rewinding(opened, [], None) as rewind:
             plan, _ = turn.run(work_in_step(setting, opened, "map", fn, rewind, prepare, weigh))
             answer = None if call is None else _joined(setting, call.whole, outputs, plan)
             rewind.keep()

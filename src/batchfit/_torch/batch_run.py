@@ -15,19 +15,24 @@ from functools import partial
 from typing import Any, Literal
 
 from batchfit._decide.split import Piece
+from batchfit._torch.attempt import read
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.coverage import modules_held
 from batchfit._torch.in_step import Work, sample_of
 from batchfit._torch.lockstep import Sharded, code_of
 from batchfit._torch.lockstep import Turn as InStep
+from batchfit._torch.loss_look import LossCheck, LossLook
+from batchfit._torch.norms import norms_in
 from batchfit._torch.ragged_padding import Lengths
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.setting import CHANGED, AnyCall, Opened, Setting
 from batchfit._torch.splittable import check_callable
 from batchfit._torch.sync import Outcome
 from batchfit._torch.tries import NOBODY, Around, Planned, Watch
-from batchfit._torch.workload_parts import check_loss
+from batchfit._torch.workload_parts import check_loss, loss_and_outputs
 from batchfit.errors import BatchfitError
+
+Examine = Callable[[Sequence[Piece]], None]
 
 
 def run_batch(
@@ -40,8 +45,12 @@ def run_batch(
     scaler: Any,
     make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
     weigh_one: Callable[[Any], float],
+    check: LossCheck | None = None,
 ) -> tuple[Opened, tuple[Piece, ...], Any, Outcome]:
-    """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`)."""
+    """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`).
+
+    `check` looks at the loss before the batch is cut, where this function has not been looked at.
+    """
     plan: tuple[Piece, ...] = ()
     done, weight = None, 0.0
     with setting.sync.turn(setting.device) as turn:
@@ -54,13 +63,13 @@ def run_batch(
                 "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
                 "and ranks with other numbers of chunks would have other collectives. Use DDP"
             )
-        opened = setting.open(batch, kind, next(iter(fns.values())), lengths)
+        opened = setting.open(batch, kind, list(fns.values()), lengths)
         call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
         look = setting.coverage.look(list(fns.values()), leaves, kind)
         if look is not None and not setting.sync.in_step:
             setting.sync.check_reached(modules_held(fns.values()))
             look = turn.looking(look)
-        with setting.rewinding(leaves, opened.tables, scaler) as rewind:
+        with setting.rewinding(opened, leaves, scaler) as rewind:
             finish = partial(turn.reserve, rewind, shared)
 
             def weigh() -> float:
@@ -85,34 +94,92 @@ def run_batch(
                     layers=layers,
                     look=None if setting.sync.in_step else look,
                     watch=watch,
+                    in_step=setting.sync.in_step,
+                    alone=turn.is_alone,
                 )
                 made, weight = make(call.whole, plan, around)
                 if made is None:
                     finish()
                 return made
 
+            examine: Examine | None = None
+            if check is not None and call is not None and not isinstance(turn, InStep):
+                examine = _examining(setting, opened, fns["fn"], rewind, turn.refuse_sent, check)
+
             with turn.quiet():
                 if isinstance(turn, InStep):
                     work = work_in_step(setting, opened, kind, fns["fn"], rewind, prepare, weigh, weigh_one)
                     plan, done = turn.run(work)
-                elif turn.overlaps(rewind, shared, weigh if _is_proven(setting, call, kind) else None):
+                elif turn.overlaps(
+                    rewind, shared, weigh if _is_proven(setting, call, kind, examine) else None
+                ):
                     plan, done = _overlapped(setting, call, prepare, turn)
                 elif call is None:
                     finish()
                 else:
-                    plan, done = _until_it_fits(setting, call, rewind, prepare)
+                    plan, done = _until_it_fits(setting, call, rewind, prepare, examine)
             outcome = turn.settle(rewind, weight, shared)
     return opened, plan, done, outcome
 
 
+def _examining(
+    setting: Setting,
+    opened: Opened,
+    fn: Callable[[Any], Any],
+    rewind: Rewind,
+    refuse_sent: Callable[[], None],
+    check: LossCheck,
+) -> Examine | None:
+    """What to call before the batch is cut; None where this function's loss is known."""
+    # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
+    if not check.is_due(fn) or any(layer.running_mean is None for layer in norms_in(opened.modules)):
+        return None
+    return partial(_examine, setting, opened, fn, rewind, refuse_sent, check)
+
+
+def _examine(
+    setting: Setting,
+    opened: Opened,
+    fn: Callable[[Any], Any],
+    rewind: Rewind,
+    refuse_sent: Callable[[], None],
+    check: LossCheck,
+    plan: Sequence[Piece],
+) -> None:
+    """Before a batch is cut: is its loss one that can be? What that moved is restored."""
+    assert opened.call is not None
+    check.run(
+        LossLook(
+            fn=fn,
+            whole=opened.call.whole,
+            plan=plan,
+            modules=opened.modules,
+            compiled=opened.call.compiled,
+            target=setting.target,
+            device=setting.device,
+            weigh=check.weigh,
+            check=refuse_sent,
+        )
+    )
+    rewind.back()
+    setting.sizing.retries_seen = read(setting.device).retries  # those of the look are not the batch's
+
+
 def _until_it_fits(
-    setting: Setting, call: AnyCall, rewind: Rewind, make: Callable[[Sequence[Piece]], Any]
+    setting: Setting,
+    call: AnyCall,
+    rewind: Rewind,
+    make: Callable[[Sequence[Piece]], Any],
+    examine: Examine | None,
 ) -> tuple[tuple[Piece, ...], Any]:
     """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
     sizer, loss_failed = setting.sizer(call), False
     with setting.inside(call):
         while True:
             plan = sizer.plan(call)
+            if examine is not None and len(plan) > 1:
+                examine(plan)
+                examine = None
             versions = call.whole.versions()
             run = Planned(make, plan)
             failure = sizer.attempt(call, run)
@@ -148,11 +215,13 @@ def _overlapped(
     return plan, run.made
 
 
-def _is_proven(setting: Setting, call: AnyCall | None, kind: str) -> bool:
+def _is_proven(setting: Setting, call: AnyCall | None, kind: str, examine: Examine | None) -> bool:
     """Whether a batch can be trusted to run without a second try."""
     if kind != "backward" or call is None:
         return False
-    setting.sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
+    plan = setting.sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
+    if examine is not None and len(plan) > 1:
+        return False
     return bool(setting.sizer(call).is_proven(call))
 
 
@@ -176,6 +245,7 @@ def work_in_step(
         found = fn(micro)
         if not trains:
             return
+        found, _ = loss_and_outputs(found)
         check_loss(found, "fn")
         if isinstance(everybody, Sharded):
             # Parameters that are known exist in a graph by their twins only.

@@ -13,13 +13,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from batchfit._torch import rng
+
 _MOST_FUNCTIONS = 64
 _MOST_NAMED = 3
+# How far, and into how long containers, generators are looked for.
+_DEEPEST = 4
+_MOST_ITEMS = 64
+_NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
 
 Look = Callable[[Iterable[torch.Tensor]], None]
 
@@ -57,6 +64,46 @@ def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
                 yield value
 
 
+def generators_held(fns: Iterable[Any]) -> list[object]:
+    """The generators of random numbers that these functions can reach by name, each once.
+
+    Asked once a batch, so long containers are not looked into, and globals of libraries neither.
+    """
+    found: dict[int, object] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, _NO_GENERATORS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if rng.is_generator(value):
+            found[id(value)] = value
+        elif depth < _DEEPEST:
+            waiting += [(one, depth + 1) for one in _within(value)]
+    return list(found.values())
+
+
+def _within(value: Any) -> Iterable[Any]:
+    """What a function, a small container or an object of the user's holds."""
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, dict):
+        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
+    if isinstance(value, list | tuple | set):
+        return value if len(value) <= _MOST_ITEMS else ()
+    plain = getattr(value, "__func__", value)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        table = getattr(value, "__dict__", None)
+        held = tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
+        return (*held, getattr(value, "__self__", None))  # of a method that is written in C
+    cells = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    known = getattr(plain, "__globals__", {})
+    named = [known[name] for name in code.co_names if name in known]
+    return (*cells, *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
+
+
 def _code(fn: Any) -> object:
     """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
     plain = getattr(fn, "__func__", fn)
@@ -66,6 +113,19 @@ def _code(fn: Any) -> object:
     inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
     owners = (getattr(fn, "__self__", None), *(one for one in inside if isinstance(one, nn.Module)))
     return code, *map(id, owners)
+
+
+def loss_key(fn: Any) -> object:
+    """The same for a function that is made anew in each pass of a loop, as long as it calls the same ones."""
+    if isinstance(fn, functools.partial):
+        return "partial", loss_key(fn.func)
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return id(fn) if isinstance(fn, nn.Module) else type(fn)
+    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
+    return _code(fn), *called
 
 
 def _content(cell: Any) -> Any:

@@ -127,6 +127,7 @@ class Turn:
     """One batch of one rank."""
 
     overlapped = False
+    is_alone = False
     last = staticmethod(nullcontext)
 
     def __init__(self, everybody: Sharded, device: Device) -> None:

@@ -28,7 +28,7 @@ _GRAVITY: Final[tuple[Verdict, ...]] = ("fatal", "oom", "too_large", "ambiguous"
 # These are RuntimeErrors by inheritance only: none of them is raised by a full device, or cured by a retry.
 _NEVER: Final = (NotImplementedError, RecursionError, NothingFitsError)
 
-_DEVICE: Final = r"\b(?:CUDA|HIP|XPU|NPU|MLU|MUSA|SDAA|HPU|GCU|MPS backend)"
+_DEVICE: Final = r"\b[A-Z][A-Z0-9]+(?: backend)?"  # any device's name: CUDA, HIP, XPU, NPU, CPU, MPS backend
 _CALL: Final = (
     r"(?:\b(?:CUDA|HIP|MUSA)(?: driver| runtime)? error: |Triton Error \[\w+\]: |Cuda failure (?:\d+ )?')"
 )
@@ -56,6 +56,8 @@ _RULES: Final = (
         r"|hardware stack error|operation not supported on global/shared address space"
         r"|the launch timed out and was terminated|uncorrectable ECC error encountered)",
     ),
+    # the same of XPU (pytorch #177714)
+    _Rule("fatal", _RUNTIME, r"\bUR_RESULT_ERROR_DEVICE_LOST\b"),
     # --- memory
     # allocators that raise a plain RuntimeError: torch < 2.4, MPS, torch_npu and other plug-ins
     _Rule("oom", _RUNTIME, _DEVICE + " out of memory" + _END),
@@ -63,10 +65,19 @@ _RULES: Final = (
     _Rule("oom", _RUNTIME, r"would exceed allowed memory\. \(out of memory\)"),
     # CUDA API calls before torch 2.8 (ComfyUI #13210), Triton launches, NCCL (lm-eval #2458)
     _Rule("oom", _RUNTIME, _CALL + "out of memory" + _END),
+    # NCCL's and RCCL's own buffers (slime #956); the CUDA error itself is not in the text
+    _Rule("oom", _RUNTIME, r"Failed to CUDA (?:[cm]alloc|host alloc)\b"),
+    # spconv (CMT #15), CTranslate2, and torch before 1.5
+    _Rule("oom", _RUNTIME, r"(?i:\bcuda (?:execution )?failed with error )(?:2 )?out of memory" + _END),
+    _Rule("oom", _RUNTIME, r"cuda runtime error \(2\) : out of memory"),
     # the same by its symbol: Thrust, CuPy's runtime, HIP, CUDA's driver
     _Rule("oom", _RUNTIME, r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)\b"),
     # CUDA's and ROCm's libraries: cuBLAS (pytorch #128601), cuDNN (9 says which side), cuFFT, cuSOLVER, ...
     _Rule("oom", _RUNTIME, r"\b(?:CU|HIP)[A-Z]+_(?:STATUS_)?(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
+    # ROCm's: rocBLAS, MIOpen
+    _Rule("oom", _RUNTIME, r"\b(?:rocblas_status_memory_error|miopenStatusAllocFailed)\b"),
+    # Metal's command buffers
+    _Rule("oom", _RUNTIME, r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b"),
     # XPU: Unified Runtime, its predecessor PI, and Level Zero
     _Rule("oom", _RUNTIME, r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
     # Habana's device memory (Accelerate's detector)
@@ -102,7 +113,8 @@ _RULES: Final = (
     # the allocator fell over its own bookkeeping, the driver could not answer (torch-max-mem's detector)
     _Rule("ambiguous", _RUNTIME, r"INTERNAL ASSERT FAILED at .*CUDA(?:Caching|MallocAsync)Allocator"),
     _Rule("ambiguous", _RUNTIME, r"CUDA driver error: device not ready"),
-    _Rule("ambiguous", _RUNTIME, r"\bUR_RESULT_ERROR_OUT_OF_RESOURCES\b"),
+    _Rule("ambiguous", _RUNTIME, r"\b(?:UR_RESULT|HSA_STATUS)_ERROR_OUT_OF_RESOURCES\b"),
+    _Rule("ambiguous", _RUNTIME, r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b"),
     # a worker ended by the kernel: the OOM killer, or shared memory ran out (bus error)
     _Rule(
         "ambiguous",

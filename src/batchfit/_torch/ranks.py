@@ -208,7 +208,8 @@ def _in_step(entries: Sequence[dict[str, Any]]) -> list[Any]:
     if len(set(calls)) > 1:
         raise RanksDisagreeError(
             f"ranks are out of step: {_who_holds(calls, verb=('is at', 'are at'))}. "
-            "Every rank must run the same program with the same arguments."
+            "Every rank must run the same program with the same arguments.",
+            places=[entry["doing"] for entry in entries],
         )
     return [entry["value"] for entry in entries]
 

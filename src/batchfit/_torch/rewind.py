@@ -8,7 +8,8 @@ Rules
   top of gradients of an earlier one, both exist; with none before (`zero_grad()`), there is no cost.
 - Buffers are copied into twins on their own device, which stay allocated; a table of buffers comes back with
   the very tensors it had. Cost: the size of the buffers, and one grouped copy a batch.
-- A generator that a module keeps is covered, and so are all global ones (`rng`).
+- All global generators are covered (`rng`), and those that a module keeps, that the user's function can
+  reach by name (`coverage.generators_held`), or that were declared.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Rewind:
     Leaving the block without `keep` puts everything back, gradients too.
     """
 
-    __slots__ = ("_buffers", "_generators", "_kept", "_scaler", "_scaler_state", "leaves", "old")
+    __slots__ = ("_buffers", "_generators", "_kept", "_own", "_scaler", "_scaler_state", "leaves", "old")
 
     def __init__(
         self,
@@ -123,16 +124,17 @@ class Rewind:
         self.leaves = leaves
         self._buffers = buffers
         self._scaler = scaler
-        self._generators: list[rng.Undo] = []
-        for _, undo in rng.global_states():
-            self._generators.append(undo)
-        for generator in generators:
-            found = rng.undo_generator(generator)
-            if found is not None:
-                self._generators.append(found)
+        self._own = generators
+        self._generators = self.random_states()
         self._scaler_state = _scaler_state(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
+
+    def random_states(self) -> list[rng.Undo]:
+        """All generators as they are now, global ones and the user's: each as a function that restores it."""
+        states = [undo for _, undo in rng.global_states()]
+        own = [rng.undo_generator(generator) for generator in self._own]
+        return [*states, *(undo for undo in own if undo is not None)]
 
     def __enter__(self) -> Rewind:
         self._buffers.busy = True

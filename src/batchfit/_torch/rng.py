@@ -30,6 +30,18 @@ def global_states() -> list[tuple[str, Undo]]:
     return states
 
 
+def is_generator(value: object) -> bool:
+    """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
+    if isinstance(value, torch.Generator):
+        return True
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return False
+    return isinstance(value, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+
+
 def undo_generator(value: object) -> Undo | None:
     """A function that puts the generator `value` back as it is now; None if it is no generator."""
     if isinstance(value, torch.Generator):

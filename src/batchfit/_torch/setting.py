@@ -20,7 +20,7 @@ from torch import nn
 from batchfit._decide.split import Piece
 from batchfit._torch.attempt import twice
 from batchfit._torch.batch_parts import Whole
-from batchfit._torch.coverage import Coverage
+from batchfit._torch.coverage import Coverage, generators_held
 from batchfit._torch.device import CudaDevice, Device
 from batchfit._torch.lockstep import Sharded
 from batchfit._torch.norms import BatchNorm, batch_norms, norms_in, told
@@ -53,6 +53,7 @@ class Opened(NamedTuple):
     shared: int  # how many of the leaves are the models': the others are the batch's own
     tables: Tables
     modules: list[nn.Module]
+    generators: list[object]  # that the user's functions draw from
 
 
 @final
@@ -71,6 +72,7 @@ class Setting:
         sizing: Sizing,
         packing: Packing,
         sync: Together | Sharded | Alone,
+        generators: Sequence[object],
     ) -> None:
         self.device = device
         self.target = target  # where microbatches go
@@ -85,12 +87,12 @@ class Setting:
         self._lengths = lengths
         self._batch_norm = batch_norm
         self._packing = packing
-        self._generators = generators_of(models)
+        self._generators = [*generators_of(models), *generators]
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
 
-    def open(self, batch: Any, kind: str, fn: Any, lengths: Lengths | None) -> Opened:
+    def open(self, batch: Any, kind: str, fns: Sequence[Any], lengths: Lengths | None) -> Opened:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self.device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
@@ -111,8 +113,8 @@ class Setting:
             self._leaf_count = shared
             leaves += [] if whole is None else whole.gradient_leaves()
         if whole is None or whole.length == 0:
-            return Opened(None, leaves, shared, tables, modules)
-        compiled = self.compiled or is_compiled(fn)
+            return Opened(None, leaves, shared, tables, modules, [])
+        compiled = self.compiled or is_compiled(fns[0])
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
         if lengths is None:
@@ -123,7 +125,7 @@ class Setting:
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return Opened(call, leaves, shared, tables, modules)
+        return Opened(call, leaves, shared, tables, modules, [*self._generators, *generators_held(fns)])
 
     def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Whole:
         look = partial(Whole.of, batch, cutter=self._cutter, mode=self.mode(kind))
@@ -190,11 +192,11 @@ class Setting:
         return mode
 
     def rewinding(
-        self, leaves: list[torch.Tensor], tables: Tables, scaler: Any, buffers: Buffers | None = None
+        self, opened: Opened, leaves: list[torch.Tensor], scaler: Any, buffers: Buffers | None = None
     ) -> Rewind:
         """A way back; without `leaves`, not for gradients."""
         if buffers is None:
             buffers = Buffers() if self.buffers.busy else self.buffers  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
-        twice(lambda: buffers.take(tables), device=self.device, note=note)
-        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+        twice(lambda: buffers.take(opened.tables), device=self.device, note=note)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=opened.generators)

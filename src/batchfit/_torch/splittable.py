@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from batchfit._torch import rng
 from batchfit._torch.fsdp import sharded_modules
 from batchfit._torch.parallel import is_parallel
 from batchfit._torch.ragged import check_padding
@@ -65,7 +66,16 @@ def where(device: Any, models: Sequence[Any]) -> torch.device | None:
 def generators_of(models: Sequence[Any]) -> list[object]:
     """Generators that modules keep as attributes."""
     kept = [value for module in leaves_of(models)[2] for value in vars(module).values()]
-    return list({id(value): value for value in kept if isinstance(value, torch.Generator)}.values())
+    return list({id(value): value for value in kept if rng.is_generator(value)}.values())
+
+
+def check_generators(generators: Any) -> None:
+    """Refuse what is no generator of random numbers."""
+    if isinstance(generators, str) or not isinstance(generators, Sequence):
+        raise TypeError(f"generators must be a list of generators, not {_brief(generators)}")
+    for one in generators:
+        if not rng.is_generator(one):
+            raise TypeError(f"generators must be generators of torch, NumPy or random, not {_brief(one)}")
 
 
 def is_compiled(thing: Any) -> bool:
@@ -98,6 +108,7 @@ def check_options(
     reduction: Any,
     on_zero: Any,
     batch_norm: Any,
+    compared: Any,
     on_event: Any,
 ) -> None:
     """Refuse options of `Microbatcher` that mean nothing."""
@@ -116,6 +127,7 @@ def check_options(
         ("reduction", reduction, ("mean", "sum")),
         ("on_zero_weight", on_zero, ("raise", "skip")),
         ("batch_norm", batch_norm, ("warn", "error", "exact", "ignore")),
+        ("compared", compared, ("error", "warn", "ignore")),
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")

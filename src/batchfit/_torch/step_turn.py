@@ -10,30 +10,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Final, Literal, Self, final
 
 import torch
 from torch.optim import Optimizer
 
 from batchfit._decide.protocol import StepVote
+from batchfit._torch.meeting import name_of
 from batchfit._torch.ranks import Ranks
-from batchfit.errors import BatchfitError, RankFailedError
+from batchfit._torch.steps_taken import StepsTaken
+from batchfit.errors import BatchfitError, RankFailedError, RanksDisagreeError
 
-_STEP: Final = "an optimizer step"
+STEP: Final = "an optimizer step"
 
 
 @final
 class StepTurn:
     """One optimizer step of one rank: as long as others wait for its vote, an error inside votes too."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, steps: StepsTaken | None = None) -> None:
         self._ranks = ranks
+        self._counting: AbstractContextManager[None] = nullcontext() if steps is None else steps.as_one()
         self._phase: Literal["before", "over", "moving"] = "before"
 
     def __enter__(self) -> Self:
+        self._counting.__enter__()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._counting.__exit__(kind, error, trace)
         if error is not None:
             self._gave_up(error)
 
@@ -54,7 +63,17 @@ class StepTurn:
         """Everybody's votes."""
         self._phase = "over"  # where it fails, all know
         entry = [mine.error, mine.out_of_memory, mine.protected]
-        votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=_STEP)]
+        try:
+            votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=STEP)]
+        except RanksDisagreeError as error:
+            ahead = [rank for rank, place in enumerate(error.places) if place != STEP]
+            if not ahead:
+                raise
+            raise RanksDisagreeError(
+                f"{name_of(ahead)} went on to the next batch without this optimizer step, after an error "
+                "between backward and step, say: no rank has stepped. Go on with the next batch",
+                error.places,
+            ) from None
         self._phase = "before"
         return votes
 
@@ -65,7 +84,7 @@ class StepTurn:
     def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
         """The error where others have failed."""
         return RankFailedError(
-            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=_STEP
+            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=STEP
         )
 
     def moves(self) -> None:

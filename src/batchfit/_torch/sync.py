@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Final, Literal, final
 from weakref import ref
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros
+from batchfit._decide.protocol import Settled, Vote, settle, settle_zeros, steps_differ
 from batchfit._torch import oom
 from batchfit._torch.attempt import recover, twice
 from batchfit._torch.blame import broken
@@ -36,9 +37,10 @@ from batchfit._torch.lockstep import Sharded
 from batchfit._torch.ranks import Ranks
 from batchfit._torch.reduce import Reduction
 from batchfit._torch.rewind import Rewind
-from batchfit._torch.step_turn import StepTurn
+from batchfit._torch.step_turn import STEP, StepTurn
+from batchfit._torch.steps_taken import StepsTaken, digest
 from batchfit._torch.wrapped import Wrapped
-from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
+from batchfit.errors import BatchfitError, CollectivesError, RankFailedError, RanksDisagreeError
 
 Outcome = Literal["kept", "nothing"]
 Sync = Literal["safe", "overlap"]
@@ -58,6 +60,7 @@ class Alone:
     """One process, or models that are not wrapped: nobody to agree with."""
 
     in_step = False
+    is_alone = True
     guess = 1.0
     joins_empty = False
     overlapped = False
@@ -99,6 +102,9 @@ class Alone:
         """Nobody waits for what a function sends."""
         return look
 
+    def refuse_sent(self) -> None:
+        """Nobody waits for what a function sends."""
+
     def reserve(self, rewind: Rewind, leaves: Sequence[torch.Tensor]) -> None:
         """The try was right."""
         rewind.keep()
@@ -128,6 +134,7 @@ class Together:
         self.guess = 1.0 if sums else 1.0 / self.ranks.world_size
         self.sums = sums
         self.group: Any = wrapped[0].process_group
+        self.steps = StepsTaken(self.wrapped.parameters())
         # Gradients that are local so far, by their leaf. Not held: `zero_grad` must free them.
         self.waiting: dict[int, ref[torch.Tensor]] = {}
 
@@ -160,7 +167,7 @@ class Together:
 
     def step(self) -> StepTurn:
         """One optimizer step."""
-        return StepTurn(self.ranks)
+        return StepTurn(self.ranks, self.steps)
 
     def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse to step on gradients that differ from rank to rank."""
@@ -188,6 +195,7 @@ class Turn:
         self.overlapped = False
         self.syncs = True
         self.guess = together.guess
+        self.is_alone = together.ranks.world_size == 1
 
     def quiet(self) -> AbstractContextManager[None]:
         """Inside, the models have no collective."""
@@ -202,12 +210,12 @@ class Turn:
         self._before, self._arranged = counts(), self._all.wrapped.arranged()
 
         def looked(losses: Iterable[torch.Tensor]) -> None:
-            self._refuse_sent()
+            self.refuse_sent()
             look(losses)
 
         return looked
 
-    def _refuse_sent(self) -> None:
+    def refuse_sent(self) -> None:
         """Raise if the first try of a function had collectives that are not DDP's own."""
         if self._before is None or self.overlapped or self._arranged != self._all.wrapped.arranged():
             return
@@ -225,7 +233,7 @@ class Turn:
 
         `leaves` are the models', the same on all ranks.
         """
-        self._refuse_sent()
+        self.refuse_sent()
         if self.overlapped:
             rewind.keep()
             return
@@ -293,12 +301,32 @@ class Turn:
     def _ask_how(self, error: str, weight: float) -> list[float]:
         """Everybody's weights, before a batch that DDP might reduce; a rank that has given up comes too."""
         self._asked = self._voted = True  # where it fails, all know
-        told = self._all.ranks.gather([error, weight], doing=_HOW)
-        failed = [(rank, text) for rank, (text, _) in enumerate(told) if text]
+        told = self._gather([error, weight, self._all.steps.count], doing=_HOW)
+        failed = [(rank, text) for rank, (text, *_) in enumerate(told) if text]
         if failed:
             raise RankFailedError(failed, doing=_BATCH)
+        steps = [taken for *_, taken in told]
+        why = steps_differ(steps)
+        if why:
+            self._compare(steps, why)
         self._voted = False
-        return [one for _, one in told]
+        return [one for _, one, _ in told]
+
+    def _gather(self, value: object, *, doing: str) -> list[Any]:
+        """Everybody's values. Ranks at the step of the last batch get an error there, and then come here."""
+        while True:
+            try:
+                return self._all.ranks.gather(value, doing=doing)
+            except RanksDisagreeError as error:
+                if STEP not in error.places:
+                    raise
+
+    def _compare(self, steps: Sequence[int], why: str) -> None:
+        """Raise where parameters differ; they may have been loaded since, or restored after a search."""
+        held = digest(self._all.wrapped.parameters())
+        if len(set(self._all.ranks.gather(held, doing="whether parameters are the same"))) > 1:
+            raise RanksDisagreeError(why)
+        self._all.steps.count = max(steps)
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -355,12 +383,16 @@ class Turn:
                 waits = self._all.waits(leaf, old)
                 waiting |= waits << at
                 reduced |= (not waits) << at
-        return Vote("", weight, len(leaves), new, waiting, reduced, self.syncs)
+        return Vote("", weight, len(leaves), new, waiting, reduced, self.syncs, self._all.steps.count)
 
     def _vote(self, mine: Vote) -> Settled:
         self._voted = True
-        votes = self._all.ranks.gather(mine.to_json(), doing=_BATCH)
-        return self._all_go(settle([Vote.from_json(one) for one in votes]))
+        votes = [Vote.from_json(one) for one in self._gather(mine.to_json(), doing=_BATCH)]
+        settled = settle(votes)
+        if settled.action == "apart":
+            self._compare([vote.steps for vote in votes], settled.why)
+            settled = settle([replace(vote, steps=0) for vote in votes])
+        return self._all_go(settled)
 
     def _all_go(self, settled: Settled) -> Settled:
         if settled.failed:

@@ -9,11 +9,10 @@ Rules
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -25,9 +24,7 @@ from batchfit._torch.feed import feed
 from batchfit._torch.norms import BatchNorm, ExactStatistics
 from batchfit._torch.rewind import Rewind
 from batchfit._torch.structure import children, mapped
-from batchfit._torch.workload_parts import check_loss
-
-Judgement = Literal["mean", "sum", "compared", "unclear"]
+from batchfit._torch.workload_parts import check_loss, check_scalar, loss_and_outputs, without_graph
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -93,16 +90,21 @@ class Around:
     layers: Sequence[BatchNorm]
     look: Look | None
     watch: Watch
+    in_step: bool  # other ranks are in the same microbatch: its backward sends
+    alone: bool  # no other rank may have the gradients that this one lacks
 
     def backward(self, loss: Any, name: str, *, share: float = 1.0, look: Look | None = None) -> torch.Tensor:
-        """Backward of what the user's function `name` returned; the loss, scaled, without its graph."""
-        check_loss(loss, name)
-        if look is not None:
+        """Backward of what the user's function `name` returned; the loss, scaled, without its graph.
+
+        A loss without a graph, where that may be (`check_scalar`), adds no gradient.
+        """
+        if look is not None and loss.requires_grad:
             look([loss])
         share *= self.scale
         if share != 1.0:
             loss = loss * share
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if loss.requires_grad:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         kept: torch.Tensor = loss.detach()
         return kept.float() if kept.dtype in _LOW else kept
 
@@ -116,25 +118,41 @@ class Around:
 
 @final
 class BackwardTry:
-    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight."""
+    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight.
+
+    A microbatch whose loss has no graph (all its rows are masked) adds nothing, where another one has one.
+    """
 
     def __init__(
-        self, fn: Callable[[Any], Any], micros: Sequence[Any], shares: Sequence[float], around: Around
+        self,
+        fn: Callable[[Any], Any],
+        whole: Whole,
+        plan: Sequence[Piece],
+        micros: Sequence[Any],
+        shares: Sequence[float],
+        around: Around,
     ) -> None:
         # A microbatch without weight has no part in the result, and its mean would be 0/0.
         self._indices = [index for index, share in enumerate(shares) if share]
-        self._micros = [micros[index] for index in self._indices]
+        self._micros = micros
+        self._whole = whole
+        self._plan = plan
         self._shares = shares
         self._fn = fn
         self._around = around
+        self._look = around.look
+        self._parts: dict[int, Any] = {}  # outputs, by microbatch
+        self._graphs = 0  # losses that had one
         self.at = -1  # the microbatch that runs; none so far
         self.loss: Any = None
+        self.outputs: Any = None
 
     def __call__(self) -> None:
         around = self._around
         total: torch.Tensor | None = None
+        micros = [self._micros[index] for index in self._indices]
         with ExactStatistics(around.layers) as exact:
-            for index, micro in zip(self._indices, feed(self._micros, around.device), strict=True):
+            for index, micro in zip(self._indices, feed(micros, around.device), strict=True):
                 self.at = index
                 exact.next_microbatch()
                 around.watch.begin(index)
@@ -147,11 +165,49 @@ class BackwardTry:
                 del micro  # or it would live on while the next one is on its way
                 total = loss if total is None else total + loss
             exact.apply()
+        if around.alone and not self._graphs:
+            raise without_graph("fn")
+        if self._parts:
+            self.outputs = self._joined()
         self.loss = around.told(total)
 
     def _run_one(self, micro: Any, index: int) -> torch.Tensor:
-        look = self._around.look if index == self._indices[0] else None
-        return self._around.backward(self._fn(micro), "fn", share=self._shares[index], look=look)
+        around = self._around
+        loss, outputs = loss_and_outputs(self._fn(micro))
+        # Others wait for what backward sends: under FSDP2 in each microbatch, under DDP in the last.
+        sends = around.in_step or (not around.is_local and index == self._indices[-1])
+        (check_loss if sends else check_scalar)(loss, "fn")
+        if outputs is not None:
+            self._parts[index] = mapped(outputs, _detached)
+        self._graphs += loss.requires_grad
+        look = self._look
+        if loss.requires_grad:
+            self._look = None
+        return around.backward(loss, "fn", share=self._shares[index], look=look)
+
+    def _joined(self) -> Any:
+        """The outputs of all microbatches, in the batch's order; those without weight run for theirs now."""
+        left = [index for index in range(len(self._plan)) if index not in self._indices]
+        if left and self._around.in_step:
+            raise ValueError(
+                f"fn must return the loss alone where {len(left)} of {len(self._plan)} microbatches have no "
+                "weight under FSDP2, not (loss, outputs): they are not run"
+            )
+        with torch.no_grad():
+            for index in left:
+                (micro,) = feed([self._micros[index]], self._around.device)
+                self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], _detached)
+        if len(self._parts) < len(self._plan):
+            raise ValueError(
+                f"fn must return (loss, outputs) for all {len(self._plan)} microbatches or for none, not for "
+                f"{len(self._parts)}"
+            )
+        parts = [self._parts.pop(index) for index in range(len(self._plan))]
+        return self._whole.joined(parts, self._plan, "fn's outputs")
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 @final
@@ -179,6 +235,7 @@ class CachedTry:
         self.at = -1  # the microbatch that runs; none so far
         self.in_loss = False
         self.loss: Any = None
+        self.outputs: Any = None
 
     def __call__(self) -> None:
         loss = self._in_one() if len(self._micros) == 1 else self._chunked()
@@ -195,7 +252,10 @@ class CachedTry:
 
     def _backward(self, representations: Any) -> torch.Tensor:
         around = self._around
-        return around.backward(self._loss_fn(representations), "loss_fn", look=around.look)
+        loss, outputs = loss_and_outputs(self._loss_fn(representations))
+        check_loss(loss, "loss_fn")
+        self.outputs = mapped(outputs, _detached)
+        return around.backward(loss, "loss_fn", look=around.look)
 
     def _chunked(self) -> torch.Tensor:
         representations, rows, states = self._representations()
@@ -204,31 +264,36 @@ class CachedTry:
         self.in_loss = False
         gradients = [tensor.grad for tensor in tensors_of(representations)]
         del representations
-        after = rng.global_states()
         around = self._around
+        after = around.rewind.random_states()
         around.rewind.buffers_back()
-        begin = [0] * len(gradients)
+        begin, graphs = [0] * len(gradients), 0
         with ExactStatistics(around.layers) as exact:
             for index, micro in enumerate(feed(self._micros, around.device)):
                 self.at = index
                 exact.next_microbatch()
                 _put(states[index])
                 around.watch.begin(index)
-                self._again(micro, gradients, begin, rows[index])
+                graphs += self._again(micro, gradients, begin, rows[index])
                 around.watch.end(index)
                 del micro
                 begin = [start + count for start, count in zip(begin, rows[index], strict=True)]
             exact.apply()
+        if around.alone and not graphs and all(leaf.grad is None for leaf in around.rewind.leaves):
+            raise ValueError(
+                "encode must return tensors that require grad, not ones without: is the model frozen, or its "
+                "output detached or made under torch.no_grad?"
+            )
         _put(after)
         return loss
 
-    def _representations(self) -> tuple[Any, list[list[int]], list[list[tuple[str, rng.Undo]]]]:
+    def _representations(self) -> tuple[Any, list[list[int]], list[list[rng.Undo]]]:
         """All of them as leaves of a new graph, the rows of each chunk, and its random numbers."""
         outputs, rows, states = [], [], []
         with torch.no_grad():
             for index, micro in enumerate(feed(self._micros, self._around.device)):
                 self.at = index
-                states.append(rng.global_states())
+                states.append(self._around.rewind.random_states())
                 outputs.append(self._encode(micro))
                 del micro
                 rows.append([tensor.size(0) if tensor.dim() else 0 for tensor in tensors_of(outputs[-1])])
@@ -240,7 +305,8 @@ class CachedTry:
 
     def _again(
         self, micro: Any, gradients: list[torch.Tensor | None], begin: list[int], rows: list[int]
-    ) -> None:
+    ) -> bool:
+        """Backward of one chunk; whether it had a graph (not where all its rows are masked)."""
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
             raise ValueError("encode must return the same rows when it is called again with the same samples")
@@ -254,6 +320,7 @@ class CachedTry:
                 self._around.look([one for one, _ in pairs])
             # The same as the backward of sum(tensor * gradient), without making that sum.
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        return any(tensor.requires_grad for tensor in tensors)
 
     def _part(self, gradient: torch.Tensor, tensor: torch.Tensor, start: int) -> torch.Tensor:
         """What belongs to this microbatch of the gradient of all representations."""
@@ -276,8 +343,8 @@ def _as_leaf(leaf: Any) -> Any:
     return detached.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else detached
 
 
-def _put(states: list[tuple[str, rng.Undo]]) -> None:
-    for _, undo in states:
+def _put(states: list[rng.Undo]) -> None:
+    for undo in states:
         undo()
 
 
@@ -324,33 +391,3 @@ class MapTry:
             self._done.append(self._plan[index])
             self._watch.end(index)
             del micro
-
-
-def judge_loss(
-    fn: Callable[[Any], Any], whole: Whole, piece: Piece, device: torch.device | None
-) -> Judgement:
-    """What kind of loss `fn` returns, from how it grows when the same samples come twice and four times.
-
-    A mean stays, a sum doubles; a loss in which samples are compared with each other (in-batch negatives)
-    does neither. The same samples, so that nothing else makes a difference; at most as many as `piece` has.
-    """
-    size = piece.size
-    samples = range(whole.length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
-    few = list(samples[: 2 if size >= 8 else 1])
-    times = [count for count in (1, 2, 4) if count * len(few) <= size]
-    if len(times) < 2:
-        return "unclear"
-    losses = []
-    with torch.no_grad():
-        for count in times:
-            (micro,) = feed([whole.take(few * count, piece.length)], device)
-            losses.append(float(fn(micro)))
-    torch.clear_autocast_cache()
-    if not all(math.isfinite(loss) and loss for loss in losses):
-        return "unclear"
-    growth = [loss / losses[0] for loss in losses]
-    if all(abs(ratio - 1) < 0.1 for ratio in growth):
-        return "mean"
-    if all(abs(ratio / count - 1) < 0.05 for ratio, count in zip(growth, times, strict=True)):
-        return "sum"
-    return "compared" if len(growth) == 3 and growth[1] > 1.2 and growth[2] > 1.2 * growth[1] else "unclear"

@@ -26,7 +26,8 @@ _HOST_LOOKS = 8
 _DEVICE_LOOKS = 2
 # What to do, by what a look at the loss has shown.
 _ADVICE = {
-    "compared": "Use backward_cached, which is exact",
+    "compared": "Use backward_cached(encode, loss_fn, batch), which is exact for any loss over the outputs "
+    "of a batch, or a batch that fits whole. compared='warn' cuts it all the same",
     "mean": "Pass reduction='mean'",
     "sum": "Pass reduction='sum'",
 }
@@ -144,21 +145,3 @@ def checked_advice(advice: Mapping[str, str] | None) -> Mapping[str, str]:
         if name not in _ADVICE or not isinstance(text, str):
             raise ValueError(f"advice must hold texts for {', '.join(_ADVICE)}, not {name!r}: {text!r:.80}")
     return {**_ADVICE, **advice}
-
-
-def warn_of_reduction(found: str, reduction: Reduction, advice: Mapping[str, str]) -> None:
-    """Say it where a loss is clearly not what `reduction` says it is (`tries.judge_loss` found out)."""
-    if found == "compared":
-        log.warning(
-            "fn's loss grows when the same samples come again, but not as a sum does: samples seem to be "
-            "compared with each other (in-batch negatives), and microbatches change with which. %s",
-            advice[found],
-        )
-    elif found in ("mean", "sum") and found != reduction:
-        log.warning(
-            "fn's loss for the same samples twice shows that it returns a %s, and with reduction=%r the "
-            "gradients are not those of the batch. %s",
-            found,
-            reduction,
-            advice[found],
-        )

@@ -34,6 +34,11 @@ class Wrapped:
             _refuse_now(model)
         self._hooked = _hooked_by(models)
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Those of all models."""
+        for model in self._models:
+            yield from model.parameters()
+
     @property
     def views(self) -> bool:
         """Whether gradients may be views of DDP's buckets."""

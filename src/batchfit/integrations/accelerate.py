@@ -38,6 +38,7 @@ try:
     import accelerate
     from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils.memory import should_reduce_batch_size
 except ImportError as error:
     raise ImportError('pip install "batchfit[accelerate]" to use batchfit.integrations.accelerate') from error
 
@@ -182,7 +183,7 @@ class _Finder:
         text = ""
         try:
             ran = batchfit.run_largest(
-                lambda size: self._function(size, *args, **kwargs),
+                lambda size: _known(self._function, size, *args, **kwargs),
                 start=self._size,
                 probe_steps=3 if given["probe_steps"] is None else given["probe_steps"],
                 tolerance=given["tolerance"],
@@ -216,6 +217,19 @@ class _Finder:
             return batchfit.find_batch_size(work, max_size=self._size, **named).batch_size, ""
         except NothingFitsError as nothing:
             return 0, str(nothing)
+
+
+def _known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `function` returns; what Accelerate takes for any device's out-of-memory is one for us."""
+    text = ""
+    try:
+        return function(*args, **kwargs)
+    except RuntimeError as error:
+        is_ours = isinstance(error, torch.OutOfMemoryError)
+        if is_ours or " out of memory." not in str(error) or not should_reduce_batch_size(error):
+            raise
+        text = str(error)
+    raise torch.OutOfMemoryError(text)
 
 
 @final
@@ -256,7 +270,7 @@ class _Trace:
 def backward(
     accelerator: Accelerator,
     microbatcher: Any,
-    fn: Callable[[Any], torch.Tensor],
+    fn: Callable[[Any], Any],
     batch: Any,
     **options: Any,
 ) -> StepReport:
@@ -284,9 +298,16 @@ def backward(
     if kind in _REFUSED:
         raise ValueError(f"accelerator must not be one of {kind} with a Microbatcher: {_REFUSED[kind]}")
     parts = accelerator.gradient_accumulation_steps
-    scaled = fn if parts == 1 else (lambda micro: fn(micro) / parts)
+    scaled = fn if parts == 1 else (lambda micro: _divided(fn(micro), parts))
     report = microbatcher.backward(scaled, batch, scaler=accelerator.scaler, **options)
     return report if parts == 1 else dataclasses.replace(report, loss=report.loss * parts)
+
+
+def _divided(found: Any, parts: int) -> Any:
+    """The loss divided, with the outputs beside it where there are some."""
+    if type(found) is tuple and len(found) == 2:
+        return found[0] / parts, found[1]
+    return found / parts
 
 
 def _accelerators(

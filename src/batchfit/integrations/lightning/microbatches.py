@@ -45,7 +45,8 @@ from batchfit.integrations.lightning.merging import (
 
 _ADVICE = {  # what can be done in a LightningModule, where the loss is no mean of its samples
     "sum": "Return the mean from training_step: the loss divided by its samples",
-    "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact",
+    "compared": "Use backward_cached of a Microbatcher with manual optimization, which is exact, or batches "
+    "that fit whole. compared='warn' cuts it all the same",
 }
 
 
@@ -75,6 +76,7 @@ class OomProofTraining(Callback):
         microbatch_size: int | None = None,
         budget: int | str | None = None,
         batch_norm: Literal["warn", "error", "exact", "ignore"] = "warn",
+        compared: Literal["error", "warn", "ignore"] = "error",
         on_event: Callable[[batchfit.MicrobatchEvent], object] | None = None,
         noise: batchfit.GradientNoise | None = None,
         sync: Literal["safe", "overlap"] = "safe",
@@ -91,6 +93,7 @@ class OomProofTraining(Callback):
             "padding_side": padding_side,
             "microbatch_size": microbatch_size,
             "batch_norm": batch_norm,
+            "compared": compared,
             "on_event": on_event,
             "noise": noise,
             "sync": sync,

@@ -35,6 +35,8 @@ class Options:
             `weight(micro) -> number`. Default: the labels that count, or else samples.
         lengths: "attention_mask", say: samples of about one length share a microbatch and are trimmed to it.
         sync: under DDP, "safe" survives an out-of-memory on any rank; "overlap" keeps DDP's overlap.
+        compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a look.
         state: what else a step changes (a list of metrics), to be put back after the search.
         search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
             survive 25 steps; by default it need not, since running out later costs one step done again.
@@ -48,6 +50,7 @@ class Options:
     weight: Callable[[Any], Any] | None = None
     lengths: str | None = None
     sync: Literal["safe", "overlap"] = "safe"
+    compared: Literal["error", "warn", "ignore"] = "error"
     state: Sequence[object] = ()
     search: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,7 +88,7 @@ class Options:
         except ValueError as error:
             if "must not exceed" not in str(error):  # the memory of a device, which is not known here
                 raise
-        batchfit.Microbatcher(torch.nn.Identity(), lengths=self.lengths)
+        batchfit.Microbatcher(torch.nn.Identity(), lengths=self.lengths, compared=self.compared)
         batchfit.Workload(lambda batch_size: None, state=list(self.state))
         rules: Any = [self.lr] if self.lr is None or isinstance(self.lr, str) else self.lr
         for rule in rules:

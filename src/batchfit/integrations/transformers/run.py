@@ -31,7 +31,9 @@ _LOOKS = 256
 _ADVICE = {  # what users of a Trainer can set, where a loss is not what it was taken for
     "sum": "Set trainer.loss_is_scaled_for_ga = True, which says that losses of parts of a batch add up",
     "mean": "Set trainer.loss_is_scaled_for_ga = False, which says that it is a mean",
-    "compared": "Train it with Microbatcher.backward_cached in a loop of your own, which is exact",
+    "compared": "Use a per_device_train_batch_size that fits whole, a cached loss (of sentence-transformers: "
+    "CachedMultipleNegativesRankingLoss), or Microbatcher.backward_cached in a loop of your own, which is "
+    "exact. compared='warn' cuts it all the same",
 }
 
 
@@ -93,6 +95,7 @@ class Run:
                 microbatch_size=None if self.is_ragged else self.microbatch_size,
                 budget=options.budget,
                 sync=options.sync,
+                compared=options.compared,
                 advice=_ADVICE,
             )
             if "sizes" in self.saved:

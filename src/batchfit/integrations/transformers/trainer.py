@@ -149,8 +149,8 @@ class BatchfitMixin:
         """What the trainer's own step would call backward of."""
         losses: list[Any] = []
         self.accelerator.backward = lambda loss, **options: losses.append(loss)
-        # Without gradients it is no step of the training: the Microbatcher looks at the loss.
-        with nullcontext() if torch.is_grad_enabled() else self._batchfit.quiet():
+        # Without gradients it is no step of the training: the Microbatcher looks at the loss, in eval mode.
+        with nullcontext() if torch.is_grad_enabled() else self._batchfit_looking(model):
             try:
                 step(model, inputs, items)
             finally:
@@ -161,6 +161,16 @@ class BatchfitMixin:
                 "the backward itself, so that a batch can be done again"
             )
         return losses.pop()
+
+    @contextmanager
+    def _batchfit_looking(self: Any, model: nn.Module) -> Iterator[None]:
+        """Inside, nothing is logged, and a step, which calls `model.train()`, keeps the model's mode."""
+        vars(model)["train"] = lambda mode=True: model
+        try:
+            with self._batchfit.quiet():
+                yield
+        finally:
+            del vars(model)["train"]
 
     def _batchfit_sums(self: Any, inputs: Any, items: Any) -> bool:
         """Whether losses of parts of this batch add up to its loss; tried, and agreed by all ranks."""
