@@ -138,6 +138,12 @@ def check_trainer(trainer: Any, options: Options) -> None:
             "tensor, context and sequence parallelism have collectives in forward: a rank that tries again "
             "would wait for the others. Use data parallelism (DDP)"
         )
+    if "backward" in vars(trainer.accelerator):
+        raise BatchfitError(
+            "accelerator.backward was replaced, and batchfit calls backward itself, so that a batch can be "
+            "retried: yours would not be called. Put what it does into compute_loss, or into hooks of "
+            "parameters (Tensor.register_post_accumulate_grad_hook)"
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise BatchfitError(

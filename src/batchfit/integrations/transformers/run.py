@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+import types
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -65,7 +67,16 @@ class Run:
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
         self._steps = False
+        self._guarded: tuple[Any, Any, Any] | None = None  # the optimizer, its step, and what that replaced
         self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the trainer needs: what lives in one training stays with it."""
+        return {"options": self.options, "fit": self.fit, "sums": self.sums, "looks": self.looks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"])  # type: ignore[misc]
+        vars(self).update(state)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -113,16 +124,23 @@ class Run:
         self._evaluators = {key: one for key, one in self._evaluators.items() if key in kept}
 
     def guard(self, optimizer: Any) -> None:
-        """Let the optimizer's step be one that running out of memory cannot leave half done."""
-        plain: Callable[..., Any] = optimizer.step
+        """Let the optimizer's step be one that an OOM cannot leave half done, until training ends.
+
+        As a bound method, which is what LR schedulers, made before or after, take `step` for.
+        """
+        plain: Any = optimizer.step
         if getattr(plain, "_batchfit_run", None) is self:
             return
+        own = vars(optimizer).get("step")  # of an LR scheduler, say
+        function = getattr(plain, "__func__", plain)
 
-        @functools.wraps(plain)  # with what LR schedulers have written on it
-        def step(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)  # with what LR schedulers have written on it
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # Bound at each call: a bound method in the closure would keep the optimizer alive.
+            step: Any = function.__get__(optimizer) if own is None else own
             closures = [one for one in (*args, *kwargs.values()) if one is not None]
             if self._steps or self.searches or self.cutter is None or closures:
-                return plain(*args, **kwargs)
+                return step(*args, **kwargs)
             self._steps = True
             try:
                 return self.cutter.step(optimizer)
@@ -130,7 +148,21 @@ class Run:
                 self._steps = False
 
         step._batchfit_run = self  # type: ignore[attr-defined]
-        optimizer.step = step
+        optimizer.step = guarded = types.MethodType(step, optimizer)
+        self._guarded = weakref.ref(optimizer), guarded.__func__, own
+
+    def _unguard(self) -> None:
+        """The optimizer's own step again, unless somebody has wrapped ours: that calls the plain one now."""
+        if self._guarded is None:
+            return
+        held, function, own = self._guarded
+        self._guarded, optimizer = None, held()
+        if optimizer is None or getattr(vars(optimizer).get("step"), "__func__", None) is not function:
+            return
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
 
     # --- data and schedule
 
@@ -289,6 +321,7 @@ class Run:
 
     def end(self) -> None:
         """Training is over, or has failed."""
+        self._unguard()
         if self.scheduler is not None:
             self.scheduler.close()
         self.cutter = self.scheduler = self.loader = self.collate_fn = None

@@ -107,7 +107,7 @@ class BatchfitMixin:
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
         optimizer = super().create_optimizer(*given, **named)  # type: ignore[misc]
-        if self.optimizer is not None:
+        if self.optimizer is not None and self._batchfit.given is not None:  # for this training
             self._batchfit.guard(_inner(self.optimizer))
         return optimizer
 
@@ -148,7 +148,7 @@ class BatchfitMixin:
     def _batchfit_loss(self: Any, step: Any, model: nn.Module, inputs: Any, items: Any) -> Any:
         """What the trainer's own step would call backward of."""
         losses: list[Any] = []
-        self.accelerator.backward = lambda loss, **options: losses.append(loss)
+        self.accelerator.backward = lambda loss, **options: losses.append(loss)  # none of the user's own
         # Without gradients it is no step of the training: the Microbatcher looks at the loss.
         with nullcontext() if torch.is_grad_enabled() else self._batchfit.quiet():
             try:
@@ -252,6 +252,7 @@ class BatchfitMixin:
         sums = self._batchfit_sums(inputs, items)
         shifted = shifts_labels(self)
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        kinds: set[torch.dtype] = set()
 
         def part(micro: Any) -> dict[str, Any]:
             # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
@@ -265,6 +266,7 @@ class BatchfitMixin:
                 loss, logits, labels = found
                 count = rows_of(micro)
                 if loss is not None:
+                    kinds.add(loss.dtype)
                     weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
                     loss = loss_rows(loss, weight, count)
                 if generates and isinstance(logits, torch.Tensor):
@@ -276,7 +278,7 @@ class BatchfitMixin:
         found = run.evaluator_of(model).map(part, inputs)
         loss, logits = found["loss"], found["logits"]
         if loss is not None:
-            loss = loss_of_rows(loss, adds=found["adds"])
+            loss = loss_of_rows(loss, adds=found["adds"], dtype=kinds.pop())
         made = generates and isinstance(logits, list)
         logits = padded_rows(self, logits) if made else of_the_batch(logits)
         return loss, logits, found["labels"]
@@ -423,9 +425,24 @@ def adapt(trainer: Any, **options: Any) -> Any:
     run = Run(Options(**options))
     check_trainer(trainer, run.options)
     if not issubclass(kind, BatchfitMixin):
-        trainer.__class__ = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {})
+        trainer.__class__ = _with_mixin(kind)
     trainer._batchfit = run
     return trainer
+
+
+def _with_mixin(kind: Any) -> Any:
+    """A subclass of `kind` with batchfit in it, whose instances can be pickled where those of `kind` can."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807 - the namespace of the class below
+        make, (_, *given), *rest = super(adapted, self).__reduce_ex__(protocol)
+        return _revived, (kind, make, *given), *rest
+
+    adapted = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {"__reduce_ex__": __reduce_ex__})
+    return adapted
+
+
+def _revived(kind: Any, make: Any, *given: Any) -> Any:
+    return make(_with_mixin(kind), *given)
 
 
 def _new_run(options: Any) -> Run:
