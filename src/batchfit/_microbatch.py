@@ -318,6 +318,10 @@ class Microbatcher:
                 f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
             ) from None
 
+    def _nothing_larger(self) -> None:
+        """For frameworks that have searched: what ran so far is the largest that fits."""
+        self._sizing.learned.nothing_larger()
+
     def _check_reduction(self, fn: Callable[[Any], Any], whole: Whole, piece: Piece, tables: Tables) -> None:
         """Once: does `fn` return what `reduction` says? Only a clear answer is told."""
         self._reduction_checked = True

@@ -106,8 +106,10 @@ class Run:
                 sync=options.sync,
                 advice=_ADVICE,
             )
-            if "sizes" in self.saved:
-                self.cutter.load_state_dict(self.saved["sizes"])
+            others = [one for one in self._cutters.values() if one is not self.cutter]
+            known = others[0].state_dict() if others else self.saved.get("sizes")
+            if known is not None:
+                self.cutter.load_state_dict(known)
         return self.cutter
 
     def evaluator_of(self, model: nn.Module) -> Any:
