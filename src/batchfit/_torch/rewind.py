@@ -110,7 +110,7 @@ class Rewind:
     Leaving the block without `keep` puts everything back, gradients too.
     """
 
-    __slots__ = ("_buffers", "_generators", "_kept", "_scaler", "_scaler_state", "leaves", "old")
+    __slots__ = ("_buffers", "_kept", "_scaler", "_scaler_state", "_undos", "leaves", "old")
 
     def __init__(
         self,
@@ -119,17 +119,19 @@ class Rewind:
         buffers: Buffers,
         scaler: Any = None,
         generators: Sequence[object] = (),
+        more: Sequence[rng.Undo] = (),
     ) -> None:
         self.leaves = leaves
         self._buffers = buffers
         self._scaler = scaler
-        self._generators: list[rng.Undo] = []
+        self._undos: list[rng.Undo] = []
         for _, undo in rng.global_states():
-            self._generators.append(undo)
+            self._undos.append(undo)
         for generator in generators:
             found = rng.undo_generator(generator)
             if found is not None:
-                self._generators.append(found)
+                self._undos.append(found)
+        self._undos += more
         self._scaler_state = _scaler_state(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
@@ -148,7 +150,7 @@ class Rewind:
             for leaf in self.leaves:
                 leaf.grad = None
         self._buffers.put()
-        for undo in self._generators:
+        for undo in self._undos:
             undo()
         if self._scaler_state is not None:
             for name, value in self._scaler_state.items():

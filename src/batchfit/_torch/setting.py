@@ -83,6 +83,7 @@ class Setting:
         self._batch_norm = batch_norm
         self._packing = packing
         self._generators = generators_of(models)
+        self.also: list[Callable[[], Callable[[], None]]] = []  # more to note, each answering its way back
         self._containers: set[str] = set()  # lists of the batch that hold parts, not samples
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
@@ -181,4 +182,5 @@ class Setting:
             buffers = Buffers() if self.buffers.busy else self.buffers  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
         twice(lambda: buffers.take(tables), device=self.device, note=note)
-        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators)
+        more = twice(lambda: [take() for take in self.also], device=self.device, note=note)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=self._generators, more=more)

@@ -13,7 +13,7 @@ import functools
 import os
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.counters import kept
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
@@ -66,6 +67,7 @@ class Run:
         self.cutter: Any = None
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
+        self._held: list[Any] | None = None  # what a step has logged so far
         self._steps = False
         self._guarded: tuple[Any, Any, Any] | None = None  # the optimizer, its step, and what that replaced
         self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
@@ -106,18 +108,48 @@ class Run:
                 sync=options.sync,
                 advice=_ADVICE,
             )
+            self._watch(trainer, self.cutter)
             others = [one for one in self._cutters.values() if one is not self.cutter]
             known = others[0].state_dict() if others else self.saved.get("sizes")
             if known is not None:
                 self.cutter.load_state_dict(known)
         return self.cutter
 
-    def evaluator_of(self, model: nn.Module) -> Any:
+    def _watch(self, trainer: Any, cutter: Any) -> None:
+        """Let what a try counts and logs be undone with it."""
+        cutter._also_restores(lambda: kept(trainer))
+        cutter._also_restores(lambda: functools.partial(self._forget_logs, len(self._held or ())))
+
+    def _forget_logs(self, count: int) -> None:
+        if self._held is not None:
+            del self._held[count:]
+
+    @contextmanager
+    def holding_logs(self, log: Callable[..., None]) -> Iterator[None]:
+        """Inside, what a step logs waits until the step is done: tries that fail are heard by nobody."""
+        held, self._held = self._held, []
+        try:
+            yield
+        except BaseException:
+            self._held = held
+            raise
+        logs, self._held = self._held, held
+        for given, named in logs:
+            log(*given, **named)
+
+    def holds(self, *given: Any, **named: Any) -> bool:
+        """Whether this entry of the log is not for now."""
+        if not self.is_quiet and self._held is not None:
+            self._held.append((given, named))
+        return self.is_quiet or self._held is not None
+
+    def evaluator_of(self, trainer: Any, model: nn.Module) -> Any:
         """What cuts evaluation batches; kept, since training and evaluation take turns."""
         found = self._evaluators.get(id(model))
         if found is None:
             self._evaluators.clear()
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
+            self._watch(trainer, found)
         return found
 
     def drop_evaluators(self, *models: nn.Module) -> None:

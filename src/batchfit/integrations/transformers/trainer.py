@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.counters import kept
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -101,7 +102,7 @@ class BatchfitMixin:
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
-            with run.quiet():
+            with _uncounted(self):
                 find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
         return prepared
 
@@ -112,7 +113,7 @@ class BatchfitMixin:
         return optimizer
 
     def log(self: Any, *given: Any, **named: Any) -> None:
-        if not self._batchfit.is_quiet:
+        if not self._batchfit.holds(*given, **named):
             super().log(*given, **named)  # type: ignore[misc]
 
     # --- a step
@@ -130,7 +131,8 @@ class BatchfitMixin:
             loss = self._batchfit_loss(step, model, micro, items)
             return loss if ranks == 1 else loss / ranks
 
-        report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+        with run.holding_logs(self.log):
+            report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
         if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
             self._batchfit_warn()
         if report.retries:
@@ -220,7 +222,7 @@ class BatchfitMixin:
 
         def once(batch_size: int) -> None:
             if not answers:
-                with _evaluating(self.model), self._batchfit.quiet():
+                with _evaluating(self.model), _uncounted(self):
                     answers.append(divides_by_items(loss_of, items))
 
         state = self._batchfit.options.state
@@ -275,7 +277,8 @@ class BatchfitMixin:
                     logits = one_a_sample(logits, count)
                 return {"loss": loss, "adds": run.asked and sums, "logits": logits, "labels": labels}
 
-        found = run.evaluator_of(model).map(part, inputs)
+        with run.holding_logs(self.log):
+            found = run.evaluator_of(self, model).map(part, inputs)
         loss, logits = found["loss"], found["logits"]
         if loss is not None:
             loss = loss_of_rows(loss, adds=found["adds"], dtype=kinds.pop())
@@ -399,7 +402,8 @@ class _Follower(transformers.TrainerCallback):
     def _write(self) -> None:
         logs = self._trainer._batchfit.logs
         while logs:
-            self._trainer.log(logs.pop(0))
+            # Not the trainer's own `log`, which may average and clear what it has counted since the last one.
+            transformers.Trainer.log(self._trainer, logs.pop(0))
 
 
 class BatchfitTrainer(BatchfitMixin, transformers.Trainer):  # type: ignore[misc]
@@ -456,6 +460,17 @@ def _inner(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextmanager
+def _uncounted(trainer: Any) -> Iterator[None]:
+    """Inside, steps are none of the training's: what they log and count reaches nobody."""
+    restore = kept(trainer)
+    try:
+        with trainer._batchfit.quiet():
+            yield
+    finally:
+        restore()
 
 
 @contextmanager
