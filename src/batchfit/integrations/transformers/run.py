@@ -77,7 +77,7 @@ class Run:
         return {"options": self.options, "fit": self.fit, "sums": self.sums, "looks": self.looks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["options"])  # type: ignore[misc]
+        self.__init__(state["options"])
         vars(self).update(state)
 
     @contextmanager

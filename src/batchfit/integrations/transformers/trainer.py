@@ -438,7 +438,7 @@ def _with_mixin(kind: Any) -> Any:
     """A subclass of `kind` with batchfit in it, whose instances can be pickled where those of `kind` can."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807 - the namespace of the class below
-        make, (_, *given), *rest = super(adapted, self).__reduce_ex__(protocol)
+        make, (_, *given), *rest = super(adapted, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         return _revived, (kind, make, *given), *rest
 
     adapted = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {"__reduce_ex__": __reduce_ex__})
