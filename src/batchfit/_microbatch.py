@@ -333,6 +333,14 @@ class Microbatcher:
                 f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
             ) from None
 
+    def _also_restores(self, take: Callable[[], Callable[[], None]]) -> None:
+        """For frameworks: `take()` at each call's beginning, what it returns where a try is undone."""
+        self._setting.also.append(take)
+
+    def _nothing_larger(self) -> None:
+        """For frameworks that have searched: what ran so far is the largest that fits."""
+        self._sizing.learned.nothing_larger()
+
 
 def _encoded_again(encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece]) -> Callable[[Any], Any]:
     """`encode`, which chunks call a second time: that must see the same batch."""

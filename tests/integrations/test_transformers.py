@@ -263,6 +263,58 @@ def test_ragged_batches_are_not_held_to_the_size_of_the_longest(tmp_path: Path, 
     assert max(seen.sizes[-12:]) <= 16
 
 
+class OutOfTokens(torch.nn.Module):
+    """A model on a device that does not tell what it holds: so many tokens at once, and it is an OOM."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Embedding(64, 4)
+        self.most, self.shapes, self.ooms = most, [], 0
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        if input_ids.numel() > self.most:
+            self.ooms += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        if torch.is_grad_enabled():
+            self.shapes.append(tuple(input_ids.shape))
+        logits = self.net(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten() % 4)}
+
+
+def test_what_was_found_is_used_for_every_width_and_nothing_below_it(tmp_path: Path) -> None:
+    data = Tokens(1024, padded=False)
+    data._ids = torch.randint(2, 64, (1024, 256), generator=torch.Generator().manual_seed(2))
+    lengths = (3.9 + 0.5 * torch.randn(1024, generator=torch.Generator().manual_seed(3))).exp()
+    data._lengths = lengths.clamp(16, 256).int().tolist()
+    widest = max(data._lengths)
+    model = OutOfTokens(12 * widest + 5)
+    given = {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_steps": 8}
+    trainer = adapt(Trainer(model, arguments(tmp_path, **given), train_dataset=data, data_collator=padded))
+
+    class Begins(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            model.shapes.clear()
+            model.ooms = 0
+
+    trainer.add_callback(Begins())
+    trainer.train()
+    assert trainer.found.batch_size == 12
+    assert len({width for _, width in model.shapes}) > 3
+    assert model.ooms == 0  # 7, where each new width began at 128 and halved
+    # A batch of 128 is cut into equal pieces: 11 of 12.
+    assert min(size for size, _ in model.shapes) >= 11
+    assert max(size for size, _ in model.shapes) > 12
+
+
+def test_a_second_kind_of_loss_uses_what_was_found_too(tmp_path: Path) -> None:
+    run = adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens()))._batchfit
+    trainer, model, batch = Trainer(gpt2(), arguments(tmp_path)), gpt2(), padded(list(Tokens(8)))
+    first = run.cutter_of(trainer, model, sums=True)
+    first.backward(lambda micro: model(**micro).loss, batch)
+    assert run.cutter_of(trainer, model, sums=False).state_dict() == first.state_dict()
+
+
 def test_microbatches_by_length(tmp_path: Path) -> None:
     data = Tokens(padded=False)
     expected = trained(tmp_path, gpt2(), data=data, data_collator=padded)

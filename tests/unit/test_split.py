@@ -85,7 +85,8 @@ class Memory:
             tries += 1
             self.ran_out += 1
             assert size > 1, "not even one sample fits"
-            bounds = bounds.ran_out(size, total, compiled=compiled)
+            learned.failed(shape, size)
+            bounds = bounds.ran_out(size, total, sure=learned.sure(shape), compiled=compiled)
             assert bounds.size < size
             size = bounds.size
 
@@ -238,3 +239,55 @@ def test_pieces_go_on_where_others_have_ended() -> None:
     assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
     assert [one.size for one in second] == [2, 1]
     assert pieces(()) == ()
+
+
+def ragged(width: int) -> Shape:
+    return Shape(str(width), "tokens", width)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    room=st.integers(300, 4000),
+    widths=st.lists(st.integers(10, 100), min_size=1, max_size=20),
+    total=st.integers(1, 300),
+    reads=st.booleans(),
+    compiled=st.booleans(),
+)
+def test_no_width_goes_below_what_fits_the_widest(
+    room: int, widths: list[int], total: int, reads: bool, compiled: bool
+) -> None:
+    """A search has found the largest size for the widest; batches of all widths follow."""
+    found, learned = room // 100, Learned()
+    used = 100 * found if reads else None
+    learned.put(ragged(100), Bounds().ran(found, found, used_bytes=used))
+    learned.nothing_larger()
+    for number, width in enumerate(widths):
+        memory = Memory(1, fixed=0, slope=width, reads=reads)
+        memory.room = room
+        size, tries = memory.batch(learned, total, shape=ragged(width), compiled=compiled)
+        # Compiled code gets powers of two, and a batch is cut into equal pieces.
+        least = rung(min(found, total)) if compiled else balanced(total, min(found, total))[0]
+        assert size >= least
+        assert tries == 0 or width in widths[:number]  # foreseen; later ones may try more, when calm
+
+
+def test_what_ran_for_longer_samples_is_the_floor_until_it_fails() -> None:
+    learned = Learned()
+    learned.put(ragged(100), Bounds().ran(12, 12))
+    assert (learned.sure(ragged(100)), learned.sure(ragged(50)), learned.sure(ragged(101))) == (12, 12, 0)
+    # Nobody has said that 12 is the most, so the whole batch is tried; 128, 64, 32, 16, and not 8.
+    tried = [learned.begin(ragged(50), 128, None)]
+    bounds = Bounds()
+    for _ in range(5):
+        learned.failed(ragged(50), tried[-1])
+        bounds = bounds.ran_out(tried[-1], 128, sure=learned.sure(ragged(50)))
+        tried.append(bounds.size)
+    assert tried == [128, 64, 32, 16, 12, 6]
+    # It failed: memory is not what it was, for any shape.
+    assert learned.sure(ragged(50)) == 0
+
+
+def test_what_ran_is_not_lowered_by_a_margin() -> None:
+    known = Bounds().ran(18, 18, used_bytes=180)
+    assert known.next_size(128, 185) == 18
+    assert known.next_size(128, 170) < 16

@@ -9,6 +9,7 @@ Rules
 - Growing is cautious: after some calm batches a number of pieces between the known ones is tried; each
   failure doubles the wait. Where memory can be read, only a size that the readings allow is tried.
 - An unseen shape starts from what its relatives say: a longer batch is cut smaller before it runs out.
+- A size that ran for longer samples runs for shorter ones: no shape is cut smaller than that, until it fails.
 """
 
 from __future__ import annotations
@@ -121,14 +122,18 @@ class Bounds:
         readings = self.readings if used_bytes is None else _with(self.readings, size, used_bytes)
         return replace(self, size=present, good=good, bad=bad, calm=self.calm + 1, readings=readings)
 
-    def ran_out(self, size: int, total: int, *, compiled: bool = False) -> Bounds:
-        """Pieces of `size` did not fit: `size` of the answer is what to try instead, below 1 never."""
+    def ran_out(self, size: int, total: int, *, sure: int = 0, compiled: bool = False) -> Bounds:
+        """Pieces of `size` did not fit: `size` of the answer is what to try instead, below 1 never.
+
+        `sure`: what ran for samples that are longer, below which nothing is tried before it has failed too.
+        """
         probing = 0 < self.good < size
         good = self.good if probing else 0
+        known = max(good, sure if sure < size else 0)
         count = -(-total // size)
         smaller = -(-total // (2 * count))
-        smaller = min(max(smaller, good), size - 1)
-        if compiled and smaller > 1 and smaller != good:
+        smaller = min(max(smaller, known), size - 1)
+        if compiled and smaller > 1 and smaller != known:
             smaller = rung(smaller)
         return replace(
             self,
@@ -189,8 +194,9 @@ class Bounds:
         if self.bad and size >= self.bad and not self._due(total):
             size = max(self.good, 1) if self.good < self.bad else self.bad - 1
         if self.is_over(size, room_bytes):
-            # It ran when more was free: before the optimizer had its state, say.
-            size = max(1, min(size, self.most(room_bytes) or 1))
+            # It ran when more was free: before the optimizer had its state, say. What ran needs no margin.
+            most = self.most(room_bytes) or 1
+            size = max(1, min(size, most if self.is_over(self.good, room_bytes) else max(most, self.good)))
         return min(rung(size) if compiled and size < total else size, total)
 
     def is_over(self, size: int, room_bytes: int | None) -> bool:
@@ -256,6 +262,30 @@ class Learned:
         if len(self._bounds) > MOST_SHAPES:
             del self._bounds[next(iter(self._bounds))]
 
+    def sure(self, shape: Shape) -> int:
+        """The largest size that ran for samples like these or longer ones; 0: none did."""
+        return max((one.good for _, one in self._wider(shape)), default=0)
+
+    def failed(self, shape: Shape, size: int) -> None:
+        """That size did not fit: what ran for longer samples when more memory was free says nothing now."""
+        for other, one in self._wider(shape):
+            if one.good >= size and other != shape:
+                self._bounds[other] = replace(one, good=0)
+
+    def nothing_larger(self) -> None:
+        """A search has said it: sizes beyond those that ran do not fit, for the shapes known so far."""
+        self._bounds = {
+            shape: replace(one, size=one.good, bad=one.good + 1) if one.good else one
+            for shape, one in self._bounds.items()
+        }
+
+    def _wider(self, shape: Shape) -> list[tuple[Shape, Bounds]]:
+        return [
+            (other, one)
+            for other, one in self._bounds.items()
+            if other.family == shape.family and other.elements >= shape.elements
+        ]
+
     def begin(self, shape: Shape, total: int, room_bytes: int | None, *, compiled: bool = False) -> int:
         """The size to begin a batch of `total` with."""
         known = self._bounds.get(shape)
@@ -267,7 +297,7 @@ class Learned:
     def _guess(self, shape: Shape, total: int, room_bytes: int | None) -> int:
         """From the relative whose samples are nearest in extent, as if memory grew with their elements."""
         kin = [(other, b) for other, b in self._bounds.items() if other.family == shape.family and b.good]
-        sure = max((b.good for other, b in kin if other.elements >= shape.elements), default=1)
+        sure = max(self.sure(shape), 1)
 
         def distance(one: tuple[Shape, Bounds]) -> float:
             ratio = max(one[0].elements, 1) / max(shape.elements, 1)

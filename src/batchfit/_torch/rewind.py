@@ -111,7 +111,7 @@ class Rewind:
     Leaving the block without `keep` puts everything back, gradients too.
     """
 
-    __slots__ = ("_buffers", "_generators", "_kept", "_own", "_scaler", "_scaler_state", "leaves", "old")
+    __slots__ = ("_buffers", "_kept", "_own", "_scaler", "_scaler_state", "_undos", "leaves", "old")
 
     def __init__(
         self,
@@ -120,12 +120,13 @@ class Rewind:
         buffers: Buffers,
         scaler: Any = None,
         generators: Sequence[object] = (),
+        more: Sequence[rng.Undo] = (),
     ) -> None:
         self.leaves = leaves
         self._buffers = buffers
         self._scaler = scaler
         self._own = generators
-        self._generators = self.random_states()
+        self._undos = [*self.random_states(), *more]
         self._scaler_state = _scaler_state(scaler)
         self.old: list[torch.Tensor | None] = []
         self._kept = False
@@ -150,7 +151,7 @@ class Rewind:
             for leaf in self.leaves:
                 leaf.grad = None
         self._buffers.put()
-        for undo in self._generators:
+        for undo in self._undos:
             undo()
         if self._scaler_state is not None:
             for name, value in self._scaler_state.items():

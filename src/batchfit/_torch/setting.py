@@ -88,6 +88,7 @@ class Setting:
         self._batch_norm = batch_norm
         self._packing = packing
         self._generators = [*generators_of(models), *generators]
+        self.also: list[Callable[[], Callable[[], None]]] = []  # more to note, each answering its way back
         self._leaf_count = -1
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
@@ -199,4 +200,5 @@ class Setting:
             buffers = Buffers() if self.buffers.busy else self.buffers  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
         twice(lambda: buffers.take(opened.tables), device=self.device, note=note)
-        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=opened.generators)
+        more = twice(lambda: [take() for take in self.also], device=self.device, note=note)
+        return Rewind(leaves, buffers=buffers, scaler=scaler, generators=opened.generators, more=more)

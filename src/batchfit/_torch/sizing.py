@@ -185,12 +185,14 @@ class Sizing:
         if call.size == 1 or (reading.held_bytes or 0) >= self.limit(fresh=True):
             what = f"a batch of {call.whole.length}, {call.whole.shape.key}"
             raise self.shortage(what, reading.held_bytes, failure.message)
-        before = call.size
-        call.bounds = call.bounds.ran_out(before, call.whole.length, compiled=call.compiled)
+        before, shape = call.size, call.whole.shape
+        self.learned.failed(shape, before)
+        sure = self.learned.sure(shape)
+        call.bounds = call.bounds.ran_out(before, call.whole.length, sure=sure, compiled=call.compiled)
         call.size = call.bounds.size
         most = call.bounds.most(self.room(reading, fresh=True))
         if most is not None:
-            call.size = max(1, min(call.size, most))
+            call.size = max(1, min(call.size, max(most, sure if sure < before else 0)))
         call.again = False
         self.tell("shrunk", before, call.size, failure.message, shape=call.whole.shape)
 

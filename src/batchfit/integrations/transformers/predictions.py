@@ -59,16 +59,17 @@ def _inside(node: Any, change: Callable[[Any], Any]) -> Any:
 
 def loss_rows(loss: torch.Tensor, weight: Any, count: int) -> torch.Tensor:
     """A part's loss for each of its samples, and the sample's share in what the part counts."""
-    kind = torch.promote_types(loss.dtype, torch.float32)  # a bfloat16 cannot count
+    # A bfloat16 cannot count, and a float32 would round the loss of a batch in one piece.
+    kind = torch.float32 if loss.device.type == "mps" else torch.float64
     share = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
     return torch.stack([loss.detach().to(kind), share]).expand(count, 2)
 
 
-def loss_of_rows(rows: torch.Tensor, *, adds: bool) -> torch.Tensor:
-    """The batch's loss."""
+def loss_of_rows(rows: torch.Tensor, *, adds: bool, dtype: torch.dtype) -> torch.Tensor:
+    """The batch's loss, in the precision that its parts had."""
     losses, shares = rows.unbind(1)
     total = torch.where(shares == 0, 0.0, losses * shares).sum()
-    return total if adds else total / shares.sum()
+    return (total if adds else total / shares.sum()).to(dtype)
 
 
 def padded_rows(trainer: Any, rows: list[torch.Tensor]) -> torch.Tensor:

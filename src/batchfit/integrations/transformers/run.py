@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import os
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -21,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.counters import kept
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
@@ -66,8 +69,18 @@ class Run:
         self.cutter: Any = None
         self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
         self._evaluators: dict[int, Any] = {}
+        self._held: list[Any] | None = None  # what a step has logged so far
         self._steps = False
+        self._guarded: tuple[Any, Any, Any] | None = None  # the optimizer, its step, and what that replaced
         self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the trainer needs: what lives in one training stays with it."""
+        return {"options": self.options, "fit": self.fit, "sums": self.sums, "looks": self.looks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["options"])
+        vars(self).update(state)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -98,16 +111,48 @@ class Run:
                 compared=options.compared,
                 advice=_ADVICE,
             )
-            if "sizes" in self.saved:
-                self.cutter.load_state_dict(self.saved["sizes"])
+            self._watch(trainer, self.cutter)
+            others = [one for one in self._cutters.values() if one is not self.cutter]
+            known = others[0].state_dict() if others else self.saved.get("sizes")
+            if known is not None:
+                self.cutter.load_state_dict(known)
         return self.cutter
 
-    def evaluator_of(self, model: nn.Module) -> Any:
+    def _watch(self, trainer: Any, cutter: Any) -> None:
+        """Let what a try counts and logs be undone with it."""
+        cutter._also_restores(lambda: kept(trainer))
+        cutter._also_restores(lambda: functools.partial(self._forget_logs, len(self._held or ())))
+
+    def _forget_logs(self, count: int) -> None:
+        if self._held is not None:
+            del self._held[count:]
+
+    @contextmanager
+    def holding_logs(self, log: Callable[..., None]) -> Iterator[None]:
+        """Inside, what a step logs waits until the step is done: tries that fail are heard by nobody."""
+        held, self._held = self._held, []
+        try:
+            yield
+        except BaseException:
+            self._held = held
+            raise
+        logs, self._held = self._held, held
+        for given, named in logs:
+            log(*given, **named)
+
+    def holds(self, *given: Any, **named: Any) -> bool:
+        """Whether this entry of the log is not for now."""
+        if not self.is_quiet and self._held is not None:
+            self._held.append((given, named))
+        return self.is_quiet or self._held is not None
+
+    def evaluator_of(self, trainer: Any, model: nn.Module) -> Any:
         """What cuts evaluation batches; kept, since training and evaluation take turns."""
         found = self._evaluators.get(id(model))
         if found is None:
             self._evaluators.clear()
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
+            self._watch(trainer, found)
         return found
 
     def drop_evaluators(self, *models: nn.Module) -> None:
@@ -116,16 +161,23 @@ class Run:
         self._evaluators = {key: one for key, one in self._evaluators.items() if key in kept}
 
     def guard(self, optimizer: Any) -> None:
-        """Let the optimizer's step be one that running out of memory cannot leave half done."""
-        plain: Callable[..., Any] = optimizer.step
+        """Let the optimizer's step be one that an OOM cannot leave half done, until training ends.
+
+        As a bound method, which is what LR schedulers, made before or after, take `step` for.
+        """
+        plain: Any = optimizer.step
         if getattr(plain, "_batchfit_run", None) is self:
             return
+        own = vars(optimizer).get("step")  # of an LR scheduler, say
+        function = getattr(plain, "__func__", plain)
 
-        @functools.wraps(plain)  # with what LR schedulers have written on it
-        def step(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)  # with what LR schedulers have written on it
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # Bound at each call: a bound method in the closure would keep the optimizer alive.
+            step: Any = function.__get__(optimizer) if own is None else own
             closures = [one for one in (*args, *kwargs.values()) if one is not None]
             if self._steps or self.searches or self.cutter is None or closures:
-                return plain(*args, **kwargs)
+                return step(*args, **kwargs)
             self._steps = True
             try:
                 return self.cutter.step(optimizer)
@@ -133,7 +185,21 @@ class Run:
                 self._steps = False
 
         step._batchfit_run = self  # type: ignore[attr-defined]
-        optimizer.step = step
+        optimizer.step = guarded = types.MethodType(step, optimizer)
+        self._guarded = weakref.ref(optimizer), guarded.__func__, own
+
+    def _unguard(self) -> None:
+        """The optimizer's own step again, unless somebody has wrapped ours: that calls the plain one now."""
+        if self._guarded is None:
+            return
+        held, function, own = self._guarded
+        self._guarded, optimizer = None, held()
+        if optimizer is None or getattr(vars(optimizer).get("step"), "__func__", None) is not function:
+            return
+        if own is None:
+            del optimizer.step
+        else:
+            optimizer.step = own
 
     # --- data and schedule
 
@@ -292,6 +358,7 @@ class Run:
 
     def end(self) -> None:
         """Training is over, or has failed."""
+        self._unguard()
         if self.scheduler is not None:
             self.scheduler.close()
         self.cutter = self.scheduler = self.loader = self.collate_fn = None

@@ -72,7 +72,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
         widest = source(run.microbatch_size) if run.is_ragged else None
     if widest is not None:
-        _teach(trainer, model, widest)
+        _teach(trainer, model, widest, is_most=run.microbatch_size < largest)
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
     if trainer.is_world_process_zero():
         log.info(
@@ -108,11 +108,11 @@ def _is_ragged(samples: _Samples, collate: Any) -> bool:
     return len(shapes) > 1
 
 
-def _teach(trainer: Any, model: nn.Module, batch: Any) -> None:
-    """Let the cutter see the largest microbatch of the widest shape run.
+def _teach(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None:
+    """Let the cutter see the largest microbatch of the widest shape run, and know that it is the largest.
 
-    It then knows what narrower ones take, and is not held to the size that fits the widest. A search of one
-    size, since that puts everything back.
+    Narrower ones then begin with more, by what that one took or by their width, and never get less. A search
+    of one size, since that restores everything.
     """
     run, size = trainer._batchfit, rows_of(batch)
     items = _items(trainer, batch)
@@ -132,6 +132,8 @@ def _teach(trainer: Any, model: nn.Module, batch: Any) -> None:
     work = batchfit.Workload(once, state=[*state, *filter(None, [trainer.accelerator.scaler])])
     limits: dict[str, Any] = {"min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
     batchfit.find_batch_size(work, budget=run.options.budget, **limits)
+    if is_most:
+        cutter._nothing_larger()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.counters import kept
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -101,18 +102,18 @@ class BatchfitMixin:
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
-            with run.quiet():
+            with _uncounted(self):
                 find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
         return prepared
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
         optimizer = super().create_optimizer(*given, **named)  # type: ignore[misc]
-        if self.optimizer is not None:
+        if self.optimizer is not None and self._batchfit.given is not None:  # for this training
             self._batchfit.guard(_inner(self.optimizer))
         return optimizer
 
     def log(self: Any, *given: Any, **named: Any) -> None:
-        if not self._batchfit.is_quiet:
+        if not self._batchfit.holds(*given, **named):
             super().log(*given, **named)  # type: ignore[misc]
 
     # --- a step
@@ -130,7 +131,8 @@ class BatchfitMixin:
             loss = self._batchfit_loss(step, model, micro, items)
             return loss if ranks == 1 else loss / ranks
 
-        report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
+        with run.holding_logs(self.log):
+            report = cutter.backward(loss_of, inputs, scaler=self.accelerator.scaler)
         if num_items_in_batch is not None and len(report.microbatch_sizes) > 1:
             self._batchfit_warn()
         if report.retries:
@@ -148,7 +150,7 @@ class BatchfitMixin:
     def _batchfit_loss(self: Any, step: Any, model: nn.Module, inputs: Any, items: Any) -> Any:
         """What the trainer's own step would call backward of."""
         losses: list[Any] = []
-        self.accelerator.backward = lambda loss, **options: losses.append(loss)
+        self.accelerator.backward = lambda loss, **options: losses.append(loss)  # none of the user's own
         # Without gradients it is no step of the training: the Microbatcher looks at the loss, in eval mode.
         with nullcontext() if torch.is_grad_enabled() else self._batchfit_looking(model):
             try:
@@ -230,7 +232,7 @@ class BatchfitMixin:
 
         def once(batch_size: int) -> None:
             if not answers:
-                with _evaluating(self.model), self._batchfit.quiet():
+                with _evaluating(self.model), _uncounted(self):
                     answers.append(divides_by_items(loss_of, items))
 
         state = self._batchfit.options.state
@@ -262,6 +264,7 @@ class BatchfitMixin:
         sums = self._batchfit_sums(inputs, items)
         shifted = shifts_labels(self)
         generates = getattr(self.args, "predict_with_generate", False) and not prediction_loss_only
+        kinds: set[torch.dtype] = set()
 
         def part(micro: Any) -> dict[str, Any]:
             # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
@@ -275,6 +278,7 @@ class BatchfitMixin:
                 loss, logits, labels = found
                 count = rows_of(micro)
                 if loss is not None:
+                    kinds.add(loss.dtype)
                     weight = 1 if run.asked and sums else count_labels(micro, shifted=shifted)
                     loss = loss_rows(loss, weight, count)
                 if generates and isinstance(logits, torch.Tensor):
@@ -283,10 +287,11 @@ class BatchfitMixin:
                     logits = one_a_sample(logits, count)
                 return {"loss": loss, "adds": run.asked and sums, "logits": logits, "labels": labels}
 
-        found = run.evaluator_of(model).map(part, inputs)
+        with run.holding_logs(self.log):
+            found = run.evaluator_of(self, model).map(part, inputs)
         loss, logits = found["loss"], found["logits"]
         if loss is not None:
-            loss = loss_of_rows(loss, adds=found["adds"])
+            loss = loss_of_rows(loss, adds=found["adds"], dtype=kinds.pop())
         made = generates and isinstance(logits, list)
         logits = padded_rows(self, logits) if made else of_the_batch(logits)
         return loss, logits, found["labels"]
@@ -407,7 +412,8 @@ class _Follower(transformers.TrainerCallback):
     def _write(self) -> None:
         logs = self._trainer._batchfit.logs
         while logs:
-            self._trainer.log(logs.pop(0))
+            # Not the trainer's own `log`, which may average and clear what it has counted since the last one.
+            transformers.Trainer.log(self._trainer, logs.pop(0))
 
 
 class BatchfitTrainer(BatchfitMixin, transformers.Trainer):  # type: ignore[misc]
@@ -433,9 +439,24 @@ def adapt(trainer: Any, **options: Any) -> Any:
     run = Run(Options(**options))
     check_trainer(trainer, run.options)
     if not issubclass(kind, BatchfitMixin):
-        trainer.__class__ = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {})
+        trainer.__class__ = _with_mixin(kind)
     trainer._batchfit = run
     return trainer
+
+
+def _with_mixin(kind: Any) -> Any:
+    """A subclass of `kind` with batchfit in it, whose instances can be pickled where those of `kind` can."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807 - the namespace of the class below
+        make, (_, *given), *rest = super(adapted, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        return _revived, (kind, make, *given), *rest
+
+    adapted = type(f"Batchfit{kind.__name__}", (BatchfitMixin, kind), {"__reduce_ex__": __reduce_ex__})
+    return adapted
+
+
+def _revived(kind: Any, make: Any, *given: Any) -> Any:
+    return make(_with_mixin(kind), *given)
 
 
 def _new_run(options: Any) -> Run:
@@ -449,6 +470,17 @@ def _inner(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+@contextmanager
+def _uncounted(trainer: Any) -> Iterator[None]:
+    """Inside, steps are none of the training's: what they log and count reaches nobody."""
+    restore = kept(trainer)
+    try:
+        with trainer._batchfit.quiet():
+            yield
+    finally:
+        restore()
 
 
 @contextmanager
