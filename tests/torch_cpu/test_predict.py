@@ -344,6 +344,7 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
         torch.optim.AdamW(model.parameters()),
         lambda m, x: (m(x) - x).square().mean(),
         lambda n: torch.zeros(n, 3, 64, 64),
+        keep_outputs=False,
     )
     fixed, grown = (predict(work, gpu="h200", budget=GIB, expandable_segments=on) for on in (False, True))
     assert grown.batch_size > fixed.batch_size

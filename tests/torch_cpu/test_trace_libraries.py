@@ -59,7 +59,9 @@ def workload(
             out: Tensor = model(x).square().mean()
         return out
 
-    return batchfit.training(model, optimizer(model.parameters()), loss, lambda n: torch.randn(n, WIDTH))
+    return batchfit.training(
+        model, optimizer(model.parameters()), loss, lambda n: torch.randn(n, WIDTH), keep_outputs=False
+    )
 
 
 def explained(work: batchfit.Workload, size: int = 8) -> MemoryExplanation:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from batchfit._decide.split import Piece
-from batchfit._torch.attempt import read
+from batchfit._torch.attempt import attempt, read, recover
 from batchfit._torch.batch_parts import Whole
 from batchfit._torch.coverage import modules_held
 from batchfit._torch.in_step import Work, sample_of
@@ -148,10 +148,15 @@ def _examine(
 ) -> None:
     """Before a batch is cut: is its loss one that can be? What that moved is restored."""
     assert opened.call is not None
+    whole = opened.call.whole
+    # A wrong cut is refused before `fn` sees any of it. One that does not fit is for the try itself.
+    note = "batchfit: raised while the batch was cut"
+    if attempt(lambda: whole.micros(plan), device=setting.device, last=False, note=lambda: note) is not None:
+        recover(setting.device)
     check.run(
         LossLook(
             fn=fn,
-            whole=opened.call.whole,
+            whole=whole,
             plan=plan,
             modules=opened.modules,
             compiled=opened.call.compiled,
