@@ -198,14 +198,24 @@ class Slots(MutableMapping[str, Any]):
         return self.get(str(name), GONE) is not GONE
 
 
-@functools.lru_cache(maxsize=4096)
 def _slots_of(kind: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in kind.__mro__:
+    known = _SLOT_NAMES.get(kind)
+    if known is None:
+        known = _SLOT_NAMES[kind] = _find_slots(kind)
+    return {name: vars(kind.__mro__[at])[slot] for name, (at, slot) in known.items()}
+
+
+# Places in the `__mro__` only: a descriptor holds its class, and a class of the user's may hold models.
+_SLOT_NAMES: weakref.WeakKeyDictionary[type, dict[str, tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def _find_slots(kind: Any) -> dict[str, tuple[int, str]]:
+    found: dict[str, tuple[int, str]] = {}
+    for at, one in enumerate(kind.__mro__):
         names = vars(one).get("__slots__", ())
-        for name, member in vars(one).items():
+        for slot, member in vars(one).items():
             if isinstance(member, types.MemberDescriptorType) and names:
-                found.setdefault(f"{one.__qualname__}.{name}" if name in found else name, member)
+                found.setdefault(f"{one.__qualname__}.{slot}" if slot in found else slot, (at, slot))
     return found
 
 

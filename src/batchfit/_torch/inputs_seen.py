@@ -37,8 +37,8 @@ class InputsSeen:
 def watched_inputs(model: object) -> Iterator[InputsSeen]:
     """Inside, the calls of `model` are looked at."""
     seen = InputsSeen()
-    if not isinstance(model, nn.Module) or is_compiled(model):
-        yield seen
+    if not isinstance(model, nn.Module) or is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
+        yield seen  # a scripted module takes no such hook
         return
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
