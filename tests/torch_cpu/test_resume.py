@@ -66,7 +66,7 @@ def test_with_much_less_memory_than_then_the_search_goes_on_within_it(
     settings: dict[str, Any] = {"strategy": "bisect", "max_size": 4000, "soak_steps": 4, "resume": path}
 
     def free(mib: int) -> None:
-        ram = Ram(total_bytes=2**40, available_bytes=mib * 2**20 * 10 // 9 + 1)
+        ram = Ram(total_bytes=2**40, available_bytes=4 * (mib * 2**20 * 10 // 9 + 1))  # a quarter is used
         monkeypatch.setattr(plain_memory, "read_ram", lambda: ram)
 
     def step(size: int) -> None:

@@ -154,7 +154,8 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
     # An exact search has failures to go by, and three noisy readings may lie on a line by chance.
     crowded = _MUCH_FIXED if state.tolerance else _CROWDED
-    fixed = _fixed_bytes(ran)
+    # A kernel that tries algorithms takes all that there is: such a reading says nothing of a line.
+    fixed = _fixed_bytes([one for one in ran if one.least_bytes < (1 - FINEST) * state.budget_bytes])
     if floor < _MOST_OF_IT * fixed:
         aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
