@@ -154,8 +154,7 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
     # An exact search has failures to go by, and three noisy readings may lie on a line by chance.
     crowded = _MUCH_FIXED if state.tolerance else _CROWDED
-    # A kernel that tries algorithms takes all that there is: such a reading says nothing of a line.
-    fixed = _fixed_bytes([one for one in ran if one.least_bytes < (1 - FINEST) * state.budget_bytes])
+    fixed = _fixed_bytes(ran, state.budget_bytes)
     if floor < _MOST_OF_IT * fixed:
         aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
@@ -178,7 +177,7 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     return Curve.through(readings, budget_bytes=budget, floor_bytes=max(0, floor - aside))
 
 
-def _fixed_bytes(ran: Sequence[Told]) -> int:
+def _fixed_bytes(ran: Sequence[Told], budget_bytes: int) -> int:
     """What does not grow with the size, by the line that the last readings lie on; 0 where they lie on none.
 
     The floor of what is held between steps leaves out what every step takes again (gradients, workspaces,
@@ -192,6 +191,9 @@ def _fixed_bytes(ran: Sequence[Told]) -> int:
         (first, low), (middle, between), (last, high) = [points[0], *points][-3:]
         growth = (high - low) / (last - first)
         above = between - low - growth * (middle - first)
+        if growth <= 0 and high >= (1 - FINEST) * budget_bytes:
+            points.pop()  # a kernel that tries algorithms takes all that there is, at any size
+            continue
         if abs(above) <= max(_ON_LINE * (high - low), _ROUNDING_BYTES):
             return max(0, int(low - growth * first))
         if above < 0:
