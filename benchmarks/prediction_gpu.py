@@ -362,8 +362,9 @@ def page(found: dict[str, Any]) -> str:
 
     command = "`python benchmarks/prediction_gpu.py truth | predict --mode none | gpu | calibrated`"
     modes = [*MODES, *([("here", "no GPU, torch 2.13")] if found.get("here") else [])]
+    kept = any(key.endswith("/kept") for key in found["truth"])
     lines = [
-        "# Prediction against an H200",
+        "# Prediction against an H200" + (", loops that keep their outputs" if kept else ""),
         "",
         f"{found['about']['hardware']}. Made by {command}, then `page`.",
         "Truth: under a cap (`set_per_process_memory_fraction`) the first size survives 25 steps with no",

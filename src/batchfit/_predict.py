@@ -80,7 +80,7 @@ def predict_batch_size(
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
             declared, so that it can be put back.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
-            allocator's source and not measured on a GPU yet: a caveat of the answer says so.
+            allocator's source and measured for a few models only: a caveat of the answer says so.
 
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.

@@ -349,7 +349,7 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
     fixed, grown = (predict(work, gpu="h200", budget=GIB, expandable_segments=on) for on in (False, True))
     assert grown.batch_size > fixed.batch_size
     assert not [note for note in fixed.unseen if "expandable" in note]
-    (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: not measured")]
+    (caveat,) = [note for note in grown.unseen if note.startswith("expandable segments: replayed")]
     assert "for the GPU's own memory" in caveat
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,per_process_memory_fraction:0.5")
     capped = predict(work, gpu="h200", budget=GIB)
