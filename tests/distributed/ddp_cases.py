@@ -663,7 +663,7 @@ def failures(rank: int) -> list[Any]:
             faults.left = {phase: 9}
         kind = CutOff if phase == "step" else torch.optim.AdamW
         other: Any = kind(inner.parameters(), lr=1e-2)
-        other.faults = faults
+        CutOff.faults.append(faults)
         return mb.step(other, rollback=rollback)
 
     told = []

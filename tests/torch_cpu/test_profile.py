@@ -723,13 +723,12 @@ def test_copying_an_example_batch_is_not_the_programs_loss() -> None:
     assert profile.bottlenecks == ()
     assert any("copying the example batch takes" in note for note in profile.notes)
     dataset = [(one,) for one in example]
-    # Where the last batch is kept, each has fresh memory of the host, which is slow at first.
-    work = batchfit.inference(
-        model,
-        dataset,
-        collate_fn=lambda some: torch.stack([one[0] for one in some]),
-        keep_outputs=False,
-    )
+
+    def collated(some: list[tuple[torch.Tensor]]) -> torch.Tensor:
+        time.sleep(0.003)  # decodes, say
+        return torch.stack([one[0] for one in some])
+
+    work = batchfit.inference(model, dataset, collate_fn=collated)
     profile = batchfit.profile_throughput(work, sizes=[256], budget="1GiB")
     assert [one.kind for one in profile.bottlenecks] == ["data-bound"]
     assert "pass loader=" in profile.bottlenecks[0].advice
