@@ -508,6 +508,44 @@ class TestInterrupt:
         assert "Traceback" not in ran.stderr
         assert f"interrupted: {fit.batch_size} is the largest batch size that ran so far" in ran.stderr
 
+    def test_while_torch_is_loaded_it_waits(self) -> None:
+        """Half imported, nothing that needs torch could say what had happened."""
+        from batchfit._cli.exits import interrupts_wait
+
+        done = []
+        with pytest.raises(KeyboardInterrupt), interrupts_wait():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(1)
+        assert done
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_before_a_search_that_is_resumed_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("stops.py").write_text(
+            "import batchfit, torch\n"
+            "def step(size): torch.ones(size, 2**16)\n"
+            "def make():\n"
+            "    if stop: raise KeyboardInterrupt\n"
+            "    return batchfit.Workload(step, state=[])\n"
+            "stop = False\n"
+        )
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        settings = cast(
+            FindSettings,
+            {**default_settings(), "budget": "8MiB", "max_size": 2, "resume": "s.json", "store": False},
+        )
+        keywords: dict[str, Any] = {"as_json": False, "output": None, "full_traceback": False}
+        assert find_target("stops.py:make", settings, **keywords) == Code.FOUND
+        monkeypatch.setattr(sys.modules["stops"], "stop", True)
+        with pytest.raises(
+            CommandFailed, match=r"interrupted before a trial; the search so far is in s.json"
+        ):
+            find_target("stops.py:make", settings, **keywords)
+        sys.modules.pop("stops")
+
     def test_nothing_had_run(self, project: Path) -> None:
         ran = self.interrupted(project, "train.py:stuck", signal.SIGINT)
         assert ran.returncode == Code.INTERRUPTED

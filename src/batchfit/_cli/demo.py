@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.exits import Code, CommandFailed, load_torch
 from batchfit._cli.find import Job, default_settings, run_job
 from batchfit._cli.output import check_writable, write_whole
 from batchfit._cli.predict import default_settings as prediction_settings
@@ -46,6 +46,7 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
         check_output(report)
     # Read when torch is loaded. On a busy machine threads that spin while they wait double the time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    load_torch()
     import torch
 
     if torch.cuda.is_available():

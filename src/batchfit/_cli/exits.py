@@ -7,6 +7,7 @@ compares the two; an interrupt (Ctrl-C) and a SIGTERM take the same way out, so 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import signal
@@ -93,6 +94,32 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, action in before.items():
             signal.signal(number, action if action is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM wait for the end: for the import of torch, which half done cannot go on."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    came: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.signal(number, lambda *one: came.append(one)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action if action is not None else signal.SIG_DFL)
+        if came:
+            first, frame = came[0]
+            handler = before[signal.Signals(first)]
+            if callable(handler):
+                handler(first, frame)
+            elif handler != signal.SIG_IGN:
+                os.kill(os.getpid(), first)
+
+
+def load_torch() -> None:
+    """Import torch, which takes a second or two: a Ctrl-C meanwhile takes effect when it is loaded."""
+    with interrupts_wait():
+        importlib.import_module("torch")
 
 
 class _UnbreakableFile(io.FileIO):

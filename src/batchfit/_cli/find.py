@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast
 from batchfit import _failure as failure
 from batchfit import errors
 from batchfit._cli.answer import count_of, memory_label, show_answer
-from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
 from batchfit._cli.given import Given
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import (
@@ -156,6 +156,9 @@ def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
             code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
             fit = watch.partial(search)
         if fit is None:
+            kept = job.settings["resume"]
+            if watch.trials and not watch.device:
+                raise CommandFailed(code, f"interrupted before a trial; the search so far is in {kept}")
             raise CommandFailed(code, f"interrupted after {len(watch.trials)} trials, before any size ran")
         if speaks():
             with uninterrupted():
@@ -168,6 +171,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     if job.intro:
         progress.note(job.intro)
     progress.doing("loading torch")
+    load_torch()
     from batchfit import _find
     from batchfit._recall import check_store
     from batchfit._torch.device import device_to_run, resolve_device

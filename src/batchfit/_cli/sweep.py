@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
 from batchfit._cli.sweep_file import PLACES, SweepFile
@@ -66,6 +66,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
         with progress_here(steps=0, soak_steps=0) as progress:
             progress.doing("loading torch")
+            load_torch()
             asked, alone = _asked(file, flags)
         if flags.dry_run:
             if speaks():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from batchfit import _failure as failure
 from batchfit import errors
-from batchfit._cli.exits import Code, CommandFailed, Terminated, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
 from batchfit._cli.given import Given
 from batchfit._cli.output import check_writable, stdout_for_results, write_whole
 from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
@@ -89,8 +89,7 @@ def tell(
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 progress.doing("loading torch")
-                import torch  # noqa: F401  so that the line above is true
-
+                load_torch()
                 progress.doing(f"loading {text}")
                 workload = given.load(advise=True)
                 told = _answered(work, workload, progress, given, command=command, flags=flags)

@@ -46,12 +46,15 @@ class Watch:
         self._progress.trial(len(self.trials), trial, budget_bytes)
 
     def partial(self, search: Search) -> FitResult | None:
-        """The result of `search`, interrupted after the trials so far; None where no size had run."""
+        """The result of `search`, interrupted after the trials so far; None where no size had run.
+
+        Nor where trials of an earlier run were read, and the device is not known yet: the file has them.
+        """
         from batchfit._decide.room import under
         from batchfit._find import fit_result, told
         from batchfit.errors import SearchStoppedError
 
-        if not self.trials:
+        if not self.trials or not self.device:
             return None
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
