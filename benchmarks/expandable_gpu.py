@@ -161,20 +161,43 @@ def child(case: tuple[str, str, str, str], timeout_s: float) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def show(results: dict[str, Any]) -> None:
+def table(results: dict[str, Any]) -> list[str]:
     gib = 2**30
-    print("| case | predicted | sustained, fails | reserved: predicted, measured (GiB) | retries |")
-    print("|---" * 5 + "|")
+    lines = ["| case | predicted | sustained, fails | reserved: predicted, measured (GiB) | retries |"]
+    lines.append("|---" * 5 + "|")
     for key, one in results.items():
         if "error" in one:
-            print(f"| {key} | {one['error'].strip().splitlines()[-1][:80]} | | | |")
+            lines.append(f"| {key} | {one['error'].strip().splitlines()[-1][:80]} | | | |")
             continue
         at = [soak for soak in one["soaks"] if soak["size"] == one["sustained"]]
         measured = f"{(at[-1]['reserved_bytes'] or 0) / gib:.2f}" if at else "-"
         said = f"{(one['predicted_reserved_bytes'] or 0) / gib:.2f}"
         retries = at[-1]["alloc_retries"] if at else "-"
         ends = f"{one['sustained']}, {one['fails']}"
-        print(f"| {key} | {one['predicted']} | {ends} | {said}, {measured} | {retries} |")
+        lines.append(f"| {key} | {one['predicted']} | {ends} | {said}, {measured} | {retries} |")
+    return lines
+
+
+def show(results: dict[str, Any]) -> None:
+    print("\n".join(table(results)))
+
+
+def page(found: dict[str, Any]) -> str:
+    """The dated page; every figure comes from the JSON."""
+    about_ = found["about"]
+    lines = [
+        "# Expandable segments against an H200",
+        "",
+        f"{about_.get('hardware', about_)}.",
+        "Made by `python benchmarks/expandable_gpu.py --out expandable.json`.",
+        "16 GiB: a cap (`set_per_process_memory_fraction`), or the GPU's own memory, of which the process",
+        "took the rest from the driver first. The first size survives a soak of 20 steps, the second (0.5 %",
+        "more, at least one sample) does not. Predicted: on this GPU, not calibrated, without a margin.",
+        "Loops that keep nothing from step to step.",
+        "",
+        *table(found["cases"]),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

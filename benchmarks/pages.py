@@ -20,6 +20,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 PAGES = {  # how a page's name begins: the script that makes it
     "cost_cpu": "cost_cpu",
+    "expandable": "expandable_gpu",
     "find": "find_gpu",
     "growth": "growth",
     "import_time": "import_time",

@@ -513,10 +513,15 @@ class TestInterrupt:
         from batchfit._cli.exits import interrupts_wait
 
         done = []
-        with pytest.raises(KeyboardInterrupt), interrupts_wait():
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            done.append(1)
+
+        def load() -> None:
+            with interrupts_wait():
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append(1)
+
+        with pytest.raises(KeyboardInterrupt):
+            load()
         assert done
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

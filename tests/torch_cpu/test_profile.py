@@ -725,7 +725,7 @@ def test_copying_an_example_batch_is_not_the_programs_loss() -> None:
     dataset = [(one,) for one in example]
 
     def collated(some: list[tuple[torch.Tensor]]) -> torch.Tensor:
-        time.sleep(0.003)  # decodes, say
+        time.sleep(0.02)  # decodes, say
         return torch.stack([one[0] for one in some])
 
     work = batchfit.inference(model, dataset, collate_fn=collated)

@@ -286,7 +286,7 @@ class World:
 
 VERBS: dict[str, Callable[[batchfit.Workload], object]] = {
     "find": lambda work: batchfit.find_batch_size(work, budget="8MiB", max_size=4, soak_steps=2, steps=2),
-    "profile": lambda work: batchfit.profile_throughput(work, budget="8MiB", largest=2, time_limit_s=0.2),
+    "profile": lambda work: batchfit.profile_throughput(work, budget="8MiB", largest=2, time_limit_s=2),
     "predict": lambda work: batchfit.predict_batch_size(work, budget="1GiB"),
     "explain": lambda work: batchfit.explain_memory(work, batch_size=2),
 }
