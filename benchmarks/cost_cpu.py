@@ -234,8 +234,8 @@ def tracing() -> tuple[Callable[[], Any], Callable[[], None]]:
     import torch
 
     import batchfit
-    from batchfit._torch.trace import trace as traced
-    from batchfit._torch.tracing import rules_for
+    from batchfit._engine.trace.trace import trace as traced
+    from batchfit._engine.trace.workload import rules_for
 
     made = small()
     optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-4)

@@ -85,9 +85,9 @@ def run(model: str, precision: str, end: str, segments: str) -> dict[str, Any]:
 
     import batchfit
     import zoo
-    from batchfit._torch.device import resolve_device, tensors_in
-    from batchfit._torch.snapshot import Snapshot
-    from batchfit._torch.trial import run_trial
+    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.snapshot.snapshot import Snapshot
+    from batchfit._engine.trial.trial import run_trial
 
     room = round(CAP_GIB * GIB)
     if end == "cap":

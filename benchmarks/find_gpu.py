@@ -149,8 +149,8 @@ def warm(job: Job, go: Callable[[], None]) -> Results:
 
 
 def survive(job: Job, go: Callable[[], None]) -> Results:
-    from batchfit._torch.device import resolve_device
-    from batchfit._torch.oom import is_oom
+    from batchfit._engine.device.oom import is_oom
+    from batchfit._engine.device.resolve import resolve_device
 
     workload = built(job["model"])
     device = resolve_device(None, near=workload.state)
@@ -181,9 +181,9 @@ def survive(job: Job, go: Callable[[], None]) -> Results:
 
 def bracket(job: Job, go: Callable[[], None]) -> Results:
     """Soaks upwards from our answer, which has had its own, by 2 % (at least one sample) until one fails."""
-    from batchfit._torch.device import resolve_device, tensors_in
-    from batchfit._torch.snapshot import Snapshot
-    from batchfit._torch.trial import run_trial
+    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.snapshot.snapshot import Snapshot
+    from batchfit._engine.trial.trial import run_trial
 
     workload = built(job["model"])
     place = resolve_device(None, near=workload.state)

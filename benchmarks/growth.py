@@ -89,8 +89,8 @@ def traced(name: str) -> Results:
 
     import batchfit
     import zoo
-    from batchfit._torch.trace import trace
-    from batchfit._torch.tracing import rules_for
+    from batchfit._engine.trace.trace import trace
+    from batchfit._engine.trace.workload import rules_for
 
     hidden, intermediate, layers, heads, vocabulary = LLAMAS[name]
     config = hf.LlamaConfig(
@@ -126,7 +126,7 @@ def vote(rank: int, world: int, where: str, out: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from batchfit._torch.ranks import Ranks
+    from batchfit._engine.distributed.ranks import Ranks
 
     torch.set_num_threads(1)
     if world > 1:

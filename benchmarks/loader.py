@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import batchfit
-from batchfit._decide.progress import Progress
+from batchfit._loader.pure.progress import Progress
 from pages import add_page, write_page
 from rows import keep
 

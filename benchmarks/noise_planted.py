@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from batchfit._decide.noise import NoiseReading, NoiseState, Observation
+from batchfit._noise.pure.estimate import NoiseReading, NoiseState, Observation
 from pages import add_page, write_page
 from rows import keep
 

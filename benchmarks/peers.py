@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch.oom import is_oom
+from batchfit._engine.device.oom import is_oom
 
 STEPS = 3
 Search = Callable[[], int | None]

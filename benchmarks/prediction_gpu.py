@@ -92,9 +92,9 @@ def run_truth(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]
     """The largest size that survives a soak, by find and then by single soaks upwards."""
     import batchfit
     import zoo
-    from batchfit._torch.device import resolve_device, tensors_in
-    from batchfit._torch.snapshot import Snapshot
-    from batchfit._torch.trial import run_trial
+    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.snapshot.snapshot import Snapshot
+    from batchfit._engine.trial.trial import run_trial
 
     workload = zoo.make(model, precision, loop=loop)
     begun = time.perf_counter()
@@ -153,7 +153,7 @@ def run_predict(model: str, precision: str, cap: str, loop: str, mode: str) -> d
     """The prediction at the default margin, and the same without a margin."""
     import batchfit
     import zoo
-    from batchfit._oracle import MARGINS
+    from batchfit._predict.oracle import MARGINS
 
     here = mode != "none"
     basis = {"none": "no GPU", "gpu": "GPU, not run", "calibrated": "calibrated"}[mode]

@@ -60,7 +60,7 @@ def workload(model: str, smoke: bool) -> Any:
 def sweep(work: Any, budget: str | None, smoke: bool) -> Results:
     """Every grid size up to the first that runs out, timed by the same clock."""
     import batchfit
-    from batchfit._decide.knee import grid
+    from batchfit._profile.pure.knee import grid
 
     sizes = grid(1, 64 if smoke else 2**14)
     profile = batchfit.profile_throughput(work, sizes=sizes, budget=budget, diagnose=False)
@@ -84,7 +84,7 @@ def ours(work: Any, budget: str | None, smoke: bool) -> Results:
 
 def one(row: str, given: argparse.Namespace) -> Results:
     model, cap, way, *_ = row.split("/")
-    my_turn("batchfit._profile", "zoo", *IMPORTED.get(model, ()))
+    my_turn("batchfit._profile.profile", "zoo", *IMPORTED.get(model, ()))
     work = workload(model, given.smoke)
     run = sweep if way == "sweep" else ours
     return run(work, None if cap == "uncapped" else cap, given.smoke)

@@ -29,9 +29,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchfit._decide.knee import Knee, Timed, grid
-from batchfit._decide.memory import Curve, Reading
-from batchfit._decide.steady import LOOK, Interval, Timing, fine_after, is_fine, is_warm
+from batchfit._find.pure.memory_curve import Curve, Reading
+from batchfit._profile.pure.knee import Knee, Timed, grid
+from batchfit._profile.pure.steady import LOOK, Interval, Timing, fine_after, is_fine, is_warm
 
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "h200_throughput.json"
 CASES = tuple(f"{model}/{cap}" for model in ("gpt2", "resnet50", "vit") for cap in ("uncapped", "24GiB"))

@@ -206,9 +206,9 @@ def parts(run: Run) -> Callable[[dict[str, Any], list[int]], bool]:
     """What `ours` does, without its retries: plan, trim, read the peaks."""
     import torch
 
-    from batchfit._decide.envelope import MemoryModel
-    from batchfit._decide.pack import Shapes, pack
-    from batchfit._torch.ragged import Trimmer, attention_without_plans
+    from batchfit._engine.batch.trim import Trimmer, attention_without_plans
+    from batchfit._engine.sizing.pure.memory_by_shape import MemoryModel
+    from batchfit._engine.sizing.pure.pack import Shapes, pack
 
     memory, shapes, layout = MemoryModel(), Shapes(), None
     on_gpu = run.device.type == "cuda"
@@ -325,8 +325,8 @@ def run_one(way: str, flags: str, *, tiny: bool, cap_gib: float) -> dict[str, An
 
 def simulate() -> None:
     """The plans of 20 steps, four draws, under the model of the GPU; tokens a second, cold and warm."""
-    from batchfit._decide.envelope import MemoryModel
-    from batchfit._decide.pack import Shapes, pack
+    from batchfit._engine.sizing.pure.memory_by_shape import MemoryModel
+    from batchfit._engine.sizing.pure.pack import Shapes, pack
 
     def learned() -> Callable[[list[int]], list[Shape]]:
         state = {"memory": MemoryModel(), "shapes": Shapes()}
@@ -496,7 +496,7 @@ def main() -> None:
         import torch
         import transformers  # noqa: F401
 
-        import batchfit._microbatch  # noqa: F401
+        import batchfit._microbatch.microbatcher  # noqa: F401
 
         sys.stdin.readline()  # its turn: nothing has touched the GPU so far
         if not given.smoke:

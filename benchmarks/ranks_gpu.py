@@ -45,7 +45,7 @@ def rank_of(part: str, rank: int, port: int, smoke: bool, deadline_s: float) -> 
     import torch
     import torch.distributed as dist
 
-    from batchfit._torch.ranks import Ranks
+    from batchfit._engine.distributed.ranks import Ranks
 
     if smoke:
         torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def contenders(count: int, rank: int, smoke: bool) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     import batchfit
-    from batchfit._torch.reduce import Reduction
+    from batchfit._engine.data_parallel.all_reduce import Reduction
 
     inner, loss, batch, device = gpt2(rank, smoke)
     model = DistributedDataParallel(inner, device_ids=None if smoke else [0])

@@ -205,7 +205,7 @@ class Noise:
 
     def __init__(self, model: Any, scale: Scale, samples_per_s: Callable[[int], float], bound: bool) -> None:
         import batchfit
-        from batchfit._decide.goodput import DecideSettings
+        from batchfit._noise.pure.goodput import DecideSettings
 
         self.scale, self.size, self.samples_per_s = scale, scale.first, samples_per_s
         self.noise = batchfit.GradientNoise(model, decay_samples=50 * scale.first)
@@ -213,7 +213,7 @@ class Noise:
         self.since, self.log = 0, []  # type: ignore[var-annotated]
 
     def next(self, step: int, done: float) -> None:
-        from batchfit._decide.goodput import decide
+        from batchfit._noise.pure.goodput import decide
 
         self.since += 1
         if step % self.scale.decide_every or not step:

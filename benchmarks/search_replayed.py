@@ -28,8 +28,8 @@ STEPS, SOAK = 3, 25
 
 def footprint_of(model: str, precision: str) -> Any:
     import zoo
-    from batchfit._decide.cards import card_named
-    from batchfit._torch.tracing import rules_for, trace_workload
+    from batchfit._engine.allocator.gpus import card_named
+    from batchfit._engine.trace.workload import rules_for, trace_workload
 
     workload = zoo.make(model, precision, device="cpu")
     return trace_workload(
@@ -39,9 +39,9 @@ def footprint_of(model: str, precision: str) -> Any:
 
 def trial(footprint: Any, size: int, capacity: int, *, soak: bool) -> Any:
     """What a trial of `size` would have told."""
-    from batchfit._decide.allocator import CachingAllocator
-    from batchfit._decide.simulate import play
-    from batchfit._decide.state import Told
+    from batchfit._engine.allocator.caching import CachingAllocator
+    from batchfit._engine.allocator.replay import play
+    from batchfit._find.pure.bracket import Told
 
     device, sizes, blocks = CachingAllocator(capacity), footprint.sizes_at(size), {}
     ends, pairs = footprint.step_ends, footprint.carried
@@ -73,7 +73,7 @@ def trial(footprint: Any, size: int, capacity: int, *, soak: bool) -> Any:
 
 def searched(footprint: Any, capacity: int) -> dict[str, Any]:
     """One search, and the largest size above its answer up to which all sizes are sustained."""
-    from batchfit._decide.search import Search
+    from batchfit._find.pure.search import Search
 
     search = Search(budget_bytes=capacity)
     while (ask := search.ask()) is not None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import batchfit
-from batchfit._decide.search import Ask, Search, Told, run
+from batchfit._find.pure.search import Ask, Search, Told, run
 
 BUDGET = 24 * 2**30
 MAXIMA = [int(8192 ** ((i + 0.5) / 400)) for i in range(400)]

@@ -4,8 +4,8 @@
 
 Each model is traced as for an H200 (bf16 autocast, AdamW) and replayed through the simulated caching
 allocator at the largest size that is sustained under each cap and up to 8 % below it, 25 steps each. A soak
-ends when `_decide.rounds.goes_round` says so; then the replay goes on to 200 steps, to see that nothing else
-happens.
+ends when `_engine.trial.pure.soak.goes_round` says so; then the replay goes on to 200 steps, to see that
+nothing else happens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Replay:
     """A training program on a simulated card, step by step."""
 
     def __init__(self, footprint: Any, size: int, capacity_bytes: int, rules: Any) -> None:
-        from batchfit._decide.allocator import CachingAllocator
+        from batchfit._engine.allocator.caching import CachingAllocator
 
         self.footprint, self.sizes = footprint, footprint.sizes_at(size)
         self.device, self.capacity_bytes = CachingAllocator(capacity_bytes, rules), capacity_bytes
@@ -37,7 +37,7 @@ class Replay:
 
     def step(self) -> bool:
         """Whether there was room."""
-        from batchfit._decide.simulate import play
+        from batchfit._engine.allocator.replay import play
 
         ends = self.footprint.step_ends
         if self.steps < len(ends):
@@ -52,7 +52,7 @@ class Replay:
 
     def mark(self) -> Any:
         """As `CudaDevice.mark` reads a real one."""
-        from batchfit._decide.rounds import Mark, layout_of
+        from batchfit._engine.trial.pure.soak import Mark, layout_of
 
         device = self.device
         every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]
@@ -69,7 +69,7 @@ class Replay:
 
 def ended(replay: Replay) -> tuple[int | None, str]:
     """After how many steps the soak ends, and how the size fares until step 200."""
-    from batchfit._decide.rounds import goes_round
+    from batchfit._engine.trial.pure.soak import goes_round
 
     marks: list[Any] = []
     for _ in range(MOST):
@@ -89,10 +89,10 @@ def ended(replay: Replay) -> tuple[int | None, str]:
 
 def measure(model: str) -> dict[str, Any]:
     import zoo
-    from batchfit._decide.cards import card_named
-    from batchfit._oracle import Oracle, allocator_rules
-    from batchfit._torch.trace import uncollected
-    from batchfit._torch.tracing import rules_for, trace_workload
+    from batchfit._engine.allocator.gpus import card_named
+    from batchfit._engine.trace.trace import uncollected
+    from batchfit._engine.trace.workload import rules_for, trace_workload
+    from batchfit._predict.oracle import Oracle, allocator_rules
 
     workload = zoo.make(model, "bf16", device="cpu")
     rules = rules_for(workload, card_named("h200"))

@@ -174,8 +174,8 @@ def with_accelerate(prompt: int, given: Setup, smoke: bool) -> Results:
 
 
 def limited(model: Any, given: Setup) -> contextlib.AbstractContextManager[None]:
-    from batchfit._decide.units import parse_bytes
-    from batchfit._torch.device import resolve_device
+    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._units import parse_bytes
 
     device = resolve_device(None, near=[model])
     return device.limit(min(parse_bytes(given.budget), device.total_bytes()))
@@ -217,7 +217,7 @@ def bracket(results: Results, prompt: str) -> tuple[int, int | None]:
 
 
 def one(row: str, given: argparse.Namespace) -> Results:
-    my_turn("batchfit._sweep", "accelerate", "transformers.models.llama.modeling_llama")
+    my_turn("batchfit._sweep.sweep", "accelerate", "transformers.models.llama.modeling_llama")
     kind, _, prompt = row.partition("/")
     wanted = setup(given.smoke)
     if kind == "truth":

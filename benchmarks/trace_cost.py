@@ -26,8 +26,8 @@ RESULT = Path(__file__).parent / "results" / "trace_cost_cpu_202611.json"
 
 def measure(model: str, size: int) -> dict[str, Any]:
     import zoo
-    from batchfit._torch.trace import trace
-    from batchfit._torch.tracing import rules_for
+    from batchfit._engine.trace.trace import trace
+    from batchfit._engine.trace.workload import rules_for
 
     workload = zoo.make(model, "bf16_params", build_on="meta")
     rules = rules_for(workload)

@@ -264,16 +264,17 @@ def measure(case: Case, meter: Any, *, step_count: int = STEPS, probed: bool = T
 @contextlib.contextmanager
 def counting_requests() -> Iterator[None]:
     """Inside, virtual memory counts bytes as they are requested, without rounding them to blocks."""
-    from batchfit._torch import ledger, opsizes, virtual
+    from batchfit._engine.virtual_memory import ledger, op_sizes
+    from batchfit._engine.virtual_memory import memory as virtual
 
-    kept = opsizes.block_bytes
-    opsizes.SIZES.clear()
-    opsizes.block_bytes = virtual.block_bytes = ledger.block_bytes = lambda requested: requested
+    kept = op_sizes.block_bytes
+    op_sizes.SIZES.clear()
+    op_sizes.block_bytes = virtual.block_bytes = ledger.block_bytes = lambda requested: requested
     try:
         yield
     finally:
-        opsizes.block_bytes = virtual.block_bytes = ledger.block_bytes = kept
-        opsizes.SIZES.clear()
+        op_sizes.block_bytes = virtual.block_bytes = ledger.block_bytes = kept
+        op_sizes.SIZES.clear()
 
 
 def measure_on_cpu(case: Case) -> dict[str, Any]:

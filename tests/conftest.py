@@ -92,7 +92,7 @@ def _nothing_is_left_switched() -> Generator[None, None, None]:
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert (_Frozen.now, gc.isenabled()) == (frozen, collecting)
-    virtual = sys.modules.get("batchfit._torch.virtual")
+    virtual = sys.modules.get("batchfit._engine.virtual_memory.memory")
     assert virtual is None or virtual.active() is None
 
 

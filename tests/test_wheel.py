@@ -47,7 +47,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(built: tuple[P
         for path in source.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"batchfit/py.typed", "batchfit/_chart.css", "batchfit/_report/page.js"} <= files
+    assert {"batchfit/py.typed", "batchfit/_charts/chart.css", "batchfit/_report/page.js"} <= files
     inside = names(built[0])
     assert {name for name in inside if ".dist-info/" not in name} == files
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in inside)
@@ -110,8 +110,8 @@ def test_tests_of_all_layers_pass_against_the_wheel(installed: tuple[Path, Path]
 def test_a_wheel_without_one_file_fails(installed: tuple[Path, Path], tmp_path: Path) -> None:
     """The tests above look at the wheel: a file that is missing there, and in src/ is not, is noticed."""
     (packages,) = installed[0].glob("lib/python*/site-packages")
-    shutil.move(packages / "batchfit" / "_chart.css", tmp_path / "kept.css")
+    shutil.move(packages / "batchfit" / "_charts" / "chart.css", tmp_path / "kept.css")
     try:
         assert environments.run_tests(*installed, ("tests/unit/test_report.py",)) == 1
     finally:
-        shutil.move(tmp_path / "kept.css", packages / "batchfit" / "_chart.css")
+        shutil.move(tmp_path / "kept.css", packages / "batchfit" / "_charts" / "chart.css")

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 import batchfit
-from batchfit._cli.demo import CARDS, small_gpt_training
+from batchfit._cli.commands.demo import CARDS, small_gpt_training
 
 WIDTH, HEIGHT = 900, 965
 HERE = Path(__file__).parent

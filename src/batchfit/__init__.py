@@ -13,45 +13,45 @@ __version__ = "0.1.0"
 
 # name -> the module that defines it; `__all__`, `dir()` and the architecture test all read this.
 _EXPORTS = {
-    "BatchSizeScheduler": "batchfit._schedule",
+    "BatchSizeScheduler": "batchfit._schedule.scheduler",
     "CosineBatchSizeConfig": "batchfit.schedules",
     "CustomBatchSizeConfig": "batchfit.schedules",
     "ExponentialBatchSizeConfig": "batchfit.schedules",
     "FitResult": "batchfit.results",
-    "GradientNoise": "batchfit._noise",
-    "LargestRun": "batchfit._rerun",
+    "GradientNoise": "batchfit._noise.gradient_noise",
+    "LargestRun": "batchfit._rerun.run_largest",
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
     "MemoryExplanation": "batchfit.results",
-    "MicrobatchEvent": "batchfit._decide.split",
-    "Microbatcher": "batchfit._microbatch",
+    "MicrobatchEvent": "batchfit._engine.sizing.pure.bounds",
+    "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
     "Prediction": "batchfit.results",
-    "ScheduleEvent": "batchfit._decide.plan",
+    "ScheduleEvent": "batchfit._schedule.pure.plan",
     "StepBatchSizeConfig": "batchfit.schedules",
-    "ResizableLoader": "batchfit._loader",
+    "ResizableLoader": "batchfit._loader.loader",
     "StepReport": "batchfit.results",
-    "SweepEvent": "batchfit._sweep_log",
+    "SweepEvent": "batchfit._sweep.pure.events",
     "SweepRecord": "batchfit.results",
     "SweepResult": "batchfit.results",
     "ThroughputProfile": "batchfit.results",
     "Trial": "batchfit.results",
     "Workload": "batchfit.workload",
     "errors": "batchfit.errors",
-    "explain_memory": "batchfit._explain",
-    "find_batch_size": "batchfit._find",
+    "explain_memory": "batchfit._explain.explain",
+    "find_batch_size": "batchfit._find.find",
     "generation": "batchfit.workload",
     "inference": "batchfit.workload",
     "load_schedule": "batchfit.schedules",
-    "predict_batch_size": "batchfit._predict",
-    "profile_throughput": "batchfit._profile",
-    "report": "batchfit._report",
-    "run_largest": "batchfit._rerun",
-    "sweep": "batchfit._sweep",
+    "predict_batch_size": "batchfit._predict.predict",
+    "profile_throughput": "batchfit._profile.profile",
+    "report": "batchfit._report.report",
+    "run_largest": "batchfit._rerun.run_largest",
+    "sweep": "batchfit._sweep.sweep",
     "testing": "batchfit.testing",
     "training": "batchfit.workload",
-    "virtual_memory": "batchfit._torch.virtual",
+    "virtual_memory": "batchfit._engine.virtual_memory.memory",
 }
 
 __all__ = [
@@ -101,21 +101,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
-    from batchfit._decide.plan import ScheduleEvent
-    from batchfit._decide.split import MicrobatchEvent
-    from batchfit._explain import explain_memory
-    from batchfit._find import find_batch_size
-    from batchfit._loader import ResizableLoader
-    from batchfit._microbatch import Microbatcher
-    from batchfit._noise import GradientNoise
-    from batchfit._predict import predict_batch_size
-    from batchfit._profile import profile_throughput
-    from batchfit._report import report
-    from batchfit._rerun import LargestRun, run_largest
-    from batchfit._schedule import BatchSizeScheduler
-    from batchfit._sweep import sweep
-    from batchfit._sweep_log import SweepEvent
-    from batchfit._torch.virtual import virtual_memory
+    from batchfit._engine.sizing.pure.bounds import MicrobatchEvent
+    from batchfit._engine.virtual_memory.memory import virtual_memory
+    from batchfit._explain.explain import explain_memory
+    from batchfit._find.find import find_batch_size
+    from batchfit._loader.loader import ResizableLoader
+    from batchfit._microbatch.microbatcher import Microbatcher
+    from batchfit._noise.gradient_noise import GradientNoise
+    from batchfit._predict.predict import predict_batch_size
+    from batchfit._profile.profile import profile_throughput
+    from batchfit._report.report import report
+    from batchfit._rerun.run_largest import LargestRun, run_largest
+    from batchfit._schedule.pure.plan import ScheduleEvent
+    from batchfit._schedule.scheduler import BatchSizeScheduler
+    from batchfit._sweep.pure.events import SweepEvent
+    from batchfit._sweep.sweep import sweep
     from batchfit.results import (
         FitResult,
         MemoryExplanation,

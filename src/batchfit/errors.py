@@ -57,7 +57,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
         detail: str = "",
         advice: str = "",
     ) -> None:
-        from batchfit._decide.units import format_bytes
+        from batchfit._units import format_bytes
 
         self.size = size
         self.device = device

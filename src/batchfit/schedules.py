@@ -17,14 +17,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, field_serializer, model_validator
 
-from batchfit._decide import seesaw as seesaw_points
-from batchfit._decide.bound import checked_size, count_in, where
-from batchfit._decide.counts import MOST, Rounding, parse_count, round_size, whole
-from batchfit._decide.functions import as_path, call, resolve
-from batchfit._decide.milestones import looks_like_milestones, parse_milestones, unit_of
-from batchfit._decide.progress import Progress
+from batchfit._counts import MOST, Rounding, parse_count, round_size, whole
 from batchfit._documents import SUFFIXES, parse_document, read_document
-from batchfit._schedule_base import (
+from batchfit._loader.pure.progress import Progress
+from batchfit._schedule.pure import seesaw as seesaw_points
+from batchfit._schedule.pure.bound import checked_size, count_in, where
+from batchfit._schedule.pure.config import (
     BatchSizeConfig,
     Count,
     Function,
@@ -37,6 +35,8 @@ from batchfit._schedule_base import (
     refusal,
     whole_number,
 )
+from batchfit._schedule.pure.functions import as_path, call, resolve
+from batchfit._schedule.pure.milestones import looks_like_milestones, parse_milestones, unit_of
 
 
 class StepBatchSizeConfig(PlannedConfig):

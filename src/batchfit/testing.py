@@ -22,9 +22,9 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfit._decide.units import format_bytes, parse_bytes
-from batchfit._torch.device import Peaks, check_budget
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.device.resolve import Peaks, check_budget
+from batchfit._engine.virtual_memory.memory import virtual_memory
+from batchfit._units import format_bytes, parse_bytes
 
 __all__ = [
     "FakeDevice",

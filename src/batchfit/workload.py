@@ -2,7 +2,7 @@
 
 Rules: arguments are checked when the workload is made, before any device work. A step says which phase
 it is in. In a trial, a timing or a trace the batch, the model's outputs and the loss live until the next
-step's take their place, as the variables of a loop written by hand do (`_torch/loop.py`); with
+step's take their place, as the variables of a loop written by hand do (`_engine/workload/loop.py`); with
 `keep_outputs=False` nothing outlives a step, and outputs die inside `loss_fn`.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
-from batchfit._torch import loop, phase
-from batchfit._torch.batches import BatchSource, CollateFn, Longest, batch_source, takes_arguments
-from batchfit._torch.structure import to_device
-from batchfit._torch.workload_parts import (
+from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
+from batchfit._engine.batch.structure import to_device
+from batchfit._engine.workload import loop, phase
+from batchfit._engine.workload.checks import (
     check_belongs,
     check_flag,
     check_full_length,

@@ -26,9 +26,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfit._microbatch import Microbatcher
-from batchfit._torch import stepping, sync, tries
-from batchfit._torch.ranks import Ranks
+from batchfit._engine.data_parallel import ddp
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.optimizer_step import step as stepping
+from batchfit._microbatch import passes
+from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit.errors import BatchfitError, RanksDisagreeError
 from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
 
@@ -53,7 +55,7 @@ class Faults:
 @contextmanager
 def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
-    feed, reduction, make_state = tries.feed, sync.Reduction, stepping.make_state
+    feed, reduction, make_state = passes.feed, ddp.Reduction, stepping.make_state
 
     def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
         for at, micro in enumerate(feed(micros, device)):
@@ -69,12 +71,12 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    tries.feed, sync.Reduction = failing_feed, failing_reduction  # type: ignore[assignment, misc]
+    passes.feed, ddp.Reduction = failing_feed, failing_reduction  # type: ignore[assignment, misc]
     stepping.make_state = failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        tries.feed, sync.Reduction, stepping.make_state = feed, reduction, make_state  # type: ignore[misc]
+        passes.feed, ddp.Reduction, stepping.make_state = feed, reduction, make_state  # type: ignore[misc]
 
 
 class CutOff(torch.optim.AdamW):
@@ -557,7 +559,7 @@ def exact_buckets(rank: int, world_size: int) -> Any:
                 mine = torch.empty_like(one).copy_(mine)
             one.grad = mine
         buffers = [torch.full((70,), float(rank)), torch.full((2,), rank), torch.full((9,), rank + 1.0)]
-        reduction = sync.Reduction(parameters, buffers, group=dist.group.WORLD, cap_bytes=cap_bytes)
+        reduction = ddp.Reduction(parameters, buffers, group=dist.group.WORLD, cap_bytes=cap_bytes)
         with count_operations() as seen, no_new_memory():
             count = reduction.run(parameters, [one.grad for one in parameters], buffers)  # type: ignore[misc]
         right = all(torch.equal(one.grad, sum_) for one, sum_ in zip(parameters, wanted, strict=True))  # type: ignore[arg-type]
@@ -837,7 +839,7 @@ def killed(rank: int, how: str) -> Any:
                 time.sleep(5)
         return loss_of(model, micro)
 
-    run = sync.Reduction.run
+    run = ddp.Reduction.run
 
     def dying(self: Any, *args: Any, **kwargs: Any) -> Any:
         if how == "reducing" and rank == 1 and step == 1:
@@ -846,7 +848,7 @@ def killed(rank: int, how: str) -> Any:
             raise simulated_oom("cuda")
         return run(self, *args, **kwargs)
 
-    sync.Reduction.run = dying  # type: ignore[method-assign]
+    ddp.Reduction.run = dying  # type: ignore[method-assign]
     outcome = ["value", ""]
     for step in range(2):
         outcome = outcome_of(lambda: mb.backward(fn, batch_of(rank, step, 4)))  # noqa: B023

@@ -33,11 +33,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from batchfit._microbatch import Microbatcher
-from batchfit._noise import GradientNoise
-from batchfit._torch import fsdp, parallel, tries
-from batchfit._torch.collectives import begun_since, counts
-from batchfit._torch.ranks import Ranks
+from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed.collectives import begun_since, counts
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot import parallel
+from batchfit._microbatch import passes
+from batchfit._microbatch.microbatcher import Microbatcher
+from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import SnapshotError
 from batchfit.testing import count_operations, fail_at, simulated_oom, virtual_memory
 
@@ -114,9 +116,9 @@ class CutOff(torch.optim.AdamW):
 @contextmanager
 def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
-    from batchfit._torch import stepping
+    from batchfit._engine.optimizer_step import step as stepping
 
-    feed, make_state = tries.feed, stepping.make_state
+    feed, make_state = passes.feed, stepping.make_state
 
     def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
         for at, micro in enumerate(feed(micros, device)):
@@ -128,11 +130,11 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    tries.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
+    passes.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        tries.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
+        passes.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
 
 
 def rows_of(case: dict[str, Any], rank: int, step: int) -> int:

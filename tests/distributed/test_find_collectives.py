@@ -16,7 +16,8 @@ from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
 
 import batchfit
-from batchfit._torch import lost, rehearsal
+from batchfit._engine.distributed import lost_ranks
+from batchfit._engine.trial import rehearsal
 from batchfit.testing import FakeDevice, simulated_oom
 
 gloo = pytest.mark.skipif(
@@ -82,7 +83,7 @@ def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who
 
 def goes_wrong(rank: int, how: str) -> Any:
     """Rank 1 goes wrong inside a step with collectives, at a size above 4."""
-    lost._PATIENCE_S = 3.0
+    lost_ranks._PATIENCE_S = 3.0
     world = make("fsdp2" if how == "hangs" else "ddp")
     seeded(world, rank, steps=3)
     middle = operations(world) // 2
@@ -140,7 +141,7 @@ def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
 def nothing_fits_on_one(rank: int) -> Any:
     """Rank 1 runs out in its very first step, while the others wait for it in a collective."""
     rehearsal._PATIENCE_S = 2.0
-    lost._PATIENCE_S = 3.0
+    lost_ranks._PATIENCE_S = 3.0
     world = make("ddp")
     step = failing(world.step, above=0, at=3, in_step=1) if rank == 1 else world.step
     try:

@@ -11,8 +11,9 @@ from launch import run_ranks
 from parallel_models import make
 from torch import nn
 
-from batchfit._torch import fsdp, parallel
-from batchfit._torch.ranks import Ranks
+from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot import parallel
 
 gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from launch import Outcome, run_ranks
 
-from batchfit._torch import fsdp
+from batchfit._engine.distributed import fsdp
 
 pytestmark = [
     pytest.mark.skipif(

@@ -13,7 +13,7 @@ from launch import run_ranks
 from torch import nn
 
 from batchfit import GradientNoise, Microbatcher
-from batchfit._decide.noise import observe
+from batchfit._noise.pure.estimate import observe
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"

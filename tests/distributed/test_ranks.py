@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import Outcome, run_ranks
 
-from batchfit._torch import meeting as meetings
-from batchfit._torch import ranks as ranks_module
-from batchfit._torch.ranks import Ranks
+from batchfit._engine.distributed import consensus as meetings
+from batchfit._engine.distributed import ranks as ranks_module
+from batchfit._engine.distributed.ranks import Ranks
 from batchfit.errors import RankMissingError, RanksDisagreeError
 
 gloo = pytest.mark.skipif(

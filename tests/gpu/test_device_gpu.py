@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from batchfit._torch import device as device_module
-from batchfit._torch.caching_memory import largest_bytes
-from batchfit._torch.device import CudaDevice, KnownDevice, known_devices, resolve_device
+from batchfit._engine.device import resolve as device_module
+from batchfit._engine.device.cuda import largest_bytes
+from batchfit._engine.device.resolve import CudaDevice, KnownDevice, known_devices, resolve_device
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batchfit import GradientNoise, Microbatcher
-from batchfit._torch.gradient_norms import Later
+from batchfit._noise.gradient_norms import Later
 
 pytestmark = pytest.mark.gpu
 

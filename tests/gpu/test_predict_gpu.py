@@ -11,9 +11,9 @@ from torch import nn
 
 import batchfit
 from batchfit import errors
-from batchfit._decide.cards import card_named
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 
 pytestmark = pytest.mark.gpu
 

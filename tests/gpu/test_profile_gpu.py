@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch.bottlenecks import busy_time
-from batchfit._torch.device import CudaDevice
+from batchfit._engine.device.resolve import CudaDevice
+from batchfit._profile.readings import busy_time
 
 pytestmark = pytest.mark.gpu
 

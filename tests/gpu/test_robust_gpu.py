@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch import caching_memory, device_memory
-from batchfit._torch import trials as trials_module
-from batchfit._torch.device import CudaDevice, known_devices, resolve_device
+from batchfit._engine.device import cuda, interface
+from batchfit._engine.device.resolve import CudaDevice, known_devices, resolve_device
+from batchfit._find import driver as trials_module
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def _nothing_is_left() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated(0) <= held + 256 * MiB  # workspaces of cuBLAS stay
-    assert device_memory._set_by_us == {}
+    assert interface._set_by_us == {}
 
 
 def blocks(size: int) -> None:
@@ -204,7 +204,7 @@ def test_the_device_is_found_by_its_uuid() -> None:
         resolve_device("GPU-zzzz")
     code = f"""
         import json
-        from batchfit._torch.device import resolve_device
+        from batchfit._engine.device.resolve import resolve_device
         print(json.dumps([resolve_device(spec).name for spec in ({uuid!r}, {uuid[:12]!r}, 0, "cuda")]))
     """
     assert run_python(code, CUDA_VISIBLE_DEVICES=uuid) == ["cuda:0"] * 4
@@ -238,11 +238,11 @@ def test_a_search_under_cudnn_benchmark() -> None:
 
 def test_a_cap_at_what_is_free_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows and WSL, where the driver would give out RAM."""
-    monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
+    monkeypatch.setattr(cuda, "spills_to_ram", lambda: True)
     device = CudaDevice(0)
     free = device.budget_bytes()
     with device.limit(device.total_bytes()):
-        assert device_memory._set_by_us != {}
+        assert interface._set_by_us != {}
         assert device.budget_bytes() <= free + 64 * MiB
         with pytest.raises(torch.OutOfMemoryError):
             blocks(int(free / (GiB // 2)) + 1)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from batchfit._torch import stepping
-from batchfit._torch.device import CudaDevice
-from batchfit._torch.stepping import step
+from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.optimizer_step import step as stepping
+from batchfit._engine.optimizer_step.step import step
 from batchfit.errors import StepInterruptedError
 
 pytestmark = pytest.mark.gpu

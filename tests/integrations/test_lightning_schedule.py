@@ -16,7 +16,7 @@ from lightning_cases import LegacyNet, Net, data, legacy, seeded, trainer, weigh
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import batchfit
-from batchfit._decide.noise import NoiseReading
+from batchfit._noise.pure.estimate import NoiseReading
 from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in cases.QUIET]

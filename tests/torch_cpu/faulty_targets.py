@@ -19,8 +19,8 @@ import torch
 from fake_cuda import FakeCuda, MiB
 
 import batchfit
-from batchfit._torch import child
-from batchfit._torch.device import CudaDevice
+from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.trial import child_main
 
 
 class OwnError(Exception):
@@ -57,8 +57,8 @@ def on_a_shared_card() -> batchfit.Workload:
     cuda = Shared()
     device = CudaDevice(0, backend=cuda)
     cuda.allocate(10 * MiB)
-    child._PATIENCE_S = 0.1
-    child.device_to_run = lambda *_, **__: device
+    child_main._PATIENCE_S = 0.1
+    child_main.device_to_run = lambda *_, **__: device
 
     def step(batch_size: int) -> None:
         leave_word(f"step {batch_size}")

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchfit._torch.autocast_rules import FP32, FP32_RESULT, LOWER, REFUSED, WIDEST, cuda_lists, registered
+from batchfit._engine.cuda_model.autocast import (
+    FP32,
+    FP32_RESULT,
+    LOWER,
+    REFUSED,
+    WIDEST,
+    cuda_lists,
+    registered,
+)
 
 HERE = torch.device("cpu", 1)
 F = nn.functional

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import default_collate
 
 from batchfit import Microbatcher
-from batchfit._torch.bottlenecks import batch_samples
-from batchfit._torch.structure import children, leaves
+from batchfit._engine.batch.structure import children, leaves
+from batchfit._profile.readings import batch_samples
 from batchfit.errors import BatchfitError
 
 Point = namedtuple("Point", ["x", "y"])

@@ -27,8 +27,8 @@ from batchfit import (
     ScheduleEvent,
     StepBatchSizeConfig,
 )
-from batchfit._decide.noise import NoiseReading
-from batchfit._decide.progress import Plan, Progress
+from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._noise.pure.estimate import NoiseReading
 
 STEP = StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)
 quick = settings(max_examples=60, deadline=None)

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import batchfit
 from batchfit import ResizableLoader
-from batchfit._torch import batches
-from batchfit._torch.batches import batch_source, repeat_rows, takes_arguments
-from batchfit._torch.samples import Samples
-from batchfit._torch.structure import element_count, to_device, wrong_size
+from batchfit._engine.batch import sources
+from batchfit._engine.batch.sample_cache import Samples
+from batchfit._engine.batch.sources import batch_source, repeat_rows, takes_arguments
+from batchfit._engine.batch.structure import element_count, to_device, wrong_size
 
 KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one example batch"
 
@@ -196,7 +196,7 @@ def test_dataset_without_a_base_class() -> None:
 def test_long_dataset_is_scanned_at_even_distances(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(batches, "SCAN_LIMIT", 4)
+    monkeypatch.setattr(sources, "SCAN_LIMIT", 4)
     dataset = Ragged([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     source = batch_source(dataset, collate_fn=padded)
     with caplog.at_level(logging.WARNING, logger="batchfit"):
@@ -216,7 +216,7 @@ def test_short_dataset_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_scan_limit() -> None:
-    assert batches.SCAN_LIMIT == 4096
+    assert sources.SCAN_LIMIT == 4096
 
 
 def _padded(samples: list[torch.Tensor]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def test_a_loader_is_its_dataset_and_collate_fn() -> None:
         ResizableLoader(data, 2, collate_fn=padded),
     ):
         source = batch_source(loader)
-        assert isinstance(source, batches.Longest)
+        assert isinstance(source, sources.Longest)
         assert torch.equal(source(4), batch_source(data, collate_fn=padded)(4))
         with pytest.raises(TypeError, match=r"^collate_fn must be None with a loader, which has its own"):
             batch_source(loader, collate_fn=padded)
@@ -382,7 +382,7 @@ class Carrier:
     ],
 )
 def test_what_is_on_the_host(batch: Any, expected: bool) -> None:
-    assert all(map(batches._is_on_host, batches.leaves(batch))) is expected
+    assert all(map(sources._is_on_host, sources.leaves(batch))) is expected
 
 
 class Stream(IterableDataset[Any]):

@@ -21,9 +21,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import batchfit
+from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._target import load_target, make_workload, parse_target
+from batchfit._engine.workload.target import load_target, make_workload, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -167,8 +167,8 @@ class TestFlags:
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._cli import find
         from batchfit._cli.app import app
+        from batchfit._cli.commands import find
 
         given: dict[str, object] = {
             "budget": "24GiB", "max_size": 64, "min_size": 2, "strategy": "grow", "multiple_of": 2,
@@ -196,8 +196,8 @@ class TestFlags:
     def test_a_store_that_is_asked_for_is_told_from_the_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._cli import find
         from batchfit._cli.app import app
+        from batchfit._cli.commands import find
 
         seen: list[object] = []
 
@@ -211,14 +211,14 @@ class TestFlags:
         assert seen == [(True, False), (True, True), (False, False)]
 
     def test_a_key_without_a_store_is_refused(self) -> None:
-        from batchfit._cli.find import stored_where_possible
+        from batchfit._cli.commands.find import stored_where_possible
 
         settings: Any = {"store": False, "key": "x", "fresh": False, "isolate": False}
         with pytest.raises(ValueError, match=r"key must be left out with --no-store, not 'x'"):
             stored_where_possible(settings)
 
     def test_memory_that_went_is_told_with_the_answer(self) -> None:
-        from batchfit._cli.answer import facts
+        from batchfit._cli.commands.find_answer import facts
 
         fit = of_eight()
         assert "gone" not in dict(facts(fit, saved=None))
@@ -228,7 +228,7 @@ class TestFlags:
         )
 
     def test_a_batch_larger_than_the_dataset_and_an_interrupted_search_are_not_to_be_used(self) -> None:
-        from batchfit._cli.answer import facts
+        from batchfit._cli.commands.find_answer import facts
 
         fit = of_eight()
         assert dict(facts(fit, saved=None))["use it"] == "DataLoader(dataset, batch_size=8)"
@@ -253,14 +253,14 @@ class TestFind:
     def test_a_search_that_cannot_be_kept_is_not_begun(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit import _resume
         from batchfit._cli import main
+        from batchfit._find import resume
 
         def full(path: Path, text: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.chdir(project)
-        monkeypatch.setattr(_resume, "write_whole", full)
+        monkeypatch.setattr(resume, "write_whole", full)
         monkeypatch.setattr(sys, "argv", ["batchfit", "find", "train.py:make", *QUICK, "--resume", "s.json"])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -352,7 +352,7 @@ class TestFindHere:
         )
         assert "RuntimeError: mat1 and mat2" in ran.stderr
         assert "batchfit: raised while trying batch size" in ran.stderr  # the note that the trial added
-        assert "_find.py" not in ran.stderr
+        assert "_find/find.py" not in ran.stderr
         assert ran.stdout == ""
 
     def test_a_rank_that_is_not_the_first_is_silent(
@@ -400,7 +400,7 @@ class TestFindHere:
         assert "ValueError: mine" in caught.value.details
         with pytest.raises(CommandFailed) as caught:
             self.find("mine.py:make", full_traceback=True)
-        assert "_find.py" in caught.value.details
+        assert "_find/find.py" in caught.value.details
 
     def test_a_step_that_ends_the_program_is_an_error_of_the_step(self) -> None:
         Path("mine.py").write_text(
@@ -425,7 +425,7 @@ class TestFindHere:
         assert "loss_fn must return" in caught.value.details
 
     def test_a_bug_of_ours_is_not_blamed_on_the_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from batchfit import _find
+        from batchfit._find import find as _find
 
         def fail(*_: object, **__: object) -> None:
             raise ZeroDivisionError("ours")
@@ -444,7 +444,7 @@ class TestFindHere:
     def test_a_result_that_cannot_be_saved_is_shown(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._cli import find
+        from batchfit._cli.commands import find
 
         def full(path: Path, text: str) -> None:
             raise OSError(28, "No space left on device")
@@ -647,7 +647,8 @@ class TestCommandLine:
     def test_a_list_may_have_commas(self, flags: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         monkeypatch.setattr(
-            "batchfit._cli.profile.profile_target", lambda text, given, **_: seen.append(given) or Code.FOUND
+            "batchfit._cli.commands.profile.profile_target",
+            lambda text, given, **_: seen.append(given) or Code.FOUND,
         )
         ran = run_here("profile", "train.py:make", *flags)
         assert ran.exit_code == Code.FOUND, ran.output
@@ -661,7 +662,8 @@ class TestCommandLine:
     def test_cards_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         monkeypatch.setattr(
-            "batchfit._cli.predict.predict_target", lambda text, given, **_: seen.append(given) or Code.FOUND
+            "batchfit._cli.commands.predict.predict_target",
+            lambda text, given, **_: seen.append(given) or Code.FOUND,
         )
         ran = run_here("predict", "train.py:make", "--gpu", "h100,t4", "--budget", "1GiB,2GiB")
         assert ran.exit_code == Code.FOUND, ran.output
@@ -697,7 +699,7 @@ class TestReturned:
 class TestWatch:
     def test_a_watched_workload_is_the_same_workload(self) -> None:
         from batchfit._cli.progress import Silent
-        from batchfit._cli.watch import Watch
+        from batchfit._cli.search_watch import Watch
 
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -713,8 +715,8 @@ class TestWatch:
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""
-        from batchfit._failure import raised_by_step
-        from batchfit._torch.device import CpuDevice
+        from batchfit._engine.device.resolve import CpuDevice
+        from batchfit._engine.workload.user_errors import raised_by_step
 
         def broken(self: CpuDevice) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
@@ -738,13 +740,13 @@ class TestDoctor:
         assert found["broken"] == []
         assert found["versions"]["torch"] == torch.__version__
         assert found["versions"]["batchfit"] == batchfit.__version__
-        assert "cpu" in [device["name"] for device in found["devices"]]
+        assert "cpu" in [resolve["name"] for resolve in found["devices"]]
         assert found["self_test"]["passed"] is True
 
     def test_plain_text_has_no_codes(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._cli import doctor
+        from batchfit._cli.commands import doctor
 
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
         monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
@@ -758,7 +760,7 @@ class TestDoctor:
     def test_what_is_broken_is_said_and_is_1(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._cli import doctor
+        from batchfit._cli.commands import doctor
 
         def search_badly() -> tuple[int, bool]:
             return 29, True
@@ -804,7 +806,7 @@ class TestDoctor:
     def test_settings_of_the_allocator_that_matter_are_noted(
         self, settings: dict[str, str], words: list[str]
     ) -> None:
-        from batchfit._cli.doctor import allocator_notes
+        from batchfit._cli.commands.doctor import allocator_notes
 
         notes = allocator_notes(settings)
         assert len(notes) == len(words)
@@ -813,12 +815,12 @@ class TestDoctor:
     def test_a_device_is_shown_with_its_uuid_and_a_driver_that_spills_is_noted(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._cli import doctor
-        from batchfit._torch import caching_memory, device
+        from batchfit._cli.commands import doctor
+        from batchfit._engine.device import cuda, resolve
 
-        known = device.KnownDevice("cuda:0", "NVIDIA H200", 2**37, 2**36, True, uuid="GPU-8932f937-d72c")
-        monkeypatch.setattr(device, "known_devices", lambda: [known])
-        monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
+        known = resolve.KnownDevice("cuda:0", "NVIDIA H200", 2**37, 2**36, True, uuid="GPU-8932f937-d72c")
+        monkeypatch.setattr(resolve, "known_devices", lambda: [known])
+        monkeypatch.setattr(cuda, "spills_to_ram", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
         doctor.examine(as_json=False)
@@ -827,7 +829,7 @@ class TestDoctor:
         assert "note: the GPU driver of Windows and WSL takes RAM" in out
 
     def test_the_driver_is_read_from_its_file(self) -> None:
-        from batchfit._cli.doctor import _driver_version
+        from batchfit._cli.commands.doctor import _driver_version
 
         text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5\nGCC version:  12.2.0\n"
         assert _driver_version(text) == "550.54.15"

@@ -17,14 +17,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import batchfit
-from batchfit._cli import explain, plot, predict
+from batchfit._charts.text import as_text
+from batchfit._cli import png
+from batchfit._cli.commands import explain, predict
+from batchfit._cli.commands.explain import ExplainSettings, explain_target
+from batchfit._cli.commands.predict import PredictSettings, Row, default_settings, predict_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.explain import ExplainSettings, explain_target
-from batchfit._cli.given import NO_GPU, TOO_LARGE
-from batchfit._cli.predict import PredictSettings, Row, default_settings, predict_target
-from batchfit._cli.tracing import Delivery
-from batchfit._decide.cards import CARDS
-from batchfit._draw import as_text
+from batchfit._cli.target import NO_GPU, TOO_LARGE
+from batchfit._cli.traced import Delivery
+from batchfit._engine.allocator.gpus import CARDS
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -233,9 +234,9 @@ class TestPredict:
     def test_several_cards_are_a_list_and_one_that_is_too_small_is_in_it(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit._decide import cards
+        from batchfit._engine.allocator import gpus
 
-        tiny = cards.Card("tiny", 40 * 2**20, (8, 0), 10)
+        tiny = gpus.Card("tiny", 40 * 2**20, (8, 0), 10)
         monkeypatch.setitem(CARDS, "tiny", tiny)
         flags = {"gpu": ["H200", "h200", "tiny", "T4"], "max_size": 3000}
         assert predict_here("train.py:make", delivery=Delivery(output=Path("p.json")), **flags) == Code.FOUND
@@ -259,12 +260,12 @@ class TestPredict:
     def test_a_dataset_smaller_than_the_answer_is_noted_for_several_cards_too(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from batchfit._cli.predict import Predicted, prediction_lines
-        from batchfit._draw import as_text
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.predict import Predicted, prediction_lines
 
         data = Path(__file__).parent.parent / "data" / "report" / "cards.json"
-        cards = [Prediction.model_validate(one) for one in json.loads(data.read_text())]
-        few = tuple(one.model_copy(update={"samples": 5000}) for one in cards)
+        gpus = [Prediction.model_validate(one) for one in json.loads(data.read_text())]
+        few = tuple(one.model_copy(update={"samples": 5000}) for one in gpus)
         rows = [Row(one.card, True, one.budget_bytes, one.batch_size, one.peak_bytes) for one in few]
         text = as_text(prediction_lines(Predicted(tuple(rows), few), next_command="", width=80, plain=True))
         assert "dataset    it has 5000 samples: no batch of it is larger" in text
@@ -334,7 +335,7 @@ class TestPredict:
     def test_a_bug_of_ours_is_not_blamed_on_a_flag(
         self, project: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit import _predict
+        from batchfit._predict import predict as _predict
 
         def fail(*_: object, **__: object) -> None:
             raise ValueError("zip() argument 2 is shorter")
@@ -349,7 +350,7 @@ class TestPredict:
     def test_an_interrupt_has_its_code(
         self, number: signal.Signals, code: Code, project: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from batchfit import _predict
+        from batchfit._predict import predict as _predict
 
         monkeypatch.setattr(_predict, "rules_for", lambda *_: signal.raise_signal(number))
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
@@ -455,7 +456,7 @@ class TestPlot:
     def test_a_missing_matplotlib_is_said_before_any_work(
         self, project: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(png.importlib.util, "find_spec", lambda name: None)
         for here in (predict_here, explain_here):
             with pytest.raises(CommandFailed, match=re.escape('pip install "batchfit[plot]"')) as caught:
                 here("train.py:missing", delivery=Delivery(plot=Path("a.png")))
@@ -464,13 +465,13 @@ class TestPlot:
     @pytest.mark.parametrize("name", ["a.gif", "a", "missing/a.png"])
     def test_a_file_that_cannot_be_drawn_is_refused(self, name: str, project: Path) -> None:
         with pytest.raises(CommandFailed, match="plot must ") as caught:
-            plot.check_plot(Path(name))
+            png.check_plot(Path(name))
         assert caught.value.code == Code.USAGE
 
     @pytest.mark.parametrize("name", ["a.png", "a.svg"])
     def test_pictures_are_drawn(self, name: str, project: Path) -> None:
         pytest.importorskip("matplotlib")
-        plot.check_plot(Path(name))
+        png.check_plot(Path(name))
         answer = {"budget_bytes": 80 * GIB, "batch_size": 64, "peak_bytes": 70 * GIB}
         curve = [{"size": n, "peak_bytes": n * GIB, "reserved_bytes": n * GIB} for n in (1, 40, 80)]
         told = Prediction(
@@ -478,7 +479,7 @@ class TestPlot:
             answers=(answer,), curve=curve,
         )  # type: ignore[arg-type]  # fmt: skip
         rows = [Row("h100", False, 80 * GIB, 64, 70 * GIB), Row("t4", False, 14 * GIB, 0, 0)]
-        plot.draw_prediction([told], rows, Path(name), title="train.py:make")
+        png.draw_prediction([told], rows, Path(name), title="train.py:make")
         begins = b"\x89PNG" if name.endswith("png") else b"<?xml"
         assert Path(name).read_bytes().startswith(begins)
         explain_here("train.py:make", what_if=False, delivery=Delivery(plot=Path(f"b.{name}")))
@@ -491,8 +492,8 @@ class TestPlot:
         def full(*_: object, **__: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(plot, "check_plot", lambda path: None)
-        monkeypatch.setattr(plot, "draw_prediction", full)
+        monkeypatch.setattr(png, "check_plot", lambda path: None)
+        monkeypatch.setattr(png, "draw_prediction", full)
         with pytest.raises(CommandFailed, match=r"could not be saved to a.png: No space left") as caught:
             predict_here("train.py:make", budget=["4GiB"], delivery=Delivery(plot=Path("a.png")))
         assert caught.value.code == Code.BROKEN

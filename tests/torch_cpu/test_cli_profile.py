@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import batchfit
-from batchfit._cli import profile as command
+from batchfit._cli.commands import profile as command
+from batchfit._cli.commands.profile import ProfileSettings, default_settings, point_line, profile_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.profile import ProfileSettings, default_settings, point_line, profile_target
-from batchfit._cli.tracing import Delivery
+from batchfit._cli.traced import Delivery
 from batchfit.results import ThroughputPoint, ThroughputProfile
 
 SOURCE = str(Path(batchfit.__file__).parents[1])

@@ -23,13 +23,13 @@ from torch import nn
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
-from batchfit._cli import sweep as command
+from batchfit._cli.commands import sweep as command
+from batchfit._cli.commands.sweep import SweepFlags, sweep_file
+from batchfit._cli.commands.sweep_file import NEEDED, OPTIONAL, SweepFile
+from batchfit._cli.commands.sweep_table import Lines, Pace, Table, column_widths
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.sweep import SweepFlags, sweep_file
-from batchfit._cli.sweep_file import NEEDED, OPTIONAL, SweepFile
-from batchfit._cli.sweep_table import Lines, Pace, Table, column_widths
-from batchfit._decide.grid import plan
-from batchfit._sweep_job import Job
+from batchfit._sweep.job import Job
+from batchfit._sweep.pure.grid import plan
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(Path(batchfit.__file__).parents[1])

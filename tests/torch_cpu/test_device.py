@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from batchfit._torch import caching_memory
-from batchfit._torch import device as device_module
-from batchfit._torch import ram as ram_module
-from batchfit._torch.caching_memory import allocator_mark, is_capped, largest_bytes
-from batchfit._torch.device import (
+from batchfit._engine.device import cuda as caching_memory
+from batchfit._engine.device import ram as ram_module
+from batchfit._engine.device import resolve as device_module
+from batchfit._engine.device.cuda import allocator_mark, is_capped, largest_bytes
+from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.resolve import (
     CpuDevice,
     CudaDevice,
     Device,
@@ -32,8 +33,7 @@ from batchfit._torch.device import (
     own_bytes,
     resolve_device,
 )
-from batchfit._torch.ram import read_ram
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import BatchfitError
 from batchfit.testing import FakeDevice
 

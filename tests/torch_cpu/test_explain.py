@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
-from batchfit import _explain
-from batchfit._decide.cards import card_named
-from batchfit._torch.changes import checkpointing, lower_precision, repeated_blocks, step_variable
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
+from batchfit._explain import explain
+from batchfit._explain.what_if import checkpointing, lower_precision, repeated_blocks, step_variable
 from batchfit.errors import UntraceableError
 from batchfit.results import MemoryExplanation, WhatIf
 
@@ -228,8 +228,8 @@ def test_the_largest_size_of_a_recurrent_model_is_that_of_predict_too() -> None:
 def test_what_is_held_beside_the_workload_counts_as_in_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = batchfit.explain_memory(workload(), batch_size=4, budget=BUDGET, what_if=False)
     on_cpu = rules_for(workload())
-    monkeypatch.setattr(_explain, "held_beside", lambda *_: (2**27, 0))
-    beside = _explain.Study(workload(), on_cpu, 4, alone.budget_bytes, "GPU, not run")
+    monkeypatch.setattr(explain, "held_beside", lambda *_: (2**27, 0))
+    beside = explain.Study(workload(), on_cpu, 4, alone.budget_bytes, "GPU, not run")
     assert alone.largest is not None
     assert beside.base.largest is not None
     assert beside.base.largest < alone.largest

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import batchfit
-from batchfit._torch import fake_results
-from batchfit._torch.fake_results import FakeResults
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.trace import fake_cache
+from batchfit._engine.trace.fake_cache import FakeResults
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 
 aten = torch.ops.aten
 HERE = torch.device("cpu", 1)
@@ -24,11 +24,11 @@ HERE = torch.device("cpu", 1)
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    fake_results._kept.clear()
-    fake_results._forms.clear()
+    fake_cache._kept.clear()
+    fake_cache._forms.clear()
     yield
-    fake_results._kept.clear()
-    fake_results._forms.clear()
+    fake_cache._kept.clear()
+    fake_cache._forms.clear()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -48,7 +48,7 @@ def look(value: Any, args: Any) -> Any:
         return type(value), [look(one, args) for one in value]
     if not isinstance(value, Tensor):
         return type(value), value
-    held = [one.untyped_storage()._cdata for one in fake_results._tensors(args)]
+    held = [one.untyped_storage()._cdata for one in fake_cache._tensors(args)]
     address = value.untyped_storage()._cdata
     return (
         type(value),
@@ -62,7 +62,7 @@ def look(value: Any, args: Any) -> Any:
         value.is_inference(),
         str(torch._C._dispatch_key_set(value)),
         [index for index, other in enumerate(held) if other == address],
-        [index for index, other in enumerate(fake_results._tensors(args)) if other is value],
+        [index for index, other in enumerate(fake_cache._tensors(args)) if other is value],
         sorted(vars(value)),
     )
 
@@ -85,7 +85,7 @@ def test_torch_is_asked_again_under_another_mode(switch: str) -> None:
     with mode:
         for _ in range(2):
             results.of(aten.neg.default, args, {})
-        assert len(fake_results._kept) == 1
+        assert len(fake_cache._kept) == 1
         try:
             torch.use_deterministic_algorithms(before is not (switch == "deterministic"))
             torch.set_default_dtype(torch.float64 if switch == "dtype" else dtype)
@@ -97,7 +97,7 @@ def test_torch_is_asked_again_under_another_mode(switch: str) -> None:
             torch._C._set_mkldnn_enabled(True)
             torch.use_deterministic_algorithms(before)
             torch.set_default_dtype(dtype)
-    assert len(fake_results._kept) == 2
+    assert len(fake_cache._kept) == 2
 
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -280,7 +280,7 @@ def test_an_error_comes_each_time_and_nothing_is_made_of_it() -> None:
                 results.of(aten.mm.default, (one, other), {})
             with pytest.raises(RuntimeError):
                 results.of(aten._foreach_add_.List, ([one, one], [other]), {})
-    assert not fake_results._kept
+    assert not fake_cache._kept
 
 
 def test_a_value_that_torch_knows_is_worked_out_each_time() -> None:
@@ -303,7 +303,7 @@ def test_what_may_be_resized_or_depends_on_data_is_asked_about() -> None:
         aten.as_strided.default,
         aten.lift_fresh.default,
     ):
-        assert not fake_results._about(func).repeats, func
+        assert not fake_cache._about(func).repeats, func
 
 
 def test_results_that_share_memory_with_one_of_several_are_asked_about() -> None:
@@ -319,14 +319,14 @@ def test_results_that_share_memory_with_one_of_several_are_asked_about() -> None
 
 
 def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_results, "_MOST", 8)
+    monkeypatch.setattr(fake_cache, "_MOST", 8)
     mode = fake_mode()
     results = FakeResults(mode)
     with mode:
         for length in range(1, 40):
             results.of(aten.sum.default, (make(mode, (length,)),), {})
-            assert len(fake_results._kept) <= 8
-            assert len(fake_results._forms) <= 9
+            assert len(fake_cache._kept) <= 8
+            assert len(fake_cache._forms) <= 9
 
     def flat(value: Any) -> Iterator[Any]:
         if isinstance(value, tuple):
@@ -335,7 +335,7 @@ def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) ->
         else:
             yield value
 
-    kept = [one for key, found in fake_results._kept.items() for one in (*flat(key), *flat(tuple(found)))]
+    kept = [one for key, found in fake_cache._kept.items() for one in (*flat(key), *flat(tuple(found)))]
     assert not any(isinstance(one, Tensor | FakeTensorMode) for one in kept)
 
 
@@ -393,7 +393,7 @@ def test_a_trace_is_the_same_whoever_answers(
     )
     rules = rules_for(workload)
     ours = [trace(workload, size, rules=rules) for size in (2, 5, 2)]
-    assert fake_results._kept
+    assert fake_cache._kept
     monkeypatch.setattr(FakeResults, "of", lambda self, func, args, kwargs: func(*args, **kwargs))
     theirs = [trace(workload, size, rules=rules) for size in (2, 5)]
     assert ours == [*theirs, theirs[0]]

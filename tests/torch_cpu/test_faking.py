@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import batchfit
-from batchfit._torch import phase
-from batchfit._torch.faking import Faked
-from batchfit._torch.reach import used_by
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.trace.fake_state import Faked
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
+from batchfit._engine.workload import phase
+from batchfit._engine.workload.reachable import used_by
 from batchfit.errors import UntraceableError
 
 HERE = torch.device("cpu", 1)

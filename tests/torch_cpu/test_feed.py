@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchfit._torch import feed as feeding
-from batchfit._torch.feed import feed
+from batchfit._engine.batch import transfer as feeding
+from batchfit._engine.batch.transfer import feed
 
 CUDA = torch.device("cuda", 0)
 

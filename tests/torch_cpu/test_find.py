@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch.ram import Ram
+from batchfit._engine.device.ram import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
 
@@ -383,7 +383,7 @@ def test_on_trial_sees_each_trial_as_it_ends() -> None:
 def test_without_a_budget_a_modest_part_of_the_ram_is_used_and_it_is_said_first(
     free: int, part: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("batchfit._torch.plain_memory.read_ram", lambda: Ram(free, free * 10 // 9))
+    monkeypatch.setattr("batchfit._engine.device.cpu.read_ram", lambda: Ram(free, free * 10 // 9))
     model = nn.Linear(256, 256)
     held = 4 * (256 * 256 + 256)
     workload = batchfit.inference(model, lambda n: torch.randn(n, 256))

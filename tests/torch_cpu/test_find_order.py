@@ -13,13 +13,14 @@ from stopping import Stop, stop_after
 from torch import nn
 
 import batchfit
-from batchfit import FitResult, _find
+from batchfit import FitResult
+from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._decide.search import Ask, Search, Told
-from batchfit._recall import Known, check_store, confirm
-from batchfit._torch.device import resolve_device
-from batchfit._torch.here import Here
+from batchfit._engine.device.resolve import resolve_device
+from batchfit._engine.trial.in_process import Here
+from batchfit._find import find as _find
+from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.recall import Known, check_store, confirm
 from batchfit.errors import SearchStoppedError
 
 MAKE = """

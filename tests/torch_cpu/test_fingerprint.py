@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import batchfit
-from batchfit._torch import describe
-from batchfit._torch.describe import Reader, UndescribableError, digest_of
-from batchfit._torch.device import CpuDevice, CudaDevice, MpsDevice
-from batchfit._torch.fingerprint import described, environment, state_digest, workload_digest
+from batchfit._engine.device.resolve import CpuDevice, CudaDevice, MpsDevice
+from batchfit._engine.store import describe
+from batchfit._engine.store.describe import Reader, UndescribableError, digest_of
+from batchfit._engine.store.key import described, environment, state_digest, workload_digest
 from batchfit.testing import FakeDevice
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -405,7 +405,7 @@ import enum, functools, sys
 import torch, transformers
 from torch import nn
 import batchfit
-from batchfit._torch.fingerprint import workload_digest
+from batchfit._engine.store.key import workload_digest
 
 LENGTH, NAMES = 16, {"alpha", "beta", "gamma", "delta"}
 
@@ -460,7 +460,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     """Other hash seeds and addresses, run as a script and imported (from bytecode that was stored)."""
     (tmp_path / "program.py").write_text(PROGRAM)
     imported = (
-        "import program as p\nfrom batchfit._torch.fingerprint import workload_digest as d\n"
+        "import program as p\nfrom batchfit._engine.store.key import workload_digest as d\n"
         "print(d(p.make(), sample_size=1), d(p.hugging_face(), sample_size=1))"
     )
     runs = [("1", ["program.py"]), ("2", ["-c", imported]), ("3", ["-c", imported])]

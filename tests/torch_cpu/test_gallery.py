@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 import batchfit
-from batchfit._decide.cards import card_named
-from batchfit._decide.footprint import Trace
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.allocator.footprint import Trace
+from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")

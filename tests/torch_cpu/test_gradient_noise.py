@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import GradientNoise, Microbatcher
-from batchfit._decide.noise import Observation, observe
-from batchfit._torch import gradient_norms
+from batchfit._noise import gradient_norms
+from batchfit._noise.pure.estimate import Observation, observe
 from batchfit.testing import count_operations, fail_at
 
 Batch = dict[str, torch.Tensor]

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
-from batchfit._decide.footprint import Trace
-from batchfit._torch import in_place
-from batchfit._torch.blocks import Blocks
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.allocator.footprint import Trace
+from batchfit._engine.trace import in_place
+from batchfit._engine.trace.block_log import Blocks
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 
 WIDTH = 4
 Step = Callable[[Tensor, nn.Module], Tensor]
@@ -69,7 +69,7 @@ def in_a_trace(step: Step, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Trace]
         kept.append(Counted())
         return kept[-1]
 
-    monkeypatch.setattr("batchfit._torch.recorder.Blocks", counted)
+    monkeypatch.setattr("batchfit._engine.trace.recorder.Blocks", counted)
     found = trace(work, 6, rules=rules_for(work), steps=1)
     return kept[0].taken, found
 
@@ -269,7 +269,7 @@ def test_a_bias_is_added_where_a_real_run_adds_it(shape: tuple[int, ...], turned
         return kept[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchfit._torch.recorder.Blocks", counted)
+        patch.setattr("batchfit._engine.trace.recorder.Blocks", counted)
         trace(work, shape[0], rules=rules_for(work), steps=1)
     assert kept[0].taken == really_taken
 

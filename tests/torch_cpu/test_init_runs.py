@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchfit._init_advice import advise
+from batchfit._init.advice import advise
 from batchfit.testing import virtual_memory
 
 PLAIN = '''\

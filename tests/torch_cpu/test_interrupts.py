@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfit._torch.interrupts import Interrupts, uninterrupted
+from batchfit._engine.device.interrupts import Interrupts, uninterrupted
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
 QUICK = [("predict", 4, 2), ("explain", 4, 1), ("find", 6, 2)]

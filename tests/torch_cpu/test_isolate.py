@@ -17,11 +17,11 @@ import faulty_targets
 import pytest
 
 import batchfit
+from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._failure import ChildTraceback
-from batchfit._torch.isolate import Children, Factory, _ending
-from batchfit._torch.lock import used_alone
+from batchfit._engine.store.file_lock import used_alone
+from batchfit._engine.trial.in_children import Children, Factory, _ending
+from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
 from batchfit.results import FitResult, Trial
 

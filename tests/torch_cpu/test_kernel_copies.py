@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._decide.cards import CARDS
-from batchfit._torch.extra import Extra
-from batchfit._torch.kernel_copies import BY_SOURCE, RULES
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
-from batchfit._torch.workspaces import extra_of
+from batchfit._engine.allocator.gpus import CARDS
+from batchfit._engine.cuda_model.copies import BY_SOURCE, RULES
+from batchfit._engine.cuda_model.extra_bytes import Extra
+from batchfit._engine.cuda_model.workspaces import extra_of
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 
 aten = torch.ops.aten
 SEEN = Path(__file__).parents[1] / "data/h200_kernels.json.gz"

@@ -11,9 +11,9 @@ from state_judge import Notes
 from torch import nn
 
 import batchfit
-from batchfit._torch.known_values import written_by
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.trace.known_values import written_by
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 aten = torch.ops.aten

@@ -34,7 +34,7 @@ from torch.utils.data import (
 
 import batchfit
 from batchfit import ResizableLoader
-from batchfit._decide.progress import Progress
+from batchfit._loader.pure.progress import Progress
 
 # DataLoader warns on machines with fewer cores than workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

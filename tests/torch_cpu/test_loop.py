@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
-from batchfit._torch import loop
+from batchfit._engine.workload import loop
 from batchfit.errors import NothingFitsError
 
 criterion = nn.CrossEntropyLoss()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from batchfit._torch.collectives import is_lost_connection, reads_as_lost
+from batchfit._engine.distributed.collectives import is_lost_connection, reads_as_lost
 
 
 def raised(act: Callable[[], Any]) -> BaseException:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
-from batchfit._torch.lr import BASE, FACTOR, RULE, ScaledLR
+from batchfit._schedule.learning_rate import BASE, FACTOR, RULE, ScaledLR
 
 RATE = 0.1
 STEPS = 40

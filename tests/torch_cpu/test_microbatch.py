@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._decide.split import MicrobatchEvent, balanced
-from batchfit._torch.splittable import compilations
+from batchfit._engine.sizing.pure.bounds import MicrobatchEvent, balanced
+from batchfit._microbatch.checks import compilations
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -894,7 +894,7 @@ def test_running_out_is_no_thrashing() -> None:
 
 
 def test_fragmented_memory_is_tried_once_more_at_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchfit._torch.attempt._is_fragmented", lambda device: True)
+    monkeypatch.setattr("batchfit._engine.device.oom_guard._is_fragmented", lambda device: True)
     for faults, sizes, kinds in (({0}, (8,), ["retry"]), ({0, 1}, (4, 4), ["retry", "shrunk"])):
         job = Job(1000)
         report = job.mb.backward(faulty(job.loss, dict.fromkeys(faults, "oom")), torch.ones(8, 1))
@@ -950,7 +950,7 @@ def test_compiled_models_get_few_sizes(
     assert job.run(100).microbatch_sizes == (32, 32, 32, 4)
     sizes = {size for n in (100, 100, 96, 256) for size in job.run(n).microbatch_sizes}
     assert sizes <= {4, 32, 64, 36, 100}
-    monkeypatch.setattr("batchfit._torch.sizing.recompile_limit", lambda: 4)
+    monkeypatch.setattr("batchfit._engine.sizing.uniform.recompile_limit", lambda: 4)
     with caplog.at_level(logging.WARNING, logger="batchfit"):
         job.run(99)
         assert "gives up" not in caplog.text  # sizes of one program that takes any number
@@ -985,7 +985,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
 
 
 def test_a_compiled_function_is_told() -> None:
-    from batchfit._torch.splittable import is_compiled
+    from batchfit._microbatch.checks import is_compiled
 
     model = nn.Linear(1, 1)
     assert not is_compiled(model)

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._decide.split import MicrobatchEvent
-from batchfit._torch import packing
+from batchfit._engine.sizing import ragged
+from batchfit._engine.sizing.pure.bounds import MicrobatchEvent
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, count_operations, fail_at, faulty, simulated_oom
 
@@ -79,9 +79,9 @@ def assert_close(ours: torch.Tensor, full: torch.Tensor) -> None:
 @pytest.fixture(autouse=True)
 def _fine_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths in steps of 4, so that short samples are ragged too."""
-    real = packing.pack
-    monkeypatch.setattr(packing, "MULTIPLE", 4)
-    monkeypatch.setattr(packing, "pack", lambda *args, **options: real(*args, multiple=4, **options))
+    real = ragged.pack
+    monkeypatch.setattr(ragged, "MULTIPLE", 4)
+    monkeypatch.setattr(ragged, "pack", lambda *args, **options: real(*args, multiple=4, **options))
 
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=14)
@@ -229,7 +229,7 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
     """It ends bit for bit as a call that began with the final plan."""
     used: list[Any] = []
     forced: Any = None
-    real = packing.Packing.plan
+    real = ragged.Packing.plan
 
     def plan(self: Any, call: Any, done: Any = ()) -> Any:
         if forced is not None:
@@ -237,7 +237,7 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
         used.append(real(self, call, done))
         return used[-1]
 
-    monkeypatch.setattr(packing.Packing, "plan", plan)
+    monkeypatch.setattr(ragged.Packing, "plan", plan)
     world = World(kind)
     with count_operations() as seen:
         world.call()
@@ -369,7 +369,7 @@ def test_gradients_that_appear_while_a_batch_runs_are_counted() -> None:
 
 
 def test_fragmented_memory_is_tried_once_more_with_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchfit._torch.attempt._is_fragmented", lambda device: True)
+    monkeypatch.setattr("batchfit._engine.device.oom_guard._is_fragmented", lambda device: True)
     job = Job(10**6)
     report = job.mb.backward(faulty(job.loss, {0: "oom"}), torch.ones(8, 8))
     assert (report.retries, report.microbatch_sizes) == (1, (8,))
@@ -380,7 +380,7 @@ def test_allocation_retries_leave_more_room_and_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(20_000, reserves=True)
-    monkeypatch.setattr(packing, "_expandable", lambda device: False)
+    monkeypatch.setattr(ragged, "_expandable", lambda device: False)
     with caplog.at_level(logging.INFO, logger="batchfit"):
         for _ in range(8):
             job.run([40] * 32)
@@ -509,7 +509,7 @@ def test_attention_that_plans_is_off_inside_only(monkeypatch: pytest.MonkeyPatch
         yield
         inside.pop()
 
-    monkeypatch.setattr("batchfit._torch.setting.attention_without_plans", off)
+    monkeypatch.setattr("batchfit._microbatch.context.attention_without_plans", off)
     world = World("plain")
     seen: list[int] = []
 

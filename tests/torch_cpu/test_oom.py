@@ -19,9 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._torch import oom
-from batchfit._torch.oom import classify, describe, is_oom
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.device import oom
+from batchfit._engine.device.oom import classify, describe, is_oom
+from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import NothingFitsError
 
 KINDS = json.loads((Path(__file__).parents[1] / "data" / "oom_kinds.json").read_text())

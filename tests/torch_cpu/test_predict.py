@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit import _oracle, _predict
-from batchfit._decide.cards import CARDS, DEFAULT, Card
-from batchfit._decide.footprint import Footprint
-from batchfit._decide.simulate import Simulation, simulate, upper_bound
-from batchfit._oracle import MARGINS, Foresight, Oracle, allocator_rules
-from batchfit._predict import calibration
-from batchfit._torch import generating, tracing
-from batchfit._torch.cuda_rules import CudaRules
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for, trace_workload
+from batchfit._engine.allocator.footprint import Footprint
+from batchfit._engine.allocator.gpus import CARDS, DEFAULT, Card
+from batchfit._engine.allocator.replay import Simulation, simulate, upper_bound
+from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.trace import generation, workload
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for, trace_workload
+from batchfit._predict import oracle as _oracle
+from batchfit._predict import predict as _predict
+from batchfit._predict.oracle import MARGINS, Foresight, Oracle, allocator_rules
+from batchfit._predict.predict import calibration
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Prediction
 
@@ -268,7 +269,7 @@ def test_a_loop_over_samples_is_traced_size_by_size() -> None:
 
 def test_a_loop_over_many_samples_is_given_up_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes as long as the batch is large: nobody waits for a hundred thousand samples."""
-    monkeypatch.setattr(tracing, "_EACH_SIZE_S", 0.5)
+    monkeypatch.setattr(workload, "_EACH_SIZE_S", 0.5)
     model = nn.Linear(8, 1)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -547,7 +548,7 @@ def test_the_passes_that_are_not_traced_are_those_of_every_token(
 ) -> None:
     work = generates(make(), prompt, new, **options)
     few = lines_of(work)
-    monkeypatch.setattr(generating, "_EIGHT", 1000)  # so far apart that all are traced
+    monkeypatch.setattr(generation, "_EIGHT", 1000)  # so far apart that all are traced
     every = lines_of(work)
     assert few.peak_bytes(500) == pytest.approx(every.peak_bytes(500), rel=1e-6)
     if isinstance(work.model, type(generating_llama())):

@@ -17,14 +17,14 @@ from torch.utils import flop_counter
 from torch.utils.data import DataLoader, Dataset
 
 import batchfit
-from batchfit import _diagnosis, _profile
-from batchfit._decide.knee import Knee, Timed
-from batchfit._decide.steady import FINE, LOOK, Timing
-from batchfit._torch import bottlenecks, clock
-from batchfit._torch.bottlenecks import flops_of, loader_pace, union
-from batchfit._torch.clock import run_timed
-from batchfit._torch.inputs_seen import watched_inputs
-from batchfit._torch.snapshot import Snapshot
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._profile import diagnosis, readings, timing
+from batchfit._profile import profile as _profile
+from batchfit._profile.model_inputs import watched_inputs
+from batchfit._profile.pure.knee import Knee, Timed
+from batchfit._profile.pure.steady import FINE, LOOK, Timing
+from batchfit._profile.readings import flops_of, loader_pace, union
+from batchfit._profile.timing import run_timed
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import ThroughputPoint, ThroughputProfile
 from batchfit.testing import FakeDevice, faulty, simulated_oom
@@ -36,7 +36,7 @@ MIB = 2**20
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless a step moves it: what is measured is then exact."""
     now = [0.0]
-    for module in (clock, _profile, _diagnosis, bottlenecks):
+    for module in (timing, _profile, diagnosis, readings):
         monkeypatch.setattr(module, "time", _Clock(now))
     return now
 
@@ -263,9 +263,9 @@ def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[floa
 
 
 def _late_measuring(planted: Planted) -> Any:
-    from batchfit._decide.knee import Knee
-    from batchfit._torch.bench import Bench
-    from batchfit._torch.ranks import Ranks
+    from batchfit._engine.distributed.ranks import Ranks
+    from batchfit._profile.bench import Bench
+    from batchfit._profile.pure.knee import Knee
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
@@ -526,8 +526,8 @@ def test_making_batches_is_told_where_the_look_at_kernels_runs_out(monkeypatch: 
     def runs_out(*_: Any, **__: Any) -> None:
         raise simulated_oom()
 
-    monkeypatch.setattr(_diagnosis, "busy_time", runs_out)
-    monkeypatch.setattr(_diagnosis, "batch_time", lambda *_, **__: 1000.0)
+    monkeypatch.setattr(diagnosis, "busy_time", runs_out)
+    monkeypatch.setattr(diagnosis, "batch_time", lambda *_, **__: 1000.0)
     work = training(*net())
     profile = batchfit.profile_throughput(work, sizes=[4], device=FakeDevice("1GiB"))
     assert "data-bound" in [one.kind for one in profile.bottlenecks]

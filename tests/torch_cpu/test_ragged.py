@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
-from batchfit._decide.pack import Pack, Shapes, pack
-from batchfit._torch import ragged
-from batchfit._torch.ragged import Trimmer, attention_without_plans, restored
+from batchfit._engine.batch import trim
+from batchfit._engine.batch.trim import Trimmer, attention_without_plans, restored
+from batchfit._engine.sizing.pure.pack import Pack, Shapes, pack
 
 CUDA = torch.device("cuda", 0)
 
@@ -293,7 +293,7 @@ def cudnn_on() -> Any:
 def test_plans_are_off_inside_only_and_put_back_after_an_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ragged, "_told", False)
+    monkeypatch.setattr(trim, "_told", False)
     enabled = torch.backends.cuda.cudnn_sdp_enabled
 
     def failing() -> None:

@@ -21,13 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchfit
-from batchfit._torch import caching_memory, device_memory
-from batchfit._torch import here as here_module
-from batchfit._torch import trial as trial_module
-from batchfit._torch import trials as trials_module
-from batchfit._torch.device import CudaDevice
-from batchfit._torch.here import QuickCollections
-from batchfit._torch.lock import used_alone
+from batchfit._engine.device import cuda as caching_memory
+from batchfit._engine.device import interface
+from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.store.file_lock import used_alone
+from batchfit._engine.trial import in_process as here_module
+from batchfit._engine.trial import trial as trial_module
+from batchfit._engine.trial.in_process import QuickCollections
+from batchfit._find import driver as trials_module
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.testing import FakeDevice
 
@@ -59,7 +60,7 @@ class Program:
             return batchfit.find_batch_size(workload, device=self.device, **settings)
         finally:
             assert self.cuda.live[0] == 10 * MiB
-            assert device_memory._set_by_us == {}
+            assert interface._set_by_us == {}
             assert self.cuda.allowed.get(0, self.cuda.total) == self.cuda.total, "the limit was put back"
 
 
@@ -449,7 +450,7 @@ def test_a_killed_search_leaves_no_lock_in_the_way(tmp_path: Path) -> None:
     path = tmp_path / "search.json"
     code = f"""
         from pathlib import Path
-        from batchfit._torch.lock import used_alone
+        from batchfit._engine.store.file_lock import used_alone
         with used_alone(Path({str(path)!r})):
             print("inside", flush=True)
             input()

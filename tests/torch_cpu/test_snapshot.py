@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import SnapshotError
 
 

@@ -9,7 +9,7 @@ import torch
 from state_judge import Fault, World, fingerprint, noise, raw, repeat, seeded
 from torch import nn
 
-from batchfit._torch.snapshot import Snapshot
+from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit.errors import SnapshotError
 
 

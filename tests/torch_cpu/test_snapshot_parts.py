@@ -21,8 +21,8 @@ from state_judge import Bag, fingerprint, raw, rich_model
 from torch import nn
 from torch.optim import lr_scheduler
 
-from batchfit._torch import rng
-from batchfit._torch.snapshot import Snapshot
+from batchfit._engine.snapshot import rng
+from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit.errors import SnapshotError
 
 # ------------------------------------------------------------------------------------- tensors

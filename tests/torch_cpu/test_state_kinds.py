@@ -26,7 +26,7 @@ from state_judge import Bag, fingerprint
 from torch import nn
 
 import batchfit
-from batchfit._torch.contents import tables_of
+from batchfit._engine.snapshot.contents import tables_of
 from batchfit.errors import NothingFitsError, UntraceableError
 
 LEAVES_BYTES = 2**16  # TorchScript keeps, for good, what it has recorded of each module that was run

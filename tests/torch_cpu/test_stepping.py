@@ -16,9 +16,11 @@ import torch
 from state_judge import fingerprint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from batchfit._torch import oom, step_memory, stepping
-from batchfit._torch.opsizes import plan_of
-from batchfit._torch.stepping import step, warm
+from batchfit._engine.device import oom
+from batchfit._engine.optimizer_step import memory as step_memory
+from batchfit._engine.optimizer_step import step as stepping
+from batchfit._engine.optimizer_step.step import step, warm
+from batchfit._engine.virtual_memory.op_sizes import plan_of
 from batchfit.errors import SnapshotError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty, virtual_memory
 
@@ -570,7 +572,7 @@ def test_other_errors_come_out_unchanged(kind: str) -> None:
 
 
 def test_no_room_for_the_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchfit._torch.ram import Ram
+    from batchfit._engine.device.ram import Ram
 
     monkeypatch.setattr(stepping, "read_ram", lambda: Ram(10, 10))
     made = trained(FAULTED["foreach"], 0)

@@ -23,15 +23,15 @@ from torch import nn
 
 import batchfit
 from batchfit import FitResult
-from batchfit._cli.answer import facts, format_age
+from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find_answer import facts, format_age
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.find import FindSettings, default_settings, find_target
-from batchfit._decide.search import Ask, Search, Told
-from batchfit._recall import Known, confirm, recall
-from batchfit._store import Store
-from batchfit._torch.device import CpuDevice
-from batchfit._torch.fingerprint import rank_digest
-from batchfit._torch.ranks import Ranks
+from batchfit._engine.device.resolve import CpuDevice
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.store.key import rank_digest
+from batchfit._engine.store.sqlite import Store
+from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.recall import Known, confirm, recall
 from batchfit.errors import SearchStoppedError
 from batchfit.results import REASONS
 from batchfit.testing import FakeDevice
@@ -344,7 +344,7 @@ class TestUse:
     def test_a_python_without_sqlite_searches_all_the_same(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setitem(sys.modules, "batchfit._store", None)
+        monkeypatch.setitem(sys.modules, "batchfit._engine.store.sqlite", None)
         assert find(workload()).sustained
         assert "found sizes are not stored" in caplog.text
 
@@ -577,7 +577,7 @@ class TestCommandHere:
 
 
 def test_doctor_shows_the_store(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from batchfit._cli import doctor
+    from batchfit._cli.commands import doctor
 
     monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
     doctor.examine(as_json=False)
@@ -615,7 +615,7 @@ def test_the_age_stands_in_the_answer() -> None:
 
 
 def test_the_cost_of_a_key_is_small(caplog: pytest.LogCaptureFixture) -> None:
-    from batchfit._torch.fingerprint import workload_digest
+    from batchfit._engine.store.key import workload_digest
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(500)))
     work = batchfit.training(model, None, lambda model, x: model(x).sum(), torch.zeros(2, 8))

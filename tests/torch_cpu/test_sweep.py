@@ -24,13 +24,13 @@ from torch import nn
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
-from batchfit import _sweep as module
-from batchfit._decide.grid import GridError, key_of
-from batchfit._sweep_asked import _plain
-from batchfit._sweep_course import Settings
-from batchfit._sweep_job import Job, here
-from batchfit._sweep_named import Named
-from batchfit._sweep_run import run_configuration
+from batchfit._engine.workload.named_function import Named
+from batchfit._sweep import sweep as module
+from batchfit._sweep.configuration import run_configuration
+from batchfit._sweep.job import Job, here
+from batchfit._sweep.pure.grid import GridError, key_of
+from batchfit._sweep.request import _plain
+from batchfit._sweep.run_state import Settings
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
 

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 import batchfit
 from batchfit import SweepRecord, SweepResult
-from batchfit import _sweep_devices as sweep_devices
-from batchfit._decide.grid import plan
-from batchfit._decide.visible import Place
-from batchfit._sweep_course import Settings
-from batchfit._sweep_devices import Devices
-from batchfit._sweep_engines import Where
-from batchfit._sweep_job import Job
-from batchfit._sweep_ranks import Answer, may_go_on, settle
-from batchfit._sweep_worker import Death
-from batchfit._torch import child as child_side
+from batchfit._engine.trial import child_main as child_side
+from batchfit._sweep import devices as sweep_devices
+from batchfit._sweep.devices import Devices
+from batchfit._sweep.engines import Where
+from batchfit._sweep.job import Job
+from batchfit._sweep.pure.grid import plan
+from batchfit._sweep.pure.visible_devices import Place
+from batchfit._sweep.ranks import Answer, may_go_on, settle
+from batchfit._sweep.run_state import Settings
+from batchfit._sweep.worker import Death
 from batchfit.errors import BatchfitError, SearchStoppedError
 
 QUICK: dict[str, Any] = {"soak_steps": 0, "steps": 2, "batch_size": 4, "budget": "64MiB"}
@@ -218,7 +218,7 @@ def test_children_have_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_children_that_cannot_start_end_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("batchfit._sweep_worker.MODULE", "no_such_module")
+    monkeypatch.setattr("batchfit._sweep.worker.MODULE", "no_such_module")
     with pytest.raises(SearchStoppedError, match=r"a child process on cpu exited .* 3 times in a row"):
         batchfit.sweep(targets.whoami, {"number": [1]}, devices="cpu", output=tmp_path / "out", **QUICK)
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import batchfit
-from batchfit._torch.trace import trace
-from batchfit._torch.tracing import rules_for
+from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 
 LONG = 50

@@ -14,11 +14,11 @@ import torch
 from fake_cuda import FakeCuda, MiB
 from torch import nn
 
-from batchfit._torch import phase
-from batchfit._torch.conclude import told, worst
-from batchfit._torch.device import CudaDevice, optimizers_in
-from batchfit._torch.snapshot import Snapshot
-from batchfit._torch.trial import run_trial
+from batchfit._engine.device.resolve import CudaDevice, optimizers_in
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.workload import phase
+from batchfit._find.outcome import told, worst
 from batchfit.results import Trial
 from batchfit.testing import FakeDevice, simulated_oom
 
@@ -266,7 +266,7 @@ def test_an_interrupt_while_state_is_put_back_waits_until_it_is_done() -> None:
 def test_gradients_are_not_part_of_the_floor() -> None:
     """zero_grad frees them before the forward pass, so they are not live at every moment."""
     from batchfit import virtual_memory
-    from batchfit._torch.device import CpuDevice
+    from batchfit._engine.device.resolve import CpuDevice
 
     model = nn.Linear(256, 256, bias=False)
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import batchfit
-from batchfit._torch.contents import items_of, put_items
-from batchfit._torch.undo import UndoStack
+from batchfit._engine.snapshot.contents import items_of, put_items
+from batchfit._engine.snapshot.undo import UndoStack
 from batchfit.errors import SnapshotError, UntraceableError
 
 

@@ -22,9 +22,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from batchfit._torch import opsizes
-from batchfit._torch.opsizes import block_bytes
-from batchfit._torch.virtual import VirtualMemory, active, virtual_memory
+from batchfit._engine.virtual_memory import op_sizes
+from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtual_memory
+from batchfit._engine.virtual_memory.op_sizes import block_bytes
 
 MIB = 2**20
 HUGE = "64GiB"
@@ -321,10 +321,10 @@ def test_the_statistics_of_norms_are_not_overestimated(
         held = memory.allocated_bytes
         layer(x)
         needed = memory.peak_bytes - held
-        opsizes.SIZES.clear()
+        op_sizes.SIZES.clear()
         with memory.lowered(held + needed):
             layer(x)
-        opsizes.SIZES.clear()
+        op_sizes.SIZES.clear()
         with memory.lowered(held + needed - 1), pytest.raises(torch.OutOfMemoryError):
             layer(x)
 
@@ -353,7 +353,7 @@ def test_the_error_is_a_gpus_and_says_what_it_is() -> None:
 def test_a_refused_operation_takes_no_memory() -> None:
     script = """
 import torch
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.virtual_memory.memory import virtual_memory
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 def grown_bytes(refused):
@@ -399,7 +399,7 @@ def test_what_does_not_fit_never_runs(make: Callable[[Tensor], Any], asked: int,
         del result
         for room, runs in [(asked - 1, 0), (asked, 1)]:
             if not warm:
-                opsizes.SIZES.clear()
+                op_sizes.SIZES.clear()
             seen.names.clear()
             with memory.lowered(memory.allocated_bytes + room):
                 try:
@@ -612,14 +612,14 @@ def test_a_step_runs_at_its_peak_and_fails_one_byte_below(recipe: str, warm: boo
         assert peak > held == memory.allocated_bytes
     for _ in range(2):
         if not warm:
-            opsizes.SIZES.clear()
+            op_sizes.SIZES.clear()
         with virtual_memory(peak - 1), pytest.raises(torch.OutOfMemoryError):
             training.step()
         training.optimizer.zero_grad()
         if training.scaler:
             training.scaler.update(1024.0)
         if not warm:
-            opsizes.SIZES.clear()
+            op_sizes.SIZES.clear()
         with virtual_memory(peak) as memory:
             training.step()
             assert memory.peak_bytes == peak
@@ -641,7 +641,7 @@ class FailAt(TorchDispatchMode):
         if self.calls - 1 != self.index:
             return func(*args, **kwargs)
         with no_dispatch():
-            tensors = [*opsizes.tensors_in([*args, *kwargs.values()]), *self.model.state_dict().values()]
+            tensors = [*op_sizes.tensors_in([*args, *kwargs.values()]), *self.model.state_dict().values()]
             before = [tensor.clone() for tensor in tensors]
             random = torch.get_rng_state()
         try:
@@ -691,14 +691,14 @@ def test_no_leak_over_many_steps(recipe: str) -> None:
     with virtual_memory(HUGE) as memory:
         for _ in range(3):
             training.step()
-        before = (memory.allocated_bytes, memory.peak_bytes, len(memory._ledger.held), len(opsizes.SIZES))
+        before = (memory.allocated_bytes, memory.peak_bytes, len(memory._ledger.held), len(op_sizes.SIZES))
         for _ in range(200):
             training.step()
         assert (
             memory.allocated_bytes,
             memory.peak_bytes,
             len(memory._ledger.held),
-            len(opsizes.SIZES),
+            len(op_sizes.SIZES),
         ) == before
 
 
@@ -897,7 +897,7 @@ def test_a_forked_worker_is_host_memory() -> None:
     script = """
 import torch
 from torch.utils.data import DataLoader, Dataset
-from batchfit._torch.virtual import virtual_memory
+from batchfit._engine.virtual_memory.memory import virtual_memory
 class Wide(Dataset):
     def __len__(self):
         return 4
@@ -920,7 +920,7 @@ with virtual_memory("1MiB") as memory:
 def test_meta_and_fake_tensors_are_not_counted() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    opsizes.SIZES.clear()
+    op_sizes.SIZES.clear()
     with Seen() as seen, measured("1GiB") as (memory, used):
         big = torch.empty(10**12, device="meta") + 1
         assert torch.cat([big, big]).shape == (2 * 10**12,)

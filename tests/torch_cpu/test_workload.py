@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._torch import loop, phase
+from batchfit._engine.workload import loop, phase
 from batchfit.workload import Workload, as_workload, batches, generation, inference, training
 
 FEATURES, CLASSES = 6, 5

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._decide.cards import CARDS
-from batchfit._torch.workspaces import Extra, extra_of, is_gemm, reduction_bytes
+from batchfit._engine.allocator.gpus import CARDS
+from batchfit._engine.cuda_model.workspaces import Extra, extra_of, is_gemm, reduction_bytes
 
 aten = torch.ops.aten
 H200 = CARDS["h200"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.addresses import AddressSpace
-from batchfit._decide.allocator import MIB, Block, CachingAllocator, Replay, Rules, replay
+from batchfit._engine.allocator.addresses import AddressSpace
+from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator, Replay, Rules, replay
 
 EXPANDABLE = Rules(expandable_segments=True)
 CAPPED = Rules(expandable_segments=True, capped=True)

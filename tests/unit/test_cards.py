@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfit._decide.cards import CARDS, DEFAULT, GIB, MIB, Card, card_named
+from batchfit._engine.allocator.gpus import CARDS, DEFAULT, GIB, MIB, Card, card_named
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from batchfit import _failure as failure
-from batchfit._cli import help_texts, schedule_flags
-from batchfit._cli.answer import facts, headline, memory_label, show_answer
+from batchfit._cli import help_texts
+from batchfit._cli.commands import schedule_flags
+from batchfit._cli.commands.find_answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
 from batchfit._cli.output import check_writable, complain, write_whole
 from batchfit._cli.progress import (
@@ -31,7 +31,8 @@ from batchfit._cli.progress import (
     speaks,
     trial_line,
 )
-from batchfit._target import home_of, load_target, parse_target
+from batchfit._engine.workload import user_errors as failure
+from batchfit._engine.workload.target import home_of, load_target, parse_target
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
 
@@ -65,7 +66,7 @@ def batchfit_light(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command; stderr ends with the heavy modules that were imported."""
     program = (
         "import atexit, sys\n"
-        "heavy = ('torch', 'pydantic', 'numpy', 'batchfit._cli.schedule')\n"
+        "heavy = ('torch', 'pydantic', 'numpy', 'batchfit._cli.commands.schedule')\n"
         "atexit.register(lambda: print('HEAVY', [n for n in heavy if n in sys.modules], file=sys.stderr))\n"
         "from batchfit._cli import main\n"
         "assert 'typer' not in sys.modules and 'rich' not in sys.modules\n"

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 import batchfit
-from batchfit._cli import schedule as command
-from batchfit._cli import schedule_flags
+from batchfit._charts.text import as_text
 from batchfit._cli.app import app
+from batchfit._cli.commands import schedule as command
+from batchfit._cli.commands import schedule_flags
+from batchfit._cli.commands.schedule import ShowSettings, followed, schedule_lines
+from batchfit._cli.commands.schedule_room import Room
 from batchfit._cli.exits import Code
-from batchfit._cli.schedule import ShowSettings, followed, schedule_lines
-from batchfit._cli.schedule_room import Room
-from batchfit._draw import as_text
 
 STEP = '{"type": "step", "step_size": 20, "gamma": 2, "max_batch_size": 2048}'
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.deal import Deal, Ledger, Tape, count_batches, cut, share
+from batchfit._loader.pure.deal import Deal, Ledger, Tape, count_batches, cut, share
 
 several = settings(deadline=None, max_examples=150)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.diagnose import Facts, Loaded, Shapes, diagnose, ms
+from batchfit._profile.pure.diagnose import Facts, Loaded, Shapes, diagnose, ms
 
 CLEAN = Facts(
     size=64,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._draw import Level, as_text, bar, curves, shortened, ticks
-from batchfit._screen import fact, memory_lines
+from batchfit._charts.memory_page import fact, memory_lines
+from batchfit._charts.text import Level, as_text, bar, curves, shortened, ticks
 from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.footprint import (
+from batchfit._engine.allocator.footprint import (
     OPTIONAL,
     Footprint,
     Origin,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.goodput import DecideSettings, decide, efficiency
-from batchfit._decide.noise import NoiseReading
+from batchfit._noise.pure.estimate import NoiseReading
+from batchfit._noise.pure.goodput import DecideSettings, decide, efficiency
 
 SIZES = [32, 64, 128, 256, 512, 1024]
 counts = st.integers(1, 100_000)

@@ -5,8 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._decide.footprint import KINDS, Origin, Trace
-from batchfit._decide.holders import Peak, by_kind, by_line, by_module, grained, short_operation, timeline
+from batchfit._engine.allocator.footprint import KINDS, Origin, Trace
+from batchfit._explain.pure.holders import (
+    Peak,
+    by_kind,
+    by_line,
+    by_module,
+    grained,
+    short_operation,
+    timeline,
+)
 
 CLASSES = {
     "": "Net",

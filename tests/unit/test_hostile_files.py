@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import batchfit
-from batchfit._decide.search import Search
 from batchfit._documents import parse_json
-from batchfit._resume import Kept, ResumeFile
-from batchfit._store import FILE_NAME, Store
+from batchfit._engine.store.sqlite import FILE_NAME, Store
+from batchfit._find.pure.search import Search
+from batchfit._find.resume import Kept, ResumeFile
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult
 

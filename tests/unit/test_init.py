@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from batchfit._init_advice import advise
+from batchfit._init.advice import advise
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = sorted(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.search import Ask, Search, Told, run
+from batchfit._find.pure.search import Ask, Search, Told, run
 
 BUDGET = 1000
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.knee import Ask, Knee, Timed, grid, marginal_gains
+from batchfit._profile.pure.knee import Ask, Knee, Timed, grid, marginal_gains
 from batchfit.errors import ResultFileError
 
 Curve = Callable[[int], float]

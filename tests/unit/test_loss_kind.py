@@ -7,7 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchfit._decide.loss_kind import Join, Reading, after, finite, is_noisy, kind_of
+from batchfit._microbatch.pure.loss_kind import Join, Reading, after, finite, is_noisy, kind_of
 
 losses = st.floats(-100, 100)
 weights = st.floats(0.01, 100)

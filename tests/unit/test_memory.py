@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.memory import (
+from batchfit._find.pure.memory_curve import (
     COARSE_NOISE,
     FINEST,
     LIVE_NOISE,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.noise import (
+from batchfit._noise.pure.estimate import (
     CLEARLY,
     NoiseReading,
     NoiseState,

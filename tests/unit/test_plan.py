@@ -19,12 +19,12 @@ from batchfit import (
     StepBatchSizeConfig,
     load_schedule,
 )
-from batchfit._decide.bound import BoundPlan
-from batchfit._decide.deal import cut
-from batchfit._decide.increase import Increases
-from batchfit._decide.lr_rules import LRRule
-from batchfit._decide.plan import Constant, ScheduleEvent, phases, updates_of
-from batchfit._decide.progress import Progress
+from batchfit._loader.pure.deal import cut
+from batchfit._loader.pure.progress import Progress
+from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._schedule.pure.increase import Increases
+from batchfit._schedule.pure.lr_rules import LRRule
+from batchfit._schedule.pure.plan import Constant, ScheduleEvent, phases, updates_of
 
 quick = settings(max_examples=120, deadline=None)
 

@@ -1,9 +1,10 @@
 """The protocol of `Microbatcher` under DDP: every interleaving of 2 and 3 ranks, failures at every point.
 
-Each rank is a small machine that does what `_torch/sync.py` and `_torch/stepping.py` do, one visible act at a
-time: work alone, cast a vote, wait for the verdict, take part in a collective, end. The checker runs all
-orders in which the ranks can act. It looks for a state in which nobody can act and somebody has not ended (a
-deadlock), for ranks that took different branches, and for a collective that not all of them issued.
+Each rank is a small machine that does what `_engine/data_parallel/ddp.py` and
+`_engine/optimizer_step/step.py` do, one visible act at a time: work alone, cast a vote, wait for the verdict,
+take part in a collective, end. The checker runs all orders in which the ranks can act. It looks for a state
+in which nobody can act and somebody has not ended (a deadlock), for ranks that took different branches, and
+for a collective that not all of them issued.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.protocol import (
+from batchfit._engine.data_parallel.pure.protocol import (
     Settled,
     StepVote,
     Vote,

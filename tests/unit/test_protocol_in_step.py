@@ -1,7 +1,7 @@
 """Ranks in step: all take the same branch, nobody is asked for what it cannot do, and no one waits for ever.
 
-The automaton below is a rank as `_torch.sharded` runs it; every interleaving of two and three ranks is run,
-with a failure of every kind at every point.
+The automaton below is a rank as `_engine.data_parallel.fsdp_models` runs it; every interleaving of two and
+three ranks is run, with a failure of every kind at every point.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.protocol import Offer, Tried, settle_offers, settle_try
+from batchfit._engine.data_parallel.pure.protocol import Offer, Tried, settle_offers, settle_try
 
 offers = st.builds(
     Offer,

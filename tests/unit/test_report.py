@@ -19,9 +19,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import batchfit
-from batchfit._cli.app import app
-from batchfit._cli.exits import Code
-from batchfit._pictures import (
+from batchfit._charts.figures import (
     Memory,
     memory_chart,
     of_one_order,
@@ -29,8 +27,10 @@ from batchfit._pictures import (
     throughput_chart,
     timeline_chart,
 )
+from batchfit._cli.app import app
+from batchfit._cli.exits import Code
+from batchfit._report.files import KINDS, Source, read_file, results_in, sources_of
 from batchfit._report.page import page
-from batchfit._report.read import KINDS, Source, read_file, results_in, sources_of
 from batchfit._report.sweep import sweep_charts
 from batchfit._report.verdict import facts_of, verdict
 from batchfit.errors import ResultFileError
@@ -407,7 +407,7 @@ class TestReading:
 
         text = TEXTS["fit"]
         assert [one.result for one in through_a_pipe(text)] == [result("fit")]
-        monkeypatch.setattr("batchfit._report.read.LARGEST_FILE_BYTES", len(text) - 1)
+        monkeypatch.setattr("batchfit._report.files.LARGEST_FILE_BYTES", len(text) - 1)
         with pytest.raises(ResultFileError, match="bytes are too many for a result"):
             through_a_pipe(text)
 

@@ -1,4 +1,4 @@
-"""Which size a whole program is run at next: the promises of `_decide.rerun`, without torch."""
+"""Which size a whole program is run at next: the promises of `_rerun.pure.rerun`, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.rerun import Ask, Ending, Rerun, Told
+from batchfit._rerun.pure.rerun import Ask, Ending, Rerun, Told
 
 
 def play(

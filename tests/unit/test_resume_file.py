@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from batchfit._decide.search import Search, Told
-from batchfit._resume import Kept, ResumeFile
+from batchfit._find.pure.search import Search, Told
+from batchfit._find.resume import Kept, ResumeFile
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results import FitResult, Trial
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.room import SLACK_BYTES, SLACK_SHARE, Room, under
-from batchfit._decide.search import Search, Told, run
+from batchfit._find.pure.search import Search, Told, run
+from batchfit._find.pure.shared_device import SLACK_BYTES, SLACK_SHARE, Room, under
 
 MiB = 2**20
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.allocator import MIB, Block, CachingAllocator
-from batchfit._decide.rounds import LEAST, Mark, goes_round, layout_of
+from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator
+from batchfit._engine.trial.pure.soak import LEAST, Mark, goes_round, layout_of
 
 KIB = 2**10
 

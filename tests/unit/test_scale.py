@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._scale import MOST, byte_axis, count_text, real, scale_over, ticks_within
+from batchfit._charts.scale import MOST, byte_axis, count_text, real, scale_over, ticks_within
 
 NUMBERS = st.floats(0, 1e18, allow_nan=False) | st.integers(0, 10**30)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.search import STRATEGIES, Ask, Search, Told, run
+from batchfit._find.pure.search import STRATEGIES, Ask, Search, Told, run
 from batchfit.errors import ResultFileError
 from batchfit.results import REASONS
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.allocator import CachingAllocator, Rules, replay
-from batchfit._decide.footprint import OPTIONAL, Footprint, Origin
-from batchfit._decide.simulate import STEPS, Simulation, largest, residual_of, simulate, upper_bound
+from batchfit._engine.allocator.caching import CachingAllocator, Rules, replay
+from batchfit._engine.allocator.footprint import OPTIONAL, Footprint, Origin
+from batchfit._engine.allocator.replay import STEPS, Simulation, largest, residual_of, simulate, upper_bound
 
 MIB = 2**20
 HERE = Origin("activations", "forward")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.speed import Speed
+from batchfit._noise.pure.throughput import Speed
 
 quick = settings(max_examples=60, deadline=None)
 curves = st.dictionaries(st.integers(1, 4096), st.floats(1e-3, 10), min_size=1, max_size=6)

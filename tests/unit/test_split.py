@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.split import (
+from batchfit._engine.sizing.pure.bounds import (
     MOST_READINGS,
     MOST_SHAPES,
     PATIENCE,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._decide.flops import peak_flops
-from batchfit._decide.steady import FINE, LOOK, Interval, Timing, fine_after, is_fine, is_warm, verdict
+from batchfit._profile.pure.peak_flops import peak_flops
+from batchfit._profile.pure.steady import FINE, LOOK, Interval, Timing, fine_after, is_fine, is_warm, verdict
 
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=80)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import batchfit
-from batchfit import _store
-from batchfit._store import FILE_NAME, Store, cache_folder
+from batchfit._engine.store import sqlite
+from batchfit._engine.store.sqlite import FILE_NAME, Store, cache_folder
 from batchfit.results import FitResult, Trial
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -98,7 +98,7 @@ class TestAnswers:
         for number in range(12):
             store.put("a", fit(number + 1, budget_bytes=1000 + number))
         assert sizes(store, "a") == [12, 11, 10, 9, 8, 7, 6, 5]
-        monkeypatch.setattr(_store, "MOST_ANSWERS", 3)
+        monkeypatch.setattr(sqlite, "MOST_ANSWERS", 3)
         store.put("b", fit(1))
         assert sizes(store, "a") == [12, 11]
         assert sizes(store, "b") == [1]
@@ -177,7 +177,7 @@ class TestFilesThatAreNotOurs:
         folder.mkdir()
         with sqlite3.connect(folder / FILE_NAME) as db:
             db.execute("CREATE TABLE answers (question TEXT)")
-            db.execute(f"PRAGMA application_id = {_store.APPLICATION_ID}")
+            db.execute(f"PRAGMA application_id = {sqlite.APPLICATION_ID}")
             db.execute("PRAGMA user_version = 1")
         db.close()
         assert Store(folder).get("a") == []
@@ -218,14 +218,14 @@ class TestFilesThatAreNotOurs:
     def test_a_sound_file_that_came_in_between_is_not_set_aside(self, folder: Path) -> None:
         store = Store(folder)
         store.put("a", fit(8))
-        _store._set_aside(store.path, (0, 0), "seen in a file that another process has renamed")
+        sqlite._set_aside(store.path, (0, 0), "seen in a file that another process has renamed")
         assert sizes(store, "a") == [8]
 
 
 READ_ONLY = """
 import json, logging, os, sys
 from pathlib import Path
-from batchfit._store import Store
+from batchfit._engine.store.sqlite import Store
 from batchfit.results import FitResult
 
 logging.basicConfig()
@@ -271,7 +271,7 @@ class TestFoldersThatCannotBeUsed:
         def nowhere() -> Path:
             raise RuntimeError("Could not determine home directory.")
 
-        monkeypatch.setattr(_store, "cache_folder", nowhere)
+        monkeypatch.setattr(sqlite, "cache_folder", nowhere)
         assert Store().get("a") == []
         assert not Store().put("a", fit())
         assert "home directory" in caplog.text
@@ -280,7 +280,7 @@ class TestFoldersThatCannotBeUsed:
     def test_a_lock_that_is_held_is_waited_for_and_then_a_warning(
         self, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_store, "BUSY_S", 0.2)
+        monkeypatch.setattr(sqlite, "BUSY_S", 0.2)
         store = Store(folder)
         store.put("a", fit(8))
         other = sqlite3.connect(store.path, isolation_level=None)
@@ -323,7 +323,7 @@ class TestState:
 WRITER = """
 import json, sys
 from pathlib import Path
-from batchfit._store import Store
+from batchfit._engine.store.sqlite import Store
 from batchfit.results import FitResult
 
 store, number, count = Store(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
@@ -440,7 +440,7 @@ def test_the_journal_of_a_file_that_was_set_aside_is_not_played_back(folder: Pat
     )
     journal = folder / f"{FILE_NAME}-journal"
     assert journal.stat().st_size > 0
-    _store._set_aside(store.path, _store._identity(store.path), "as if it were damaged")
+    sqlite._set_aside(store.path, sqlite._identity(store.path), "as if it were damaged")
     assert journal.exists()
     assert not store.path.exists()
     assert store.put("a", fit(8))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._svg import LETTER, SHAPES, Axis, Chart, Mark, Rule, Series, chart_css, draw, key
+from batchfit._charts.svg import LETTER, SHAPES, Axis, Chart, Mark, Rule, Series, chart_css, draw, key
 
 ANY = st.floats(0, 1e18, allow_nan=False)
 MARKS = st.builds(

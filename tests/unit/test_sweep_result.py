@@ -12,8 +12,8 @@ import pytest
 
 import batchfit
 from batchfit import results
-from batchfit._sweep_log import SweepEvent, event_line
-from batchfit._sweep_result import TIMINGS, SkippedConfiguration, SweepRecord, SweepResult, in_order
+from batchfit._sweep.pure.events import SweepEvent, event_line
+from batchfit._sweep.pure.result import TIMINGS, SkippedConfiguration, SweepRecord, SweepResult, in_order
 from batchfit.errors import ResultFileError
 from batchfit.results import Trial
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from batchfit._draw import as_text
-from batchfit._throughput_screen import format_rate, format_seconds, throughput_lines
+from batchfit._charts.text import as_text
+from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
 from batchfit.errors import ResultFileError
 from batchfit.results import Accumulation, Bottleneck, ThroughputPoint, ThroughputProfile
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._decide.units import format_bytes, parse_bytes
+from batchfit._units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

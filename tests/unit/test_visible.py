@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._decide.visible import VISIBLE, places_of
+from batchfit._sweep.pure.visible_devices import VISIBLE, places_of
 
 
 def places(devices: object, *, visible: str | None = None, gpus: int = 4) -> list[tuple[str, Any, Any]]:

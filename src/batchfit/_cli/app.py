@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 import batchfit
+from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.ending import end, show_help
 from batchfit._cli.flags import (
     OUTPUT,
@@ -42,7 +43,6 @@ from batchfit._cli.help_texts import (
     REPORT_HELP,
     SWEEP_HELP,
 )
-from batchfit._cli.schedule_flags import schedule_app
 
 app = typer.Typer(
     cls=Group,
@@ -233,7 +233,7 @@ def find(
     output: OutputFile = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.find import FindSettings, find_target
+    from batchfit._cli.commands.find import FindSettings, find_target
 
     settings = FindSettings(
         budget=budget,
@@ -275,8 +275,8 @@ def find(
 
 def _list_gpus(wanted: bool) -> None:
     if wanted:
-        from batchfit._cli.predict import card_lines
-        from batchfit._draw import as_text
+        from batchfit._charts.text import as_text
+        from batchfit._cli.commands.predict import card_lines
 
         typer.echo(as_text(card_lines()))
         raise typer.Exit()
@@ -351,8 +351,8 @@ def predict(
         ),
     ] = False,
 ) -> None:
-    from batchfit._cli.predict import PredictSettings, predict_target
-    from batchfit._cli.tracing import Delivery
+    from batchfit._cli.commands.predict import PredictSettings, predict_target
+    from batchfit._cli.traced import Delivery
 
     settings = PredictSettings(
         budget=listed(budget),
@@ -407,8 +407,8 @@ def explain(
     ] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.explain import ExplainSettings, explain_target
-    from batchfit._cli.tracing import Delivery
+    from batchfit._cli.commands.explain import ExplainSettings, explain_target
+    from batchfit._cli.traced import Delivery
 
     settings = ExplainSettings(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
     delivery = Delivery(as_json=json, output=output, plot=plot)
@@ -486,8 +486,8 @@ def profile(
     ] = None,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.profile import ProfileSettings, profile_target
-    from batchfit._cli.tracing import Delivery
+    from batchfit._cli.commands.profile import ProfileSettings, profile_target
+    from batchfit._cli.traced import Delivery
 
     settings = ProfileSettings(
         smallest=smallest,
@@ -584,7 +584,7 @@ def sweep(
     ] = False,
     traceback: WholeTracebacks = False,
 ) -> None:
-    from batchfit._cli.sweep import SweepFlags, sweep_file
+    from batchfit._cli.commands.sweep import SweepFlags, sweep_file
 
     flags = SweepFlags(
         sets=tuple(set_ or ()),
@@ -624,7 +624,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    from batchfit._cli.report import write_report
+    from batchfit._cli.commands.report import write_report
 
     end(lambda: write_report(results, output=output, title=title, plot=plot))
 
@@ -637,7 +637,7 @@ def init(
     ],
     write: Annotated[bool, typer.Option("--write", help="Change FILE itself.")] = False,
 ) -> None:
-    from batchfit._cli.init import propose
+    from batchfit._cli.commands.init import propose
 
     end(lambda: propose(file, write=write))
 
@@ -646,7 +646,7 @@ def init(
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="The same as JSON, alone on stdout.")] = False,
 ) -> None:
-    from batchfit._cli.doctor import examine
+    from batchfit._cli.commands.doctor import examine
 
     end(lambda: examine(as_json=json))
 
@@ -663,7 +663,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    from batchfit._cli.demo import run_demo
+    from batchfit._cli.commands.demo import run_demo
 
     end(lambda: run_demo(output=output, report=report))
 

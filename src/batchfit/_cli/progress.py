@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 import batchfit
-from batchfit._decide.rounds import SOAK_STEPS
-from batchfit._decide.units import format_bytes
+from batchfit._engine.trial.pure.soak import SOAK_STEPS
+from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

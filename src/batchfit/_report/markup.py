@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from batchfit._svg import Chart, draw, escaped, key
+from batchfit._charts.svg import Chart, draw, escaped, key
 
 WIDE = (820, 330)
 NARROW = (340, 270)

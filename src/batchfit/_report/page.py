@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from importlib import resources
 
 import batchfit
+from batchfit._charts.svg import chart_css, escaped
+from batchfit._report.files import Source
 from batchfit._report.markup import facts
-from batchfit._report.read import Source
 from batchfit._report.sections import sections
 from batchfit._report.verdict import facts_of, verdict
-from batchfit._svg import chart_css, escaped
 
 
 def page(sources: Sequence[Source], *, title: str | None = None) -> str:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
 
-from batchfit._decide.units import format_bytes
-from batchfit._pictures import (
+from batchfit._charts.figures import (
     Memory,
     memory_chart,
     of_one_order,
@@ -20,14 +19,15 @@ from batchfit._pictures import (
     throughput_chart,
     timeline_chart,
 )
+from batchfit._charts.memory_page import operation_name
+from batchfit._charts.svg import Chart, escaped
+from batchfit._charts.throughput_page import format_rate, format_seconds
+from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import Table, bars, card, figure, table_of
-from batchfit._report.plan import has_rates, rate_chart, schedule_sections, size_chart
-from batchfit._report.read import NothingFits, SchedulePlan, Source
+from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
-from batchfit._screen import operation_name
-from batchfit._svg import Chart, escaped
-from batchfit._sweep_result import SweepResult
-from batchfit._throughput_screen import format_rate, format_seconds
+from batchfit._sweep.pure.result import SweepResult
+from batchfit._units import format_bytes
 from batchfit.results import (
     TRIAL_COLUMNS,
     FitResult,

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from batchfit._decide.grid import key_of, label
-from batchfit._decide.units import format_bytes
+from batchfit._charts.scale import real
+from batchfit._charts.svg import Axis, Chart, Line, Mark, Series, Shape, escaped
+from batchfit._charts.throughput_page import format_rate
 from batchfit._report.markup import Fact, Table, card, figure, table_of
-from batchfit._scale import real
-from batchfit._svg import Axis, Chart, Line, Mark, Series, Shape, escaped
-from batchfit._sweep_log import short
-from batchfit._sweep_result import SweepRecord, SweepResult
-from batchfit._throughput_screen import format_rate
+from batchfit._sweep.pure.events import short
+from batchfit._sweep.pure.grid import key_of, label
+from batchfit._sweep.pure.result import SweepRecord, SweepResult
+from batchfit._units import format_bytes
 
 _MOST_SERIES = 6
 _MOST_CHARTS = 8

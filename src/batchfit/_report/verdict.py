@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchfit._decide.units import format_bytes
+from batchfit._charts.throughput_page import format_rate, format_seconds
+from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
-from batchfit._report.read import NothingFits, SchedulePlan
 from batchfit._report.sweep import sweep_clause, sweep_facts
-from batchfit._sweep_result import SweepResult
-from batchfit._throughput_screen import format_rate, format_seconds
+from batchfit._sweep.pure.result import SweepResult
+from batchfit._units import format_bytes
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
 
 _SAME_BUDGET = 0.02

@@ -1,0 +1,139 @@
+"""Throughput by batch size, on one screen.
+
+Rules: the answer first (which size, why), then the table of what was measured, then what holds throughput
+back, each with its figures and what to change. It fits in 80 columns. Columns that have nothing to say are
+left out. Nothing is printed here: lines go to `print` without roles, and to a terminal with them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batchfit._charts.memory_page import WIDTH, fact
+from batchfit._charts.text import Level, Line, curves
+from batchfit._units import format_bytes
+
+if TYPE_CHECKING:
+    from batchfit.results import ThroughputPoint, ThroughputProfile
+
+_HEIGHT = 11
+
+
+def throughput_lines(
+    told: ThroughputProfile, *, width: int = WIDTH, plain: bool = False, picture: bool = False
+) -> list[Line]:
+    """A profile as lines of at most `width` characters (60 at least, and the columns of the table)."""
+    width = max(width, 60)
+    sure = " (low confidence)" if told.doubt else ""
+    lines: list[Line] = [
+        [(f"batch size {told.recommended} is recommended{sure}", "strong")],
+        *fact("because", told.reason, width),
+        *(fact("doubt", told.doubt, width) if told.doubt else ()),
+        *fact("device", device_label(told), width),
+        [],
+        *_table(told, width),
+    ]
+    if picture and len(told.points) > 1:
+        lines += [[], *throughput_picture(told, width=width, plain=plain)]
+    found: list[Line] = []
+    for one in told.diagnosis:
+        found += fact(one.kind, one.evidence, width, room=15)
+        found += fact("", f"-> {one.advice}", width, room=15)
+    if found:
+        lines += [[], *found]
+    if told.accumulation is not None:
+        lines += [[], *fact("accumulation", told.accumulation.advice, width, room=15)]
+    for note in told.notes:
+        lines += fact("note", note, width, room=15)
+    return lines
+
+
+def device_label(told: ThroughputProfile) -> str:
+    """`cuda:0 (NVIDIA H200), 139 GiB`; on several ranks their number."""
+    model = f" ({told.device_model})" if told.device_model else ""
+    ranks = f", {told.world_size} ranks" if told.world_size > 1 else ""
+    return f"{told.device}{model}, {format_bytes(told.budget_bytes)}{ranks}"
+
+
+def throughput_picture(
+    told: ThroughputProfile, *, width: int, height: int = _HEIGHT, plain: bool = False
+) -> list[Line]:
+    """Samples per second against the size, the recommended one marked."""
+    points = [(float(point.size), point.samples_per_s) for point in told.points]
+    chosen = told.at(told.recommended)
+    level = Level(
+        told.best.samples_per_s * (1 - told.within),
+        f"{1 - told.within:.0%} of best",
+        mark=(float(chosen.size), chosen.samples_per_s),
+    )
+    return curves(
+        [points], [level], width=width, height=height, x_name="batch size", y_name="samples/s", plain=plain
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """`1.24 s`, `35.2 ms`, `80.1 us`: three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def format_rate(rate: float) -> str:
+    """`812`, `14.2k`, `3.1M`, `412T`: three digits."""
+    for suffix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if rate >= scale * 0.9995:
+            return f"{_three(rate / scale)}{suffix}"
+    return _three(rate)
+
+
+def _three(value: float) -> str:
+    """Three digits, never with an exponent."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def _table(told: ThroughputProfile, width: int) -> list[Line]:
+    tokens = any(point.tokens_per_s is not None for point in told.points)
+    flops = any(point.flops_per_s is not None for point in told.points)
+    share = any(point.flops_share is not None for point in told.points)
+    names = ["", "size", "time/step", "+-", "samples/s"]
+    names += ["tokens/s"] * tokens + ["gain", "peak"] + ["FLOP/s"] * flops + ["of peak"] * share
+
+    def row(point: ThroughputPoint) -> list[str]:
+        cells = [
+            ">" if point.size == told.recommended else "",
+            str(point.size),
+            format_seconds(point.step_s),
+            f"{point.spread:.1%}" + ("" if point.steady else "?"),
+            format_rate(point.samples_per_s),
+        ]
+        if tokens:
+            cells.append("-" if point.tokens_per_s is None else format_rate(point.tokens_per_s))
+        cells.append("-" if point.gain is None else f"x{point.gain:.2f}")
+        cells.append("-" if point.peak_bytes is None else format_bytes(point.peak_bytes))
+        if flops:
+            cells.append("-" if point.flops_per_s is None else format_rate(point.flops_per_s))
+        if share:
+            cells.append("-" if point.flops_share is None else f"{point.flops_share:.0%}")
+        return cells
+
+    columns = list(zip(names, *map(row, told.points), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    for name in ("of peak", "FLOP/s", "tokens/s"):  # what a narrow terminal can do without
+        if name in names and sum(widths) + len(widths) - 1 > width:
+            at = names.index(name)
+            del names[at], columns[at], widths[at]
+    rows = [[column[number] for column in columns] for number in range(1, len(told.points) + 1)]
+    gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
+
+    def line(cells: list[str]) -> str:
+        return (" " * gap).join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
+
+    drawn: list[Line] = [[(line(names), "head")]]
+    for point, cells in zip(told.points, rows, strict=True):
+        drawn.append([(line(cells), "strong" if point.size == told.recommended else "")])
+    drawn += [
+        [(f"{' ' * (widths[0] + gap)}{size:>{widths[1]}}{' ' * gap}ran out of memory", "dim")]
+        for size in told.too_large
+    ]
+    return drawn

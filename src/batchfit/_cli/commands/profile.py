@@ -1,0 +1,154 @@
+"""`batchfit profile`: throughput by batch size, the size to use, and what holds it back.
+
+Rules: flags are keywords of `profile_throughput`; each size is a line on stderr as it is measured; the answer
+is one screen, the same as `print(profile)` gives, with a picture; after Ctrl-C it is that of what was timed.
+Under torchrun all ranks step together, and rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
+from batchfit._cli.exits import Code, Terminated
+from batchfit._cli.progress import Progress
+from batchfit._cli.traced import Delivery, Told, tell, wrong_flag
+from batchfit._profile.pure.knee import Knee
+from batchfit._units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from batchfit.results import ThroughputPoint, ThroughputProfile
+    from batchfit.workload import Workload
+
+
+class ProfileSettings(TypedDict):
+    """The keywords of `profile_throughput` that are flags; `sizes` may be given several times."""
+
+    smallest: int
+    largest: int | None
+    sizes: list[int] | None
+    within: float
+    budget: str | None
+    time_limit_s: float | None
+    device: str | None
+    tokens_per_sample: int | None
+    target_batch_size: int | None
+    diagnose: bool
+
+
+def default_settings() -> ProfileSettings:
+    """What `profile_throughput` does when it is told nothing."""
+    from batchfit._profile.profile import profile_throughput
+
+    parameters = inspect.signature(profile_throughput).parameters
+    return cast(ProfileSettings, {name: parameters[name].default for name in ProfileSettings.__annotations__})
+
+
+def profile_target(
+    text: str,
+    settings: ProfileSettings,
+    *,
+    delivery: Delivery,
+    full_traceback: bool,
+    arguments: Sequence[str] = (),
+) -> Code:
+    """Load a target and profile it."""
+    checked_flags(settings)
+    delivery.check()
+
+    def work(workload: Workload, progress: Progress) -> Told:
+        from batchfit._engine.device.resolve import device_to_run
+        from batchfit._profile.profile import profile_throughput
+
+        try:
+            device_to_run(workload, settings["device"])
+        except ValueError as error:
+            raise wrong_flag(error, "profile") from None
+        progress.doing("timing the first size")
+        watched = workload._watched(_watched(workload.step, progress))
+        code = Code.FOUND
+        try:
+            profile = profile_throughput(watched, on_point=_shown(progress), **settings)
+        except KeyboardInterrupt as stop:
+            if (timed := getattr(stop, "profile", None)) is None:
+                raise
+            profile, code = timed, Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+        return Told(
+            json=profile.to_json(),
+            lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
+            draw=lambda path: _draw_file(profile, path, title=text),
+            code=code,
+        )
+
+    return tell(
+        text,
+        work,
+        command="profile",
+        flags=ProfileSettings.__annotations__,
+        delivery=delivery,
+        full_traceback=full_traceback,
+        arguments=arguments,
+    )
+
+
+def checked_flags(settings: ProfileSettings) -> None:
+    """Refuse wrong flags without torch, the target or a device."""
+    try:
+        sizes = tuple(settings["sizes"] or ())
+        Knee(within=settings["within"], sizes=sizes, smallest=settings["smallest"])
+        for name in ("largest", "tokens_per_sample", "target_batch_size"):
+            value = cast(dict[str, Any], settings)[name]
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
+        if settings["largest"] is not None and settings["largest"] < settings["smallest"]:
+            raise ValueError(
+                f"largest must be at least smallest ({settings['smallest']}), not {settings['largest']!r}"
+            )
+        if sizes and settings["largest"] is not None:
+            raise ValueError(f"largest must be None where sizes are given, not {settings['largest']!r}")
+        seconds = settings["time_limit_s"]
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"time_limit_s must be a positive number of seconds, not {seconds!r}")
+        if settings["budget"] is not None:
+            parse_bytes(settings["budget"])
+    except ValueError as error:
+        raise wrong_flag(error, "profile") from None
+
+
+def point_line(point: ThroughputPoint) -> str:
+    """`size 64: 35.2 ms a step, 1.82k samples/s, 9.31 GiB`."""
+    memory = "" if point.peak_bytes is None else f", {format_bytes(point.peak_bytes)}"
+    unsteady = "" if point.steady else ", not steady"
+    rate = format_rate(point.samples_per_s)
+    return f"size {point.size}: {format_seconds(point.step_s)} a step, {rate} samples/s{memory}{unsteady}"
+
+
+def _shown(progress: Progress) -> Callable[[ThroughputPoint], None]:
+    def on_point(point: ThroughputPoint) -> None:
+        progress.note(point_line(point))
+        progress.doing("choosing the next size")
+
+    return on_point
+
+
+def _watched(step: Callable[[int], object], progress: Progress) -> Callable[[int], object]:
+    """The step, and what is timed now on the screen; told once a size, since telling takes time too."""
+    last = 0
+
+    def watched(batch_size: int) -> object:
+        nonlocal last
+        if batch_size != last:
+            last = batch_size
+            progress.doing(f"timing batch size {batch_size}")
+        return step(batch_size)
+
+    return watched
+
+
+def _draw_file(profile: ThroughputProfile, path: Path, *, title: str) -> None:
+    from batchfit._cli.png import draw_profile
+
+    draw_profile(profile, path, title=title)

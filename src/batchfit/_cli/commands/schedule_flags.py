@@ -1,0 +1,141 @@
+"""The flags of `batchfit schedule`.
+
+Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `batchfit --help` pays for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batchfit._cli.ending import end, show_help
+from batchfit._cli.flags import Command, Group, OutputFile, json_flag, plot_flag
+from batchfit._cli.help_texts import CODES
+
+HELP = f"""\
+Look at batch-size schedules.
+
+Examples:
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+
+{CODES}
+"""
+SHOW_HELP = f"""\
+Show what the schedule CONFIG will do: sizes, updates, learning rates.
+
+CONFIG is a JSON or YAML file, or text such as "0:256 20:512". Updates are
+counted as ResizableLoader makes them. Nothing is trained. With --fits it says
+what does not fit.
+
+Examples:
+  batchfit schedule show s.json --samples 50000 --epochs 100 --initial 256
+  batchfit schedule show "0:256 20:512" --samples 50000 --epochs 60
+  batchfit schedule show "0:256 20:512" --samples 1.2M --epochs 90 --fits 300
+  batchfit schedule show s.yaml --samples 1.2M --epochs 90 --fits fit.json
+
+{CODES}
+"""
+
+
+class Schedules(Group):
+    """`batchfit schedule CONFIG` is `batchfit schedule show CONFIG`: it can mean nothing else."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments begin with, or `show` where they begin with a schedule."""
+        known = args[0] in self.commands
+        is_schedule = ":" in args[0] or args[0].endswith((".json", ".yaml", ".yml"))
+        return super().resolve_command(ctx, ["show", *args] if is_schedule and not known else args)
+
+
+schedule_app = typer.Typer(
+    cls=Schedules, help=HELP, no_args_is_help=True, add_help_option=False, rich_markup_mode="rich"
+)
+
+
+@schedule_app.callback(help=HELP)
+def schedule(
+    # Our own, as in `_cli/app.py`: typer's would import pydantic.
+    wanted: Annotated[
+        bool,
+        typer.Option("--help", "-h", help="Show this message and exit.", callback=show_help, is_eager=True),
+    ] = False,
+) -> None:
+    """Keeps `show` a word of its own."""
+
+
+@schedule_app.command(cls=Command, help=SHOW_HELP)
+def show(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
+    ],
+    samples: Annotated[
+        str,
+        typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
+    ],
+    epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
+    initial: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="what CONFIG says at 0",
+            help="Batch size that training starts with.",
+        ),
+    ] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
+    ] = None,
+    lr_rule: Annotated[
+        str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
+    ] = "none",
+    fits: Annotated[
+        str | None,
+        typer.Option(
+            "--fits",
+            metavar="N|FILE",
+            show_default=False,
+            help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "
+            "then with memory.",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int, typer.Option(metavar="N", help="Ranks that share a batch; sizes are multiples of it.")
+    ] = 1,
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
+        ),
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
+    ] = None,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
+    ] = False,
+    json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
+    output: OutputFile = None,
+    plot: Annotated[
+        Path | None,
+        plot_flag("sizes and learning rate"),
+    ] = None,
+) -> None:
+    from batchfit._cli.commands.schedule import ShowSettings, show_schedule
+    from batchfit._cli.traced import Delivery
+
+    settings = ShowSettings(
+        samples=samples,
+        epochs=epochs,
+        initial=initial,
+        lr=lr,
+        lr_rule=lr_rule,
+        fits=fits,
+        world_size=world_size,
+        microbatch_size=microbatch_size,
+        tokens_per_sample=tokens_per_sample,
+        drop_last=drop_last,
+    )
+    end(lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot)))

@@ -1,0 +1,192 @@
+"""What `predict` and `explain` share: a target that is loaded and traced, and an answer that is delivered.
+
+Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
+flags or the target's name is said before torch is loaded. A target that cannot be built here is told how it
+can be. An error that is neither the user's nor about an argument is ours, and comes out with its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from batchfit import errors
+from batchfit._charts.text import Line, as_text
+from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
+from batchfit._cli.output import check_writable, stdout_for_results, write_whole
+from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.target import Given
+from batchfit._engine.workload import user_errors as failure
+from batchfit._engine.workload.target import home_of
+
+if TYPE_CHECKING:
+    from batchfit.workload import Workload
+
+# Roles of `batchfit._charts.text` as rich styles; a role that is missing has none.
+STYLES = {
+    "strong": "bold",
+    "dim": "dim",
+    "head": "bold",
+    "good": "bold green",
+    "warn": "yellow",
+    "level": "yellow",
+    "curve": "cyan",
+    "weights": "blue",
+    "gradients": "magenta",
+    "optimizer": "yellow",
+    "activations": "green",
+    "batch": "cyan",
+    "workspaces": "red",
+    "temporaries": "bright_black",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Where an answer goes."""
+
+    as_json: bool = False
+    output: Path | None = None
+    plot: Path | None = None
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, while nothing is lost yet."""
+        if self.output is not None:
+            check_writable(self.output)
+        if self.plot is not None:
+            from batchfit._cli.png import check_plot
+
+            check_plot(self.plot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
+
+    json: str
+    lines: Callable[[int, bool], list[Line]]  # (width, plain)
+    draw: Callable[[Path], None]
+    code: Code = Code.FOUND
+
+
+def tell(
+    text: str,
+    work: Callable[[Workload, Progress], Told],
+    *,
+    command: str,
+    flags: Iterable[str],
+    delivery: Delivery,
+    full_traceback: bool,
+    arguments: Sequence[str] = (),
+) -> Code:
+    """Load the target, let `work` answer, and deliver: how it ended."""
+    given = Given.parse(text, arguments, full_traceback=full_traceback)
+    with stdout_for_results(alone=delivery.as_json) as stdout:
+        progress = progress_here(steps=0, soak_steps=0)
+        try:
+            with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
+                progress.doing("loading torch")
+                load_torch()
+                progress.doing(f"loading {text}")
+                workload = given.load(advise=True)
+                told = _answered(work, workload, progress, given, command=command, flags=flags)
+        except KeyboardInterrupt as stop:
+            code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+            raise CommandFailed(code, "interrupted before there was an answer") from None
+        if speaks():
+            with uninterrupted():
+                deliver(told, stdout, delivery)
+    return told.code
+
+
+def wrong_flag(error: Exception, command: str) -> CommandFailed:
+    """A flag's value is refused."""
+    where = (
+        "predict --list-gpus lists the cards"
+        if str(error).startswith("gpu ")
+        else f"{command} --help lists the flags"
+    )
+    return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
+
+
+def _answered(
+    work: Callable[[Workload, Progress], Told],
+    workload: Workload,
+    progress: Progress,
+    given: Given,
+    *,
+    command: str,
+    flags: Iterable[str],
+) -> Told:
+    try:
+        return work(workload, progress)
+    except errors.UntraceableError as error:
+        cause = error.__cause__ or error
+        full = given.full_traceback
+        shown = full or error.raised  # what may be an error of the user's is shown as one
+        details = failure.details(cause, home=home_of(given.target), full=full) if shown else ""
+        raise CommandFailed(Code.UNTRACEABLE, str(error), details=details, every_rank=True) from None
+    except errors.NothingFitsError as error:
+        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
+    except errors.SearchStoppedError as error:
+        raise CommandFailed(Code.STOPPED, str(error)) from None
+    except errors.BatchfitError as error:
+        raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) or failure.raised_by_step(error):
+            raise given.raised(error, advise=True) from None
+        # Every argument that is refused is named first: "budget must be positive, not 0".
+        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in set(flags):
+            raise wrong_flag(error, command) from None
+        raise
+
+
+def deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:
+    """Save and draw, then show; where a file fails the answer is shown all the same, and then the failure."""
+    saved, lost = [], []
+    for path, write in (
+        (delivery.output, lambda path: write_whole(path, told.json + "\n")),
+        (delivery.plot, told.draw),
+    ):
+        if path is None:
+            continue
+        try:
+            write(path)
+            saved.append(str(path))
+        except OSError as error:
+            lost.append(f"{path}: {error.strerror or error}")
+    if delivery.as_json:
+        stdout.write(told.json + "\n")
+        stdout.flush()
+    show(told.lines, sys.stderr if delivery.as_json else stdout, saved=saved)
+    if lost:
+        raise CommandFailed(Code.BROKEN, f"the result could not be saved to {'; '.join(lost)}")
+
+
+def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: list[str]) -> None:
+    """Write lines to a stream: as wide as its terminal and in colour, or 80 columns of plain text."""
+    ends: list[Line] = [[(f"  {'saved':<11}", "dim"), (", ".join(saved), "")]] if saved else []
+    if not is_terminal(stream):
+        plain = not _can_draw(stream)
+        stream.write(as_text([*lines(80, plain), *ends]) + "\n")
+        stream.flush()
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    for line in [*lines(min(console.width, 120), console.options.ascii_only), *ends]:
+        pieces = [(text, STYLES.get(role, "")) for text, role in line]
+        console.print(Text.assemble(*pieces), soft_wrap=True)
+
+
+def _can_draw(stream: TextIO) -> bool:
+    """Whether the stream's encoding has the characters of a picture."""
+    try:
+        "█┄⠉●→…".encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

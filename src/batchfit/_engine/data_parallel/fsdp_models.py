@@ -1,0 +1,137 @@
+"""Models under FSDP2 (`fully_shard`), as `lockstep` uses them: looked at, put at rest, or refused.
+
+Rules
+- Refused, with the reason: what talks to other ranks beside FSDP2, and gradients that nobody would reduce or
+  that a try could not put back.
+- A model at rest has all its parameters sharded and remembers no forward: every microbatch that begins so
+  sends the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from batchfit._engine.distributed import fsdp
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit.errors import BatchfitError, SnapshotError
+
+
+@final
+class Shards:
+    """All models of a Microbatcher that are under FSDP2."""
+
+    def __init__(self, modules: Sequence[nn.Module], ranks: Ranks) -> None:
+        self._modules = fsdp.sharded_modules(modules)
+        self._ranks = ranks
+        if any(isinstance(module, DistributedDataParallel) for module in modules):
+            raise BatchfitError("models must be under DDP or under FSDP2, not some under each")
+        self._meshes = self._checked_meshes()
+        self.factor()  # refuses what differs from module to module
+
+    def _groups(self) -> list[Any]:
+        return [group for module in self._modules for group in fsdp.groups_of(module)]
+
+    def factor(self) -> float:
+        """What FSDP2 divides the sum of the ranks' gradients by."""
+        groups = self._groups()
+        asked = {getattr(group, "gradient_divide_factor", None) for group in groups}
+        if len(asked) > 1:
+            raise BatchfitError(
+                "set_gradient_divide_factor() must be the same for all parts of the models, not "
+                f"{sorted(map(str, asked))}: Microbatcher scales losses for all of them alike"
+            )
+        return float(next(iter(asked), None) or self._ranks.world_size)
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Refuse leaves whose gradients nobody would reduce."""
+        groups = self._groups()
+        known = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
+        outside = [leaf for leaf in leaves if id(leaf) not in known]
+        if outside:
+            shown = ", ".join(str(tuple(leaf.shape)) for leaf in outside[:3])
+            raise BatchfitError(
+                f"{len(outside)} of the parameters that get gradients are not under FSDP2 (shapes {shown}): "
+                "they would become different on each rank. Call fully_shard on their module, or freeze them"
+            )
+
+    def check_reached(self, modules: Iterable[nn.Module]) -> None:
+        """Refuse a model that talks to other ranks and is not one of ours."""
+        ours = {id(one) for one in self._modules}
+        for module in modules:
+            inner = [*fsdp.sharded_modules(module.modules())]
+            if isinstance(module, DistributedDataParallel) or any(id(one) not in ours for one in inner):
+                raise BatchfitError(
+                    "fn runs a model under FSDP2 or DDP that Microbatcher was not given: it talks to other "
+                    "ranks, and could not be put right after an out-of-memory. Pass it too"
+                )
+
+    def twins(self) -> list[torch.Tensor]:
+        """The gathered parameters that stand for the sharded ones in a graph, as far as they exist."""
+        groups = self._groups()
+        found = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
+        return [one for one in found if one is not None]
+
+    def rest(self) -> None:
+        """All parameters sharded, and no forward remembered: what a microbatch sends is the same each time.
+
+        A forward without a backward (evaluation) leaves the root's parameters gathered, and an entry in the
+        order by which FSDP2 gathers ahead in the next backward: one collective more there.
+        """
+        for module in self._modules:
+            module.reshard()
+            state = module._get_fsdp_state()
+            getattr(state._comm_ctx, "post_forward_order", []).clear()
+            for group in fsdp.groups_of(module):
+                getattr(group, "_post_forward_indices", []).clear()
+
+    def check_flags(self) -> None:
+        """Refuse gradients that FSDP2 would keep unsharded, out of reach of a try that is taken back."""
+        for module in self._modules:
+            for group in fsdp.groups_of(module):
+                if not (group.reduce_grads and getattr(group, "all_reduce_grads", True)):
+                    raise BatchfitError(
+                        "set_requires_gradient_sync(False) keeps gradients unsharded inside FSDP2, where "
+                        "they cannot be put back after an out-of-memory. Leave it True: backward calls add up"
+                    )
+
+    def reset(self) -> bool:
+        """After a step that failed in them; False where this torch cannot do it."""
+        try:
+            for module in self._modules:
+                fsdp.reset(module)
+        except SnapshotError:
+            with suppress(Exception):  # as far as it goes: memory for what is still to be sent
+                self.rest()
+            return False
+        return True
+
+    def can_retry(self) -> str:
+        """Why a batch cannot be done again here; "" where it can. All ranks call it together."""
+        tests = [fsdp.self_test(mesh, ranks=self._ranks) for mesh in self._meshes]
+        return next((test.why for test in tests if not test.passed), "")
+
+    def _checked_meshes(self) -> list[Any]:
+        found: dict[int, Any] = {}
+        for module in self._modules:
+            for group in fsdp.groups_of(module):
+                for one in group.fsdp_params:
+                    if getattr(one, "is_dtensor", False):
+                        raise BatchfitError(
+                            "parameters are spread over ranks by tensor parallelism too, which talks to "
+                            "other ranks in forward, with sizes of the batch. Shard with FSDP2 alone"
+                        )
+                    mesh = one.sharded_param.device_mesh
+                    found.setdefault(id(mesh), mesh)
+        for mesh in found.values():
+            if mesh.size() != self._ranks.world_size:
+                raise BatchfitError(
+                    f"a model is sharded over {mesh.size()} of {self._ranks.world_size} ranks, and all ranks "
+                    "must agree on a batch. Shard it over all of them"
+                )
+        return list(found.values())

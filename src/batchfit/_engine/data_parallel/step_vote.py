@@ -1,0 +1,105 @@
+"""One optimizer step that all ranks take, or none: this rank's part in the votes.
+
+Rules
+- As long as the others wait for a vote of this rank, it votes, also when it raises.
+- An optimizer that talks to other ranks in its step is refused.
+- Once it moves and nobody can go back, an error makes it leave: the others raise at their next agreement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Final, Literal, Self, final
+
+import torch
+from torch.optim import Optimizer
+
+from batchfit._engine.data_parallel.pure.protocol import StepVote
+from batchfit._engine.data_parallel.steps_taken import StepsTaken
+from batchfit._engine.distributed.consensus import name_of
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit.errors import BatchfitError, RankFailedError, RanksDisagreeError
+
+STEP: Final = "an optimizer step"
+
+
+@final
+class StepTurn:
+    """One optimizer step of one rank: as long as others wait for its vote, an error inside votes too."""
+
+    def __init__(self, ranks: Ranks, steps: StepsTaken | None = None) -> None:
+        self._ranks = ranks
+        self._counting: AbstractContextManager[None] = nullcontext() if steps is None else steps.as_one()
+        self._phase: Literal["before", "over", "moving"] = "before"
+
+    def __enter__(self) -> Self:
+        self._counting.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._counting.__exit__(kind, error, trace)
+        if error is not None:
+            self._gave_up(error)
+
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse a step that sends: a rank that runs out in it would leave the others waiting."""
+        zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+        kind = getattr(zero, "ZeroRedundancyOptimizer", None)
+        for one in optimizers:
+            inner = getattr(one, "optimizer", one)  # Accelerate's
+            if kind is not None and isinstance(inner, kind):
+                raise BatchfitError(
+                    "ZeroRedundancyOptimizer sends parameters from rank to rank inside its step: a rank that "
+                    "runs out of memory there would leave the others waiting. Call optimizer.step() "
+                    "yourself, or shard with FSDP2"
+                )
+
+    def vote(self, mine: StepVote) -> list[StepVote]:
+        """Everybody's votes."""
+        self._phase = "over"  # where it fails, all know
+        entry = [mine.error, mine.out_of_memory, mine.protected]
+        try:
+            votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=STEP)]
+        except RanksDisagreeError as error:
+            ahead = [rank for rank, place in enumerate(error.places) if place != STEP]
+            if not ahead:
+                raise
+            raise RanksDisagreeError(
+                f"{name_of(ahead)} went on to the next batch without this optimizer step, after an error "
+                "between backward and step, say: no rank has stepped. Go on with the next batch",
+                error.places,
+            ) from None
+        self._phase = "before"
+        return votes
+
+    def over(self) -> None:
+        """All have taken the last decision of this step: whatever is raised now, nobody waits."""
+        self._phase = "over"
+
+    def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
+        """The error where others have failed."""
+        return RankFailedError(
+            [(rank, vote.error) for rank, vote in enumerate(votes) if vote.error], doing=STEP
+        )
+
+    def moves(self) -> None:
+        """From here on nobody waits for this rank before its next call, and nobody can go back."""
+        self._phase = "moving"
+
+    def _gave_up(self, error: BaseException) -> None:
+        """This rank raises: the others are told."""
+        text = f"{type(error).__name__}: {error}"[:500]
+        if self._phase == "moving" or not isinstance(error, Exception):
+            self._ranks.leave(text)
+            return
+        if self._phase == "over":
+            return
+        try:
+            self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
+        except BatchfitError as other:
+            error.add_note(f"batchfit: the other ranks could not be told: {other}")

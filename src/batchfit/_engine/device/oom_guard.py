@@ -1,0 +1,143 @@
+"""One try of some work: it ran, or it ran out of memory and here is what was seen.
+
+Rules
+- Running out is a value; the text of the error is kept, never the error, whose traceback holds tensors.
+- Errors that are not memory come out unchanged. Host memory that ran out comes out too, for a smaller
+  microbatch does not cure it; so does an ambiguous error where no smaller size is left to prove it.
+- Recovery (`recover`) happens after the `except` block has let go of the traceback.
+- A reading of the device is one call without waiting for it: what it holds, and its retries so far.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+
+from batchfit._engine.device import oom
+from batchfit._engine.device.resolve import CpuDevice, CudaDevice, Device
+from batchfit._engine.virtual_memory.memory import active
+from batchfit._microbatch.batch_norm import needs_two_samples
+
+T = TypeVar("T")
+
+# Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
+_FRAGMENTED = 0.15
+
+_ABOUT_BATCH_NORM = (
+    "batchfit: BatchNorm cannot train on a microbatch of one sample, and the batch was cut that small since "
+    "memory ran out or microbatch_size says so, or it has one sample. Use GroupNorm, or put the layer into "
+    "eval mode"
+)
+
+_HOST_TYPES = ("MemoryError", "_ArrayMemoryError")
+_HOST_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "[Errno 12]")
+
+
+class Reading(NamedTuple):
+    """What a device says of itself; None where it does not."""
+
+    held_bytes: int | None
+    retries: int | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a try ran out of memory."""
+
+    verdict: oom.Verdict
+    message: str
+    fragmented: bool
+
+
+def attempt(
+    run: Callable[[], object], *, device: Device, last: bool, note: Callable[[], str]
+) -> Failure | None:
+    """Call `run` and say how it ran out, or None. `last`: no smaller size is left."""
+    ambient = sys.exception()
+    try:
+        run()
+    except Exception as error:
+        verdict = oom.classify(error, ambient=ambient)
+        message = oom.describe(error, ambient=ambient)
+        ours = verdict in ("oom", "too_large", "ambiguous") and not (verdict == "ambiguous" and last)
+        if not ours or (verdict != "too_large" and _is_host(message, device)):
+            error.add_note(note())
+            if needs_two_samples(error):
+                error.add_note(_ABOUT_BATCH_NORM)
+            raise
+        return Failure(verdict, message, _is_fragmented(device))
+    return None
+
+
+def twice(run: Callable[[], T], *, device: Device, note: str) -> T:
+    """What `run` returns; where it runs out of memory, that is freed, and it is called once more."""
+    answer: list[T] = []
+    failure = attempt(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
+    if failure is None:
+        return answer[0]
+    recover(device)
+    return run()
+
+
+def _is_host(message: str, device: Device) -> bool:
+    """Whether it was RAM, and the model is not on the CPU. A pool of the GPU's may speak of bad_alloc too."""
+    if isinstance(device, CpuDevice) or "CUDA" in message:
+        return False
+    return message.partition(":")[0] in _HOST_TYPES or any(text in message for text in _HOST_TEXTS)
+
+
+def _is_fragmented(device: Device) -> bool:
+    if not isinstance(device, CudaDevice):
+        return False
+    stats = torch.cuda.memory_stats(device.index)
+    reserved = int(stats.get("reserved_bytes.all.current", 0))
+    return reserved - int(stats.get("allocated_bytes.all.current", 0)) > _FRAGMENTED * reserved
+
+
+def recover(device: Device) -> None:
+    """Give back what the failed try left: cycles, cast copies of weights, cached blocks."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    if _counts(device):
+        device.reset()
+
+
+def read(device: Device) -> Reading:
+    """What the device holds now and how often it had to retry: tens of microseconds, no synchronisation."""
+    if isinstance(device, CudaDevice):
+        # Not `memory_stats`, which flattens the same table in Python (100 us).
+        stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
+        if not stats:  # nothing has been allocated there so far
+            return Reading(0, 0)
+        held = int(stats["allocated_bytes"]["all"]["current"])
+        return Reading(held, int(stats.get("num_alloc_retries", 0)))
+    if not _counts(device):
+        return Reading(None, None)
+    return Reading(device.held_bytes(), device.alloc_retries())
+
+
+def begin_peak(device: Device) -> None:
+    """Begin a new peak; unlike `Device.reset`, the cache stays."""
+    if isinstance(device, CudaDevice):
+        torch.cuda.reset_peak_memory_stats(device.index)
+    elif isinstance(device, CpuDevice):
+        memory = active()
+        if memory is not None:
+            memory.reset_peak()
+    else:
+        device.reset()
+
+
+def peak(device: Device) -> int | None:
+    """The most that was live since `begin_peak`; None where the device does not tell."""
+    return device.peaks().allocated_bytes if _counts(device) else None
+
+
+def _counts(device: Device) -> bool:
+    return not isinstance(device, CpuDevice) or active() is not None

@@ -1,0 +1,221 @@
+"""FSDP2 (`fully_shard`) under steps that fail: what puts it right, whether that works here, agreed sizes.
+
+Rules:
+- A step may be tried again only if all ranks failed in it, before their next collective: a rank that fails
+  alone leaves the others waiting, and only agreed sizes with headroom keep that from happening.
+- After a failed backward FSDP2 goes on without a word and is wrong: parameters without gradients, others
+  half unsharded. `parallel.settle` resets it. Whether that is enough is not read from a version number: a
+  self-test on the same mesh fails a tiny model in forward and in backward, tries again, and compares
+  parameters bit for bit with an undisturbed run. All ranks get the same verdict, once a process and mesh.
+- Where the self-test fails, a step that ran out is an error on all ranks, never a retry.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot import parallel
+from batchfit.errors import BatchfitError
+
+_WIDTH = 4
+_HEADROOM = 0.05
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SelfTest:
+    """Whether a failed step may be tried again; `why` says what differed where not."""
+
+    forward: bool
+    backward: bool
+    why: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether a step that failed anywhere may be tried again."""
+        return self.forward and self.backward
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the module, or a part of it, is under FSDP2."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has no such module
+    kind = getattr(fsdp, "FSDPModule", None)
+    return kind is not None and any(isinstance(one, kind) for one in module.modules())
+
+
+def mesh_of(module: nn.Module) -> Any:
+    """The device mesh that a module is sharded over; None where it is not."""
+    for parameter in module.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            return mesh
+    return None
+
+
+def sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those that `fully_shard` was called on."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [one for one in modules if isinstance(one, kind)]
+
+
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters that a module of `sharded_modules` gathers and reduces together (private)."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # newer than torch 2.11
+    if several is not None:
+        return list(several)
+    one = state._fsdp_param_group
+    return [] if one is None else [one]
+
+
+def can_reset() -> bool:
+    """Whether this torch has what puts FSDP2 at rest after a step that failed in it."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    return hasattr(FSDPState, "_reset_iter_state")
+
+
+def reset(module: nn.Module) -> None:
+    """Put FSDP2 at rest after a step that failed; gradients that it has not sharded yet are dropped."""
+    for one in module.modules():
+        parallel.settle(one)
+
+
+_verdicts: dict[tuple[Any, ...], SelfTest] = {}
+
+
+def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
+    """Whether failed steps may be tried again on this mesh, with this torch; all ranks call it together.
+
+        if self_test(mesh_of(model)).passed: ...
+
+    Kept for the process. No random numbers are drawn.
+    """
+    key = (torch.__version__, mesh.device_type, tuple(mesh.shape))
+    if key not in _verdicts:
+        ranks = ranks or Ranks.current()
+        mine = {}
+        for phase in ("forward", "backward"):
+            mine[phase] = _differs(mesh, phase)
+        told = ranks.gather(mine, doing="the self-test of FSDP2")
+        whys = {phase: next((one[phase] for one in told if one[phase]), "") for phase in mine}
+        why = "; ".join(f"after a failure in {phase}: {text}" for phase, text in whys.items() if text)
+        _verdicts[key] = SelfTest(not whys["forward"], not whys["backward"], why)
+    return _verdicts[key]
+
+
+class _Stop(Exception):
+    """What the self-test raises."""
+
+
+class _Fault(nn.Module):
+    """Raises once, in the phase that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.phase == "forward":
+            self._raise()
+        if x.requires_grad:
+            x.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
+        return x
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        if self.phase == "backward":
+            self._raise()
+
+    def _raise(self) -> None:
+        self.phase = ""
+        raise _Stop
+
+
+def _model(mesh: Any) -> tuple[nn.Module, _Fault, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    fault = _Fault()
+    # Weights without random numbers: seeding would reach the generators of all devices.
+    layers = [nn.Linear(_WIDTH, _WIDTH, device="meta").to_empty(device="cpu") for _ in range(2)]
+    with torch.no_grad():
+        for number, parameter in enumerate(one for layer in layers for one in layer.parameters()):
+            values = torch.arange(parameter.numel(), dtype=parameter.dtype) + number
+            parameter.copy_(values.sin().view_as(parameter) / _WIDTH**0.5)
+    model = nn.Sequential(layers[0], fault, layers[1]).to(mesh.device_type)
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh)
+    return model, fault, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _steps(mesh: Any, phase: str) -> list[torch.Tensor]:
+    """This rank's parameters after three steps, of which the second fails once in `phase`."""
+    model, fault, optimizer = _model(mesh)
+    x = torch.linspace(-1, 1, 2 * _WIDTH, device=mesh.device_type).view(2, _WIDTH)
+    for number in range(3):
+        fault.phase = phase if number == 1 else ""
+        for _ in range(2):
+            try:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+            except _Stop:
+                failed = True
+            else:
+                failed = False
+            if not failed:
+                break
+            reset(model)
+        optimizer.step()
+    whole: Any = list(model.parameters())
+    return [parameter.to_local().detach().clone() for parameter in whole]
+
+
+def _differs(mesh: Any, phase: str) -> str:
+    """How parameters differ from an undisturbed run; "" where they are equal, bit for bit."""
+    right = _steps(mesh, "")
+    try:
+        tried = _steps(mesh, phase)
+    except Exception as error:  # noqa: BLE001  whatever it is, trying again does not work here
+        return f"{type(error).__name__}: {error}"
+    unequal = sum(not torch.equal(a, b) for a, b in zip(right, tried, strict=True))
+    return f"{unequal} of {len(right)} parameters differ" if unequal else ""
+
+
+def agreed_size(
+    known_good: int,
+    ranks: Ranks,
+    *,
+    peak_bytes: int | None = None,
+    budget_bytes: int | None = None,
+    headroom: float = _HEADROOM,
+) -> int:
+    """The microbatch size that all ranks use: the smallest of what each knows to fit, with room to spare.
+
+    A rank whose reading at its size came within `headroom` of the budget offers less, in proportion.
+    """
+    if type(known_good) is not int or known_good < 1:
+        raise ValueError(f"known_good must be a positive integer, not {known_good!r}")
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be at least 0 and less than 1, not {headroom!r}")
+    mine = known_good
+    if peak_bytes and budget_bytes:
+        room = budget_bytes * (1 - headroom)
+        mine = max(1, min(known_good, int(known_good * room / peak_bytes)))
+    return ranks.minimum(mine, doing="the microbatch size of sharded models")
+
+
+def lone_failure(ranks: Ranks, failed: bool, *, doing: str) -> None:
+    """A clean error on all ranks if some, but not all, ran out: the group cannot be used any more."""
+    told = ranks.gather(failed, doing=doing)
+    if any(told) and not all(told):
+        who = ", ".join(str(rank) for rank, one in enumerate(told) if one)
+        raise BatchfitError(
+            f"rank {who} ran out of memory alone in {doing}, and a sharded step cannot be done again by some "
+            "ranks only. Load a checkpoint and start with a smaller microbatch_size."
+        )

@@ -1,0 +1,105 @@
+"""Ranks that went away during a search: found by those that are left, and named.
+
+Rules:
+- An error on one rank ends the search on the others: now, not at their time-out, with its words. One that all
+  ranks raise together is told to nobody: they may go on, and search again.
+- Every rank knows on which machine and in which process the others are. Those on its own machine it can look
+  at: a process that has ended, or that only waits to be reaped, is gone.
+- A collective that breaks off says that a connection was lost, not whose. What it raised is replaced by an
+  error that names the rank, and says what that rank said when it left. Where all ranks are still there, the
+  error stands as it was raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from typing import final
+
+from batchfit._engine.device import oom
+from batchfit._engine.distributed.collectives import is_lost_connection
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit.errors import (
+    BatchfitError,
+    CollectivesError,
+    NothingFitsError,
+    RankMissingError,
+    RanksDisagreeError,
+    SearchStoppedError,
+)
+
+# Raised by all ranks, from what they have agreed on.
+_TOGETHER = (NothingFitsError, SearchStoppedError, RanksDisagreeError, CollectivesError)
+_PATIENCE_S = 15.0  # for ranks whose own collective gives up a little later
+
+
+@final
+class Everyone:
+    """Where the processes of all ranks are; nothing is known before they have met."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._places: list[tuple[str, int]] = []
+
+    def meet(self) -> None:
+        """Tell each other, all ranks together."""
+        told = self._ranks.gather([_machine(), os.getpid()], doing="where the ranks are")
+        self._places = [(machine, pid) for machine, pid in told]
+
+    def ended(self) -> list[int]:
+        """Ranks on this machine whose process is over."""
+        here = _machine()
+        return [rank for rank, (place, pid) in enumerate(self._places) if place == here and not _lives(pid)]
+
+    def behind(self, error: BaseException) -> RankMissingError | None:
+        """Who is behind an error of a collective; None where it is not one, or nobody is missing."""
+        if self._ranks.world_size == 1 or isinstance(error, BatchfitError) or not is_lost_connection(error):
+            return None
+        try:
+            self._ranks.find_lost(doing="a collective that broke off", within_s=_PATIENCE_S, ended=self.ended)
+        except RankMissingError as missing:
+            return missing
+        return None
+
+
+@contextlib.contextmanager
+def telling_others(ranks: Ranks) -> Iterator[Everyone]:
+    """An error inside ends what all ranks do together, and names the rank that is behind it."""
+    everyone = Everyone(ranks)
+    try:
+        yield everyone
+    except BaseException as error:
+        text = oom.describe(error)
+        missing = everyone.behind(error)
+        if not isinstance(error, _TOGETHER):
+            ranks.leave(text)
+        if missing is None:
+            raise
+        missing.add_note(f"batchfit: what this rank saw of it: {text}")
+        raise missing from None
+
+
+def _machine() -> str:
+    return f"{socket.gethostname()} {uuid.getnode()}"
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this machine runs; one that nobody has reaped yet does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        if os.path.exists("/proc/self/stat"):
+            return False
+    except OSError:
+        return True
+    try:
+        os.kill(pid, 0)  # no /proc: macOS
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,219 @@
+"""Does the Microbatcher know every tensor that gets a gradient?
+
+Rules
+- What it does not know cannot be put back when a try runs out of memory: gradients of the microbatches that
+  had run would count twice. So it is an error, raised before the first backward, not after the first failure.
+- The graph of the loss is walked once for each function and number of parameters, not once a batch.
+- A parameter counts always; a plain tensor only where `fn` holds it, for one that `fn` makes itself (a
+  gradient penalty's inputs) begins anew in each call. A graph that hides its inputs (reentrant activation
+  checkpointing) shows none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.snapshot import rng
+
+_MOST_FUNCTIONS = 64
+_MOST_NAMED = 3
+# How far, and into how long containers, generators are looked for.
+_DEEPEST = 4
+_MOST_ITEMS = 64
+_NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
+
+Look = Callable[[Iterable[torch.Tensor]], None]
+
+
+@final
+class Coverage:
+    """Which functions have been looked at."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[object, ...]] = set()
+
+    def look(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> Look | None:
+        """What to call with the losses before the first backward; None: these functions are known."""
+        key = (kind, len(leaves), *map(_code, fns))
+        if key in self._seen:
+            return None
+        known = {id(leaf) for leaf in leaves}
+
+        def look(losses: Iterable[torch.Tensor]) -> None:
+            missing = [leaf for leaf in _leaves(losses) if id(leaf) not in known]
+            if missing:
+                _refuse(missing, fns)
+            if len(self._seen) >= _MOST_FUNCTIONS:
+                self._seen.clear()
+            self._seen.add(key)
+
+        return look
+
+
+def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
+    """The modules that these functions can reach by name."""
+    for fn in fns:
+        for _, value in _held(fn):
+            if isinstance(value, nn.Module):
+                yield value
+
+
+def generators_held(fns: Iterable[Any]) -> list[object]:
+    """The generators of random numbers that these functions can reach by name, each once.
+
+    Asked once a batch, so long containers are not looked into, and globals of libraries neither.
+    """
+    found: dict[int, object] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, _NO_GENERATORS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if rng.is_generator(value):
+            found[id(value)] = value
+        elif depth < _DEEPEST:
+            waiting += [(one, depth + 1) for one in _within(value)]
+    return list(found.values())
+
+
+def _within(value: Any) -> Iterable[Any]:
+    """What a function, a small container or an object of the user's holds."""
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, dict):
+        return tuple(value.values()) if len(value) <= _MOST_ITEMS else ()
+    if isinstance(value, list | tuple | set):
+        return value if len(value) <= _MOST_ITEMS else ()
+    plain = getattr(value, "__func__", value)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        table = getattr(value, "__dict__", None)
+        held = tuple(table.values()) if isinstance(table, dict) and len(table) <= _MOST_ITEMS else ()
+        return (*held, getattr(value, "__self__", None))  # of a method that is written in C
+    cells = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    known = getattr(plain, "__globals__", {})
+    named = [known[name] for name in code.co_names if name in known]
+    return (*cells, *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
+
+
+def _code(fn: Any) -> object:
+    """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return type(fn), id(fn)
+    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    owners = (getattr(fn, "__self__", None), *(one for one in inside if isinstance(one, nn.Module)))
+    return code, *map(id, owners)
+
+
+def loss_key(fn: Any) -> object:
+    """The same for a function that is made anew in each pass of a loop, as long as it calls the same ones."""
+    if isinstance(fn, functools.partial):
+        return "partial", loss_key(fn.func)
+    plain = getattr(fn, "__func__", fn)
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return id(fn) if isinstance(fn, nn.Module) else type(fn)
+    inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
+    called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
+    return _code(fn), *called
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _leaves(losses: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a backward would leave a gradient in."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen, found = set(waiting), []
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)
+    return found
+
+
+def _refuse(missing: list[torch.Tensor], fns: Sequence[Any]) -> None:
+    names: dict[int, str] = {}
+    owners: dict[int, str] = {}
+    for name, value in (pair for fn in fns for pair in _held(fn)):
+        if isinstance(value, torch.Tensor):
+            names.setdefault(id(value), name)
+            owners.setdefault(id(value), name)
+        elif isinstance(value, nn.Module):
+            for path, parameter in value.named_parameters():
+                names.setdefault(id(parameter), f"{name}.{path}")
+                owners.setdefault(id(parameter), name)
+    left_out = [leaf for leaf in missing if isinstance(leaf, nn.Parameter) or id(leaf) in names]
+    if not left_out:
+        return
+    shown = ", ".join(
+        f"{names.get(id(leaf), 'a parameter')} of shape {tuple(leaf.shape)}"
+        for leaf in left_out[:_MOST_NAMED]
+    )
+    more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+    unowned = any(id(leaf) not in owners for leaf in left_out)
+    to_pass = list(dict.fromkeys(owners[id(leaf)] for leaf in left_out if id(leaf) in owners))
+    advice = f"Microbatcher(..., {', '.join(to_pass)})" if to_pass and not unowned else "their modules too"
+    raise ValueError(
+        f"models must hold all that gets gradients in fn, not leave out {shown}{more}: their gradients could "
+        f"not be put back after an out-of-memory and would count twice. Pass {advice}, or freeze them"
+    )
+
+
+def _held(fn: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What a function can reach by name: its closure, globals that it reads, attributes of its object."""
+    if isinstance(fn, functools.partial):
+        yield from _held(fn.func, depth)
+        for value in (*fn.args, *fn.keywords.values()):
+            yield from _opened(type(value).__name__.lower(), value, depth)
+        return
+    owner = getattr(fn, "__self__", None)
+    if owner is not None:
+        yield from _opened("self", owner, depth)
+    if isinstance(fn, nn.Module):
+        yield type(fn).__name__.lower(), fn
+    elif not hasattr(fn, "__code__") and hasattr(fn, "__dict__"):
+        yield from _opened(type(fn).__name__.lower(), fn, depth)
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, getattr(fn, "__closure__", None) or (), strict=False):
+        yield from _opened(name, _content(cell), depth)
+    table = getattr(fn, "__globals__", {})
+    for name in code.co_names:
+        if name in table:
+            yield from _opened(name, table[name], depth)
+
+
+def _opened(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """The value, and what one look into it shows."""
+    yield name, value
+    if isinstance(value, nn.Module | torch.Tensor | type) or depth:
+        return
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{index}]", one) for index, one in enumerate(value))
+    elif callable(value):
+        yield from _held(value, depth + 1)
+    elif hasattr(value, "__dict__"):
+        yield from ((f"{name}.{key}", one) for key, one in vars(value).items())

@@ -1,0 +1,269 @@
+"""What goes back before a batch is tried again: gradients, random numbers, buffers, the scaler.
+
+Rules
+- A call that is tried again begins where the first try began; a call that fails leaves all of this as it
+  found it. Nothing here waits for the device.
+- Gradients that were there before are set aside and new ones start from nothing, so that a try can be taken
+  back without a copy. At the end the old ones get the new ones added, in place. Cost: while a batch runs on
+  top of gradients of an earlier one, both exist; with none before (`zero_grad()`), there is no cost.
+- Buffers are copied into twins on their own device, which stay allocated; a table of buffers comes back with
+  the very tensors it had. Cost: the size of the buffers, and one grouped copy a batch.
+- All global generators are covered (`rng`), and those that a module keeps, that the user's function can
+  reach by name (`coverage.generators_held`), or that were declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.snapshot import rng
+
+_foreach_copy: Any = torch._foreach_copy_
+_foreach_add: Any = torch._foreach_add_
+
+
+@final
+class Buffers:
+    """The buffers of some modules, and their twins."""
+
+    __slots__ = ("_groups", "_tables", "_tensors", "_twins", "busy")
+
+    def __init__(self) -> None:
+        self.busy = False  # a call may still go back to what it took: another one needs twins of its own
+        self._tables: list[tuple[Any, dict[str, Any]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._twins: list[torch.Tensor] = []
+        self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def take(self, tables: Iterable[dict[str, Any]]) -> None:
+        """Copy the buffers in these tables as they are now."""
+        self._tables = [(table, dict(table)) for table in tables if table]
+        tensors = [
+            value
+            for _, held in self._tables
+            for value in held.values()
+            if isinstance(value, torch.Tensor) and _can_change(value)
+        ]
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        # Not in inference mode, where `map` takes them: no later call could write into such twins.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if not same:
+                self._tensors, self._twins, self._groups = [], [], []
+                twins = [tensor.detach().clone() for tensor in tensors]
+                self._twins, self._groups = twins, _grouped(tensors, twins)
+            else:
+                for live, twins in self._groups:
+                    _foreach_copy(twins, live)
+        self._tensors = tensors
+
+    def put(self) -> None:
+        """Bind and write them back."""
+        for table, held in self._tables:
+            if not isinstance(table, dict):  # a scripted module's, which nobody can rebind
+                continue
+            if len(table) != len(held) or any(table.get(name) is not held[name] for name in held):
+                table.clear()
+                table.update(held)
+        with torch.no_grad():
+            for live, twins in self._groups:
+                _foreach_copy(live, twins)
+
+    def forget(self) -> None:
+        """Keep nothing of the modules until the next `take`, but the twins."""
+        self._tables = []
+
+
+def _can_change(tensor: torch.Tensor) -> bool:
+    """Whether a step can write into it at all (torch refuses to write into the others)."""
+    if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return all(stride or extent < 2 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _grouped(
+    tensors: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """By device and type: torch copies such lists in one go."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensor, twin in zip(tensors, twins, strict=True):
+        live, copies = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+        live.append(tensor)
+        copies.append(twin)
+    return list(groups.values())
+
+
+@final
+class Rewind:
+    """One call's way back.
+
+    buffers.take(tables)
+    with Rewind(leaves, buffers=buffers, scaler=scaler) as rewind:
+        ...                 # a try
+        rewind.back()       # as if it had not been
+        ...                 # another one
+        rewind.keep()       # its gradients are added to those that were there
+
+    Leaving the block without `keep` puts everything back, gradients too.
+    """
+
+    __slots__ = ("_buffers", "_kept", "_own", "_scaler", "_scaler_state", "_undos", "leaves", "old")
+
+    def __init__(
+        self,
+        leaves: Sequence[torch.Tensor],
+        *,
+        buffers: Buffers,
+        scaler: Any = None,
+        generators: Sequence[object] = (),
+        more: Sequence[rng.Undo] = (),
+    ) -> None:
+        self.leaves = leaves
+        self._buffers = buffers
+        self._scaler = scaler
+        self._own = generators
+        self._undos = [*self.random_states(), *more]
+        self._scaler_state = _scaler_state(scaler)
+        self.old: list[torch.Tensor | None] = []
+        self._kept = False
+
+    def random_states(self) -> list[rng.Undo]:
+        """All generators as they are now, global ones and the user's: each as a function that restores it."""
+        states = [undo for _, undo in rng.global_states()]
+        own = [rng.undo_generator(generator) for generator in self._own]
+        return [*states, *(undo for undo in own if undo is not None)]
+
+    def __enter__(self) -> Rewind:
+        self._buffers.busy = True
+        self.old = [leaf.grad for leaf in self.leaves]
+        for leaf, old in zip(self.leaves, self.old, strict=True):
+            if old is not None:
+                leaf.grad = None
+        return self
+
+    def back(self, *, gradients: bool = True) -> None:
+        """To where the call began. Frees first, then copies; allocates nothing."""
+        if gradients:
+            for leaf in self.leaves:
+                leaf.grad = None
+        self._buffers.put()
+        for undo in self._undos:
+            undo()
+        if self._scaler_state is not None:
+            for name, value in self._scaler_state.items():
+                setattr(self._scaler, name, value)
+
+    def buffers_back(self) -> None:
+        """Only the buffers: a second forward of the same samples must not move them twice."""
+        self._buffers.put()
+
+    def keep(self, *, instead: Sequence[int] = ()) -> None:
+        """The try was right: old gradients get the new ones added; those numbered `instead` become them."""
+        if any(old is not None for old in self.old):
+            self._merge(set(instead))
+        self._kept = True
+
+    def _merge(self, instead: set[int]) -> None:
+        old_grads, new_grads = [], []
+        replaced: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for at, (leaf, old) in enumerate(zip(self.leaves, self.old, strict=True)):
+                new = leaf.grad
+                if old is None:
+                    continue
+                waiting.append((leaf, old))
+                if new is None:
+                    continue
+                if at in instead:
+                    replaced[0].append(old)
+                    replaced[1].append(new)
+                    continue
+                if old.layout is torch.strided and new.layout is torch.strided and not old.requires_grad:
+                    old_grads.append(old)
+                    new_grads.append(new)
+                else:  # sparse: the sum needs memory, so it comes before anything is changed
+                    sums.append((leaf, old + new))
+            if old_grads:
+                _foreach_add(old_grads, new_grads)
+            if instead:
+                _foreach_copy(*replaced)
+        # From here on nothing can fail.
+        self._kept = True
+        for leaf, old in waiting:
+            leaf.grad = old
+        for leaf, total in sums:
+            leaf.grad = total
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if not self._kept:
+                for leaf, old in zip(self.leaves, self.old, strict=True):
+                    leaf.grad = old
+                if not _is_dead(error):
+                    self.back(gradients=False)
+        finally:
+            self._buffers.busy = False
+            self._buffers.forget()
+            self.old = []
+
+
+def _is_dead(error: BaseException | None) -> bool:
+    from batchfit._engine.device import oom
+
+    return error is not None and oom.classify(error) == "fatal"
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any] | None:
+    """What `scale()` may set up: its tensors are made late, and never written by it."""
+    if scaler is None or not hasattr(scaler, "__dict__"):
+        return None
+    state = dict(vars(scaler))
+    table = state.get("_per_optimizer_states")
+    if table is not None:
+        copied = table.copy()
+        for key, value in table.items():
+            copied[key] = dict(value) if isinstance(value, dict) else value
+        state["_per_optimizer_states"] = copied
+    return state
+
+
+def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[nn.Module]]:
+    """The tensors that get gradients, the tables of buffers, and the modules: each once, in one walk."""
+    leaves: dict[int, torch.Tensor] = {}
+    tables: list[Any] = []
+    modules: dict[int, nn.Module] = {}
+    # Once a batch, so not through `modules()`, whose nested generators take four times as long, and with
+    # one look into each module's attributes.
+    for model in models:
+        if isinstance(model, torch.Tensor):
+            if model.requires_grad:
+                leaves[id(model)] = model
+            continue
+        waiting: list[Any] = [model]
+        while waiting:
+            module = waiting.pop()
+            key = id(module)
+            if module is None or key in modules:
+                continue
+            modules[key] = module
+            inside = module.__dict__
+            own = inside.get("_parameters")
+            if own is None:  # a scripted module keeps them elsewhere
+                own, buffers, below = module._parameters, module._buffers, module._modules
+            else:
+                buffers, below = inside["_buffers"], inside["_modules"]
+            if own:
+                for parameter in own.values():
+                    if parameter is not None and parameter.requires_grad:
+                        leaves[id(parameter)] = parameter
+            if buffers:
+                tables.append(buffers)
+            if below:
+                waiting.extend(reversed(below.values()))
+    return list(leaves.values()), tables, list(modules.values())

@@ -1,0 +1,232 @@
+"""Traces a workload with fake tensors: what its steps allocate and free, at one size, without memory.
+
+Rules:
+- The device is fake, the host is real. Tensors on the traced device have shapes and no memory; what a
+  program computes on the host (its data, its random decisions) is really computed, on the small batches of a
+  trace, so that no branch is guessed.
+- Nothing of the user's is changed: parameters, buffers and optimizer state are replaced by fakes for the
+  trace and put back after it, random states too, and host tensors that the step writes into.
+- What cannot be traced is an `UntraceableError` that names the operation and the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import linecache
+import logging
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from batchfit import workload as workloads
+from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
+from batchfit._engine.batch import sources
+from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.device.interrupts import TraceInterrupts
+from batchfit._engine.snapshot.rng import global_states
+from batchfit._engine.snapshot.undo import UndoStack
+from batchfit._engine.trace.fake_state import Faked
+from batchfit._engine.trace.generation import short_generation
+from batchfit._engine.trace.libraries import flex_refused, not_called_a_trace, saved_on_the_host
+from batchfit._engine.trace.logged_values import Unread, values_unread
+from batchfit._engine.trace.recorder import Recorder
+from batchfit._engine.trace.source_line import HERE, TORCH, named
+from batchfit._engine.trial.trial import NOTE
+from batchfit._engine.virtual_memory.eager import eagerly
+from batchfit._engine.workload import loop
+from batchfit._engine.workload import phase as phases
+from batchfit.errors import UntraceableError
+from batchfit.workload import Workload
+
+STEPS = 2
+_ABOUT_FAKES = ("fake", "meta tensor", "data pointer", "have storage")
+_FLEX = str(Path("nn") / "attention" / "flex_attention.py")
+# Files of torch's and batchfit's own that run the program's functions in plain Python.
+_PLAIN = frozenset({str(torch.nn.modules.module.__file__), str(sources.__file__), str(workloads.__file__)})
+_STANDARD = sysconfig.get_paths()["stdlib"]
+
+
+def trace(
+    workload: Workload,
+    size: int,
+    *,
+    rules: CudaRules,
+    steps: int = STEPS,
+    changes: tuple[Any, ...] = (),
+    limit_s: float | None = None,
+) -> Trace:
+    """The allocations and frees of `steps` steps of `size` samples.
+
+    `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
+    has not ended after `limit_s` is given up (`UntraceableError`).
+    """
+    undo = UndoStack()
+    # Neither while state is replaced, nor in Python that is called by C++, where it would end the process.
+    with TraceInterrupts(_run.__code__, (*TORCH, *HERE), _PLAIN) as interrupts:
+        for name, again in global_states():
+            undo.push(name, again)
+        try:
+            return _traced(workload, size, rules, steps, changes, limit_s, interrupts)
+        finally:
+            undo.run()
+
+
+def _traced(
+    workload: Workload,
+    size: int,
+    rules: CudaRules,
+    steps: int,
+    changes: tuple[Any, ...],
+    limit_s: float | None,
+    interrupts: TraceInterrupts,
+) -> Trace:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(uncollected())  # a collection would free things at moments of its own
+        faked = stack.enter_context(Faked.of(workload, device=rules.device))
+        stack.enter_context(rules.active())
+        stack.enter_context(eagerly())
+        stack.enter_context(_told_once())
+        for change in changes:
+            stack.enter_context(change(workload, faked))
+        recorder = Recorder(
+            faked,
+            rules,
+            outside=_run.__code__,
+            check=interrupts.check,
+            limit_s=limit_s,
+            counts_host=workload.kind == "step",
+        )
+        stack.enter_context(recorder.in_place.active(rules.autograd_key))
+        stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
+        stack.callback(recorder.host_writes.restore)
+        stack.enter_context(not_called_a_trace(recorder.knows))
+        stack.enter_context(saved_on_the_host())
+        stack.enter_context(flex_refused())
+        # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
+        jit: Any = torch.jit
+        stack.enter_context(jit.optimized_execution(False))
+        stack.enter_context(values_unread(recorder.knows, recorder.refused))
+        # What its variables keep is still there when the trace is taken: no step has let go of it.
+        stack.enter_context(loop.running(most_passes=loop.PASSES))
+        with recorder.watching():
+            for _ in range(steps):
+                interrupts.check()
+                _run(workload, size, recorder)
+                recorder.end_step()
+        try:
+            return recorder.trace(size)
+        except ShapeChangedError as error:
+            raise UntraceableError("generate", "", str(error)) from error
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside, Python collects no garbage by itself."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an operation's error, which it raises as well."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _run(workload: Workload, size: int, recorder: Recorder) -> None:
+    try:
+        with recorder.faked.mode, recorder, warnings.catch_warnings():
+            # nn.LSTM looks whether its weights lie side by side, and is answered that they do not.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            workload.step(size)
+        if recorder.refused:  # and the program went another way than it would have gone
+            raise recorder.refused[0]
+    except UntraceableError:
+        raise
+    except Exception as error:
+        if _is_argument_error(error):
+            error.add_note(f"{NOTE} {size} (traced)")
+            raise
+        raise _explained(error, recorder) from error
+    finally:
+        phases.clear()
+
+
+def _is_argument_error(error: Exception) -> bool:
+    """batchfit's own complaint about what it was given (a loss that is no scalar): not about tracing."""
+    raised = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    inside = raised.startswith(HERE) and Path(raised) != Path(__file__)
+    return inside and isinstance(error, TypeError | ValueError)
+
+
+def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
+    """What stood in the way, with the user's own line."""
+    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    # A value that json or statistics cannot take was given to them by a line of the program.
+    where = named((file, line) for file, line in reversed(places) if not _is_standard(file))
+    # An error that the program itself raises has nothing to do with the operation before it.
+    in_torch = places[-1][0].startswith((*TORCH, *HERE))
+    operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
+    operation = "" if operation.startswith("profiler.") else operation  # torch's notes about itself
+    if isinstance(error, DynamicOutputShapeException):
+        return UntraceableError(operation, where, "the shape of its result depends on the data")
+    if isinstance(error, DataDependentOutputException):
+        return UntraceableError(operation, where, "its result is read by the program and depends on the data")
+    if any(file.endswith(_FLEX) for file, _ in places):
+        return UntraceableError(
+            "flex_attention", where, "on a GPU it is a compiled kernel, whose memory a trace does not know"
+        )
+    if isinstance(error, UnsupportedOperatorException) or _lacks_kernel(error, in_torch=in_torch):
+        why = "torch has no fake kernel for it"
+        if not operation.startswith(("aten.", "prims.")):
+            why = "it has no fake kernel (torch.library.register_fake)"
+        return UntraceableError(operation, where, why)
+    if ".numpy() is not supported for tensor subclasses" in str(error):
+        return UntraceableError(".numpy()", where, "the program reads values that depend on the data")
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Unread.__name__ in first:  # a number that nobody knows went where a real one is needed
+        return UntraceableError(".item()", where, "the program works with a value that depends on the data")
+    # Nothing has run, so that nobody knows whether the error would come without fakes, unless it names them.
+    fakes = in_torch and isinstance(error, RuntimeError)
+    fakes = fakes and any(word in str(error).lower() for word in _ABOUT_FAKES)
+    # The device is named as the program will know it.
+    first = first.replace(str(recorder.rules.device), "cuda")
+    why = f"{type(error).__name__}: {first.rstrip('.')}"
+    return UntraceableError(operation, where, why, raised=not fakes)
+
+
+def _lacks_kernel(error: Exception, *, in_torch: bool) -> bool:
+    """Not what the program has yet to write: a model without `forward`, or a method that says so itself.
+
+    Nor what torch's own Python refuses, with reasons of its own: a kernel that is missing is missed in C++,
+    or where an operation is called.
+    """
+    if not isinstance(error, NotImplementedError) or not in_torch or '"forward"' in str(error):
+        return False
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    source = linecache.getline(frame.f_code.co_filename, line).lstrip()
+    return not source.startswith("raise ") or "_ops" in frame.f_code.co_filename
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith(_STANDARD) and "site-packages" not in file

@@ -1,0 +1,321 @@
+"""From a workload to its footprint: traces at a few sizes, lines through them, and a check.
+
+Rules:
+- Two small traces tell about where the end is; two more near the end give the lines, because what kernels
+  take for themselves is not a straight line from 1 to 1000. A trace costs the same at any size, as long as
+  the host can make the batch.
+- The lines are checked against a trace that they do not go through: a small one, which is there already, or
+  one in the middle. Where they are off by more than a hundredth, or the streams differ from size to size,
+  they are not used: each size is traced (`Traced.at`), as long as that takes no more than a minute.
+- Far below the sizes that were traced the lines may be off by what kernels take at no small size: down there
+  the small traces answer, and a budget that ends there is traced by itself (`Traced.is_off_at`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.allocator.footprint import (
+    Footprint,
+    ShapeChangedError,
+    Trace,
+    check_same_stream,
+    expected_end,
+)
+from batchfit._engine.allocator.gpus import DEFAULT, Card
+from batchfit._engine.allocator.replay import upper_bound
+from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.trace.fake_state import is_paged
+from batchfit._engine.trace.trace import STEPS, trace
+from batchfit._engine.workload.reachable import parts_of
+from batchfit._units import format_bytes
+from batchfit.errors import UntraceableError
+from batchfit.workload import Workload
+
+SMALL = (2, 3)
+STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
+_HOST_BYTES = 2**28  # the largest batch that a trace makes on the host
+_FAR = 1.4  # times beyond its sizes a glance draws its lines again
+_WORTH_SAYING = 2**20  # bytes that a step leaves on top of those before
+_EACH_SIZE_S = (
+    60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
+)
+
+_NO_LINES = "it allocates in another order at each size, so each must be traced"
+
+Change = Callable[[Workload, Any], AbstractContextManager[Any]]
+
+
+@final
+@dataclass(slots=True)
+class Traced:
+    """A workload's footprint, and how it came about."""
+
+    workload: Workload
+    rules: CudaRules
+    footprint: Footprint | None
+    sizes: tuple[int, ...]
+    check: float  # how far the lines were from the trace that checks them, as a share of a peak
+    trace_s: float
+    unseen: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    small: tuple[Trace, Trace] | None = None  # the first look, for another budget's lines
+    budget_bytes: int = 0  # where they end
+    gap_bytes: float = 0.0  # how far the lines are from the small traces
+    single: dict[int, Footprint] = field(default_factory=dict)  # of sizes that were traced by themselves
+    _single_s: float = 0.0
+
+    @property
+    def may_retry(self) -> bool:
+        """As in a trial: retries of a step that generates are no reason against a size."""
+        return self.workload.kind == "generation"
+
+    def at(self, size: int) -> Footprint:
+        """The footprint to replay for `size`."""
+        if size in self.single:
+            return self.single[size]
+        return self._by_itself(size) if self.footprint is None else self.footprint
+
+    def _by_itself(self, size: int) -> Footprint:
+        begun = time.perf_counter()
+        left_s = _EACH_SIZE_S - self._single_s
+        try:
+            found = trace(
+                self.workload,
+                size,
+                rules=self.rules,
+                steps=_steps_of(self.workload),
+                changes=self.changes,
+                limit_s=left_s,
+            )
+        except UntraceableError as error:
+            if time.perf_counter() - begun < left_s:
+                raise
+            why = f"{_NO_LINES}, and {size} samples are more than {_EACH_SIZE_S:.0f} s allow"
+            raise UntraceableError("", "", why) from error
+        finally:
+            self._single_s += time.perf_counter() - begun
+        self.single[size] = Footprint.of(found)
+        return self.single[size]
+
+    def is_off_at(self, size: int, budget_bytes: int) -> bool:
+        """Whether the lines are too far off for a budget that ends at `size`, far below where they are from.
+
+        They pass the small traces by `gap_bytes`: no more, as a rule, between these and their own.
+        """
+        far = budget_bytes < self.budget_bytes and size < self.sizes[0]
+        return far and self.gap_bytes > STRAIGHT * budget_bytes
+
+    @property
+    def traced_sizes(self) -> list[int]:
+        """The sizes that were traced one by one."""
+        return sorted(self.single)
+
+
+def card_of(device: torch.device) -> Card:
+    """The card that is really here."""
+    properties = torch.cuda.get_device_properties(device)
+    return Card(
+        name=properties.name,
+        usable_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        multiprocessors=properties.multi_processor_count,
+        threads_per_multiprocessor=getattr(properties, "max_threads_per_multi_processor", 2048),
+        measured=True,
+    )
+
+
+def rules_for(workload: Workload, card: Card | None = None) -> CudaRules:
+    """A fake `cuda` where the workload is on one, a fake card on the CPU otherwise.
+
+    Another card than the one that is here is always traced on the CPU: torch would make the choices of the
+    card that it sees.
+    """
+    device = _cuda_device(workload)
+    if device is not None and card is None:
+        return CudaRules(card_of(device), device)
+    return CudaRules(card or DEFAULT, torch.device("cpu", 1))
+
+
+def trace_workload(
+    workload: Workload,
+    *,
+    rules: CudaRules,
+    budget_bytes: int,
+    most: int | None = None,
+    small: tuple[Trace, Trace] | None = None,
+    changes: tuple[Change, ...] = (),
+    limit_s: float | None = None,
+) -> Traced:
+    """The footprint of a workload, from traces around the largest size that may fit the budget.
+
+    No size above `most` is asked about. `small` is the first look of an earlier trace of this workload. A
+    trace that takes longer than `limit_s` is given up.
+    """
+    begun = time.perf_counter()
+    done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
+    whole = _steps_of(workload)
+
+    def at(size: int, steps: int = whole) -> Trace:
+        if (size, steps) not in done:
+            done[size, steps] = trace(
+                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s
+            )
+        return done[size, steps]
+
+    def lines(low: int, high: int) -> Footprint:
+        # A second step grows as the first one does, so it is traced at one of the two sizes only.
+        try:
+            return Footprint.through(at(low, steps=1), at(high))
+        except ShapeChangedError:
+            return Footprint.between(at(low), at(high))
+
+    # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
+    # differs by a few operations that are done once.
+    first, second = (at(size, steps=1) for size in SMALL)
+    footprint: Footprint | None
+    sizes: tuple[int, ...] = ()
+    check = gap = 0.0
+    single: dict[int, Footprint] = {}
+    try:
+        # A loop over samples has another stream at each size, and far sizes take as long as they are large.
+        check_same_stream(first, second)
+        low, high = around(first, second, budget_bytes, most)
+        sizes = (low, high)
+        footprint = lines(low, high)
+        gap = _gap_bytes(footprint, second)
+        # A square through whose ends the lines go is half its height off down there, and a sixteenth in the
+        # middle.
+        check = gap / footprint.peak_bytes(high)
+        between = (low // 32, low // 4) if check > STRAIGHT else ()
+        if check > STRAIGHT:  # kernels may take other ways with three samples than with thirty
+            middle = (low + high) // 2 if high - low > 1 else high + 2
+            check = footprint.error_at(at(middle))
+            sizes = tuple(sorted((low, middle, high)))
+        if check > STRAIGHT:
+            footprint = None  # scores of all samples against all (contrastive losses) grow as a square
+        elif low > SMALL[1]:
+            single = _below(second, [at(one, steps=1) for one in between if one > SMALL[1]], at(high))
+    except ShapeChangedError:
+        footprint = None
+    return Traced(
+        workload,
+        rules,
+        footprint,
+        sizes,
+        check,
+        time.perf_counter() - begun,
+        unseen=(*unseen(workload), *_growing(done.values())),
+        changes=changes,
+        small=(first, second),
+        budget_bytes=budget_bytes,
+        gap_bytes=gap,
+        single=single,
+    )
+
+
+def glance(
+    workload: Workload, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
+) -> Traced:
+    """The footprint from one step of a few samples and two steps near the end: half the time, no check.
+
+    For those who compare it with a real run before they trust it. Where the end turns out to be far beyond
+    what one step let expect, the lines are drawn again from there: what is not quite a line in the size (all
+    samples against all, staging) shows most at the end.
+    """
+    begun = time.perf_counter()
+    small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s)
+    sample = small.batch_bytes / small.size
+    most = int(_HOST_BYTES / sample) if sample else 2**30
+    high = min(expected_end(small, budget_bytes), most)
+
+    def through(size: int, limit_s: float | None) -> Footprint:
+        steps = _steps_of(workload)
+        return Footprint.through(small, trace(workload, size, rules=rules, steps=steps, limit_s=limit_s))
+
+    try:
+        if high <= SMALL[1]:
+            raise ShapeChangedError("too few samples fit to tell lines from two sizes")
+        footprint = through(high, limit_s)
+    except ShapeChangedError:
+        return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
+    end = upper_bound(footprint, budget_bytes, most=most)
+    left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
+    if end > _FAR * high and workload.kind != "generation":  # whose traces take long
+        # What is slow or fails that far out leaves the first lines, which a run will be compared with.
+        with contextlib.suppress(ShapeChangedError, UntraceableError):
+            footprint, high = through(end, left_s), end
+    took_s = time.perf_counter() - begun
+    return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
+
+
+def _steps_of(workload: Workload) -> int:
+    """How many steps to trace: what one leaves makes the next another, but for those that leave nothing."""
+    return 1 if workload.kind == "generation" else STEPS
+
+
+def _gap_bytes(footprint: Footprint, small: Trace) -> float:
+    """How far the lines are from a small trace of one step."""
+    try:
+        return footprint.error_at(small, of_bytes=1)
+    except ShapeChangedError:
+        return float("inf")
+
+
+def _below(small: Trace, more: list[Trace], whole: Trace) -> dict[int, Footprint]:
+    """Footprints that are right at sizes far below those of the lines; one for each size that was traced."""
+    found: dict[int, Footprint] = {}
+    for one in (small, *more):
+        with contextlib.suppress(ShapeChangedError):
+            near = Footprint.through(one, whole)
+            sizes = range(1, one.size + 1) if one is small else (one.size,)
+            found |= dict.fromkeys(sizes, near)
+    return found
+
+
+def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = None) -> tuple[int, int]:
+    """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
+    most = upper_bound(Footprint.between(first, second), budget_bytes, most=most)
+    batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
+    high = most if batch <= 0 else min(most, int(_HOST_BYTES / batch))
+    return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
+
+
+def unseen(workload: Workload) -> Iterator[str]:
+    """What a trace cannot see of this workload."""
+    for part in parts_of(workload):
+        if is_paged(part):
+            yield (
+                "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
+                "not counted"
+            )
+        if not isinstance(part, nn.Module):
+            continue
+        for name, module in part.named_modules():
+            if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+                kind = type(getattr(module, "_orig_mod", module)).__name__
+                yield f"torch.compile of {name or kind}: traced as if not compiled"
+
+
+def _growing(traces: Iterable[Trace]) -> Iterator[str]:
+    """What no single size answers: a step that leaves more and more behind."""
+    left, line = max((one.left_by_each_step() for one in traces), default=(0, ""))
+    if left >= _WORTH_SAYING:
+        yield f"each step keeps {format_bytes(left)} more than the one before ({line}): no size lasts"
+
+
+def _cuda_device(workload: Workload) -> torch.device | None:
+    for part in parts_of(workload):
+        if isinstance(part, nn.Module):
+            for tensor in part.parameters():
+                if tensor.device.type == "cuda":
+                    return tensor.device
+    return None

@@ -1,0 +1,268 @@
+"""The child's side of `isolate`: a process that runs one trial and ends.
+
+Rules:
+- It ends when its parent does, whatever it is doing: the kernel sees to it on Linux, and everywhere a
+  thread that reads the parent's pipe to its end.
+- It says each thing once, as a line of JSON: started, loaded, what is reachable, each step that begins, the
+  trial. What the user's code prints goes to its stdout and stderr, never into that pipe.
+- Where memory of the machine runs out, the kernel shall take this process and not the parent.
+- A dead device context is an outcome here: the next trial has a process, and a context, of its own.
+- Nothing is put back: the state dies with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import operator
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, NoReturn
+
+import torch.distributed
+
+from batchfit._engine.device import oom
+from batchfit._engine.device.resolve import Device, device_to_run, optimizers_in, resolve_device, tensors_in
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.child_process import Message
+from batchfit._engine.trial.pure.soak import steps_of
+from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.workload import user_errors as failure
+from batchfit._engine.workload.target import (
+    LoadedTarget,
+    Target,
+    home_of,
+    load_target,
+    loaded_target,
+    make_workload,
+    parse_target,
+)
+from batchfit.results import Trial
+from batchfit.workload import Workload
+
+# This process is such a child: it may not start children of its own.
+active = False
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
+_PATIENCE_S = 10.0  # for the memory of the child before this one to come back
+
+
+def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
+    """Do what the parent asks: load a factory, run one trial of what it makes.
+
+    A `spare` child has time until its turn comes: it imports what most workloads will need.
+    """
+    asked, say = stand_by(requests, answers_fd, parent_pid)
+    if spare:
+        with contextlib.suppress(Exception):
+            importlib.import_module("torch._dynamo")  # a second, which any optimizer takes when it is made
+    say("started")
+    request = asked.get()
+    be_taken_first()
+    target = _target_of(request)
+    stage, made_at = "place", ""
+    try:
+        join(request)
+        if request["device"] is not None:  # a wrong one is told before the user's code runs
+            resolve_device(request["device"])
+        stage = "load"
+        loaded = _load(request, target)
+        made_at = loaded.line
+        work = make_workload(target, loaded)
+        stage = "place"
+        place = device_to_run(work, request["device"])
+        say(
+            "loaded",
+            device=place.name,
+            available_bytes=place.budget_bytes(),
+            total_bytes=place.total_bytes(),
+            state_elements=count_elements(work.state),
+        )
+        request = asked.get()
+        while "least_bytes" in request:
+            say("reachable", available_bytes=_once_reachable(place, request["least_bytes"]))
+            request = asked.get()
+        stage = "step"
+        trial = _run(work, place, request, say)
+        say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(place))
+    except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
+        say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
+    leave()
+
+
+def stand_by(
+    requests: BinaryIO, answers_fd: int, parent_pid: int
+) -> tuple[queue.SimpleQueue[Message], Callable[..., None]]:
+    """Be a child of that parent: its requests as they come, and what tells it something."""
+    global active
+    active = True
+    _die_with(parent_pid)
+    for fd in (requests.fileno(), answers_fd):
+        os.set_inheritable(fd, False)  # a program that the user's code starts has no business with them
+    asked: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(requests, asked), name="batchfit-parent", daemon=True).start()
+
+    def say(kind: str, **rest: Any) -> None:
+        whole = json.dumps({"kind": kind, **rest}).encode() + b"\n"
+        while whole:
+            whole = whole[os.write(answers_fd, whole) :]
+
+    with contextlib.suppress(Exception):  # a process that is killed shall have said all that it had printed
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return asked, say
+
+
+def join(request: Message) -> None:
+    """Be one of the children of all ranks, as if a launcher had started them."""
+    os.environ.update(request["environment"])
+    if request["backend"] is not None:
+        torch.distributed.init_process_group(request["backend"])
+
+
+def leave() -> NoReturn:
+    """End now: with the user's exit handlers, without the half second in which torch is taken apart.
+
+    Threads of the user's are not waited for, and an exit handler that raises is the interpreter's to report.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the user's code may have closed or replaced it
+            stream.flush()
+    os._exit(0)
+
+
+def count_elements(state: object) -> int:
+    """How many numbers a state holds: a cheap way to tell one model from another."""
+    return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
+
+
+def _run(work: Workload, place: Device, request: Message, say: Callable[..., None]) -> Trial:
+    number = 0
+
+    def step(batch_size: int) -> object:
+        nonlocal number
+        number += 1
+        say("step", number=number)
+        return work.step(batch_size)
+
+    size, soak = request["size"], request["soak"]
+    begun = time.perf_counter()
+    parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
+    message = ""
+    if request["smallest"]:
+        faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
+    try:
+        with place.limit(request["budget_bytes"]):
+            return run_trial(
+                step,
+                size,
+                device=place,
+                snapshot=Snapshot.take(()),
+                parameters=list(parameters.values()),
+                steps=steps_of(work.kind, request["steps"], request["few"]),
+                soak=soak,
+                may_settle=request["may_settle"] and work.declared,  # or nobody knows of its optimizers
+                optimizers=optimizers_in(work.state),
+                generates=work.kind == "generation",
+                raise_ambiguous=request["smallest"],
+            )
+    except Exception as error:
+        if request["smallest"] or oom.classify(error) != "fatal":
+            raise
+        message = oom.describe(error)
+    return Trial(
+        size=size,
+        outcome="killed",
+        steps_run=number - 1,
+        elapsed_s=time.perf_counter() - begun,
+        soak=soak,
+        ambiguous=True,
+        message=message,
+    )
+
+
+def _target_of(request: Message) -> Target:
+    if request["module"] is None:
+        return parse_target(request["text"], request["arguments"])
+    return Target(text=request["text"], place=request["module"], function=request["function"])
+
+
+def _load(request: Message, target: Target) -> LoadedTarget:
+    if request["module"] is None:
+        return load_target(target)
+    # The parent's own function, found where the parent found it: its `sys.path` is ours.
+    module = importlib.import_module(request["module"])
+    found = operator.attrgetter(request["function"])(module)
+    return loaded_target(found, name=target.text, file=failure.shown_path(module.__file__))
+
+
+def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:
+    """An error as text, and as itself where it can travel."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  a broken __str__ must not make a crash of the user's error
+        text = ""
+    return {
+        "type": type(error).__name__,
+        "text": text,
+        "headline": failure.headline(error, what="", home=home, made_at=made_at).strip(),
+        "short": failure.details(error, home=home, full=False),
+        "full": failure.details(error, home=home, full=True),
+        "pickle": _pickled(error),
+    }
+
+
+def _pickled(error: BaseException) -> str | None:
+    try:
+        data = pickle.dumps(error)
+        if len(data) > _LONGEST_PICKLE or type(pickle.loads(data)) is not type(error):
+            return None
+    except Exception:  # noqa: BLE001  whatever the user's error cannot do, its text is enough
+        return None
+    return base64.b64encode(data).decode()
+
+
+def _once_reachable(place: Device, least_bytes: int) -> int:
+    """What is reachable, once that is enough or patience ends: a driver frees after the exit."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while (available := place.budget_bytes()) < least_bytes and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return available
+
+
+def _reachable_after(place: Device) -> int | None:
+    try:
+        return place.budget_bytes()
+    except RuntimeError:  # the trial has poisoned the device for this process
+        return None
+
+
+def _listen(requests: BinaryIO, asked: queue.SimpleQueue[Message]) -> None:
+    for line in requests:
+        asked.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)  # the parent is gone; our group is all that we have started
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it went while we started
+        os._exit(1)
+
+
+def be_taken_first() -> None:
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")

@@ -1,0 +1,234 @@
+"""Trials in this process, on the caller's own objects, which are put back.
+
+Rules: what is garbage before the first trial does not count as memory in use; a trial collects only what came
+after that, and all of it where it ran out. Where steps talk to other ranks, one that failed here goes on
+sending what the others wait for (`collectives`), so that all ranks end the trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import Self, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.device import oom
+from batchfit._engine.device.resolve import CudaDevice, Device, optimizers_in, own_bytes, tensors_in
+from batchfit._engine.distributed.collectives import Counted, Owed, is_lost_connection
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot import parallel
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.child_main import count_elements
+from batchfit._engine.trial.in_children import RunOne
+from batchfit._engine.trial.pure.soak import steps_of
+from batchfit._engine.trial.rehearsal import rehearse
+from batchfit._engine.trial.trial import run_trial
+from batchfit._find.pure.bracket import Sizes
+from batchfit.results import Trial
+from batchfit.workload import Workload
+
+_LITTLE = 2**20  # bytes that no answer depends on
+
+
+@final
+class Here:
+    """Runs trials in this process, on the caller's own objects, and puts them back."""
+
+    def __init__(self, work: Workload, place: Device) -> None:
+        self.place = place
+        self.state_elements = count_elements(work.state)
+        self.work = work
+        self._owed: Owed | None = None  # what a step sends to other ranks
+        self._snapshot: Snapshot | None = None  # while trials are run
+        self._low = 1  # a small size that all ranks have run
+
+    def rehearse(self, ranks: Ranks, sizes: Sizes) -> None:
+        """Learn what steps send to other ranks, all ranks together; in one process there is nothing to."""
+        if ranks.world_size == 1:
+            return
+        # Not 1 where others are allowed: BatchNorm raises there, and the search itself may never go so low.
+        low = sizes.at(1) if sizes.first == 1 and sizes.count > 1 else sizes.first
+        self._low = low
+        few = [size for size in (low, 2 * low, 4 * low) if size <= sizes.last]
+        run = partial(
+            run_trial,
+            device=self.place,
+            snapshot=Snapshot.take(self.work.state),
+            parameters=self._parameters(),
+        )
+        gc.collect()
+        with self.place.limit(self.place.budget_bytes()), QuickCollections():
+            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=few, device=self.place.name)
+            if failed:
+                self.regroup()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())
+
+    @property
+    def state_bytes(self) -> int | None:
+        """What weights and gradients take, and what there is of optimizer state; more of it may come.
+
+        None for steps of the user's own: nobody knows which gradients they keep.
+        """
+        trained = self._parameters()
+        if self.work.kind != "training" or self.work.optimizer is None or not trained:
+            return None
+        on = trained[0].device
+        if on.type != self.place.name.partition(":")[0]:
+            return None
+        without = [one for one in trained if one.grad is None]  # its gradient will be as large as it is
+        return own_bytes((*self.work.state, self.work.model), on=on) + own_bytes(without, on=on)
+
+    def reachable_bytes(self, least_bytes: int) -> int:
+        """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
+        return self.place.budget_bytes()
+
+    def reachable_after_bytes(self) -> int:
+        """What was reachable when the last trial had ended: nothing has run since."""
+        return self.place.budget_bytes()
+
+    @contextlib.contextmanager
+    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
+        """Inside, a function that runs one trial under the budget."""
+        work, first = self.work, True
+        snapshot = Snapshot.take(work.state)
+        parameters = self._parameters()
+
+        def run_one(
+            size: int, *, steps: int, soak: bool, may_settle: bool, few: int | None, smallest: bool
+        ) -> Trial:
+            nonlocal first
+            steps = steps_of(work.kind, steps, few)
+            step = work.step if self._owed is None else Counted(work.step, steps=steps)
+            try:
+                trial = run_trial(
+                    step,
+                    size,
+                    device=self.place,
+                    snapshot=snapshot,
+                    parameters=parameters,
+                    steps=steps,
+                    soak=soak,
+                    may_settle=may_settle and work.declared,  # or nobody knows of its optimizers
+                    optimizers=optimizers_in(work.state),
+                    generates=work.kind == "generation",
+                    raise_ambiguous=smallest,
+                )
+            except Exception as error:
+                if not is_lost_connection(error) and oom.classify(error) != "fatal":
+                    with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                        self._serve(step, size, snapshot)
+                raise
+            if not trial.fits:
+                self._serve(step, size, snapshot)
+            left = held_bytes is None or _held_bytes(self.place) != held_bytes
+            if not trial.fits or (first and left):
+                collections.thorough()
+            first = False
+            return trial
+
+        collect_garbage(work, self.place)
+        with self.place.limit(budget_bytes), QuickCollections() as collections:
+            held_bytes = _held_bytes(self.place)
+            self._snapshot = snapshot
+            try:
+                yield run_one
+            finally:
+                self._snapshot = None
+
+    def glimpse(self, brief: Workload, size: int) -> Trial:
+        """One step of less than the whole, over the same state, while trials are run; it is put back."""
+        if self._snapshot is None:
+            raise RuntimeError("a glimpse needs `trying`, which holds the snapshot")
+        return run_trial(
+            brief.step,
+            size,
+            device=self.place,
+            snapshot=self._snapshot,
+            parameters=self._parameters(),
+            steps=1,
+            generates=True,
+        )
+
+    def regroup(self) -> None:
+        """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
+
+        DDP forgets its layout when it is reset, and lays its buckets out again in its second step. All ranks
+        do that now, in small steps: in a trial it could run out there, and that cannot be undone.
+        """
+        wrapped = any(isinstance(one, nn.Module) and _arranges(one) for one in self.work.state)
+        if self._owed is None or not wrapped:
+            return
+        snapshot = Snapshot.take(self.work.state)
+        snapshot.restore()
+        run_trial(
+            self.work.step,
+            self._low,
+            device=self.place,
+            snapshot=snapshot,
+            parameters=self._parameters(),
+            steps=2,
+        )
+
+    def _serve(self, step: object, size: int, snapshot: Snapshot) -> None:
+        """Send what the other ranks wait for; what that has changed here is put back too."""
+        if self._owed is None or not isinstance(step, Counted):
+            return
+        step.serve(self._owed, size)
+        snapshot.restore(cut_off=False)
+
+
+def collect_garbage(work: Workload, place: Device) -> None:
+    """Before memory is counted: what is garbage already must not count.
+
+    A collection walks all objects, a fifth of a second in a program with torch and transformers loaded. It is
+    left out where nothing is live on a GPU but the workload's own state. That is read as it was asked for: of
+    weights of 70 GiB, what blocks are rounded up by could hide some hundred MiB of garbage.
+    """
+    asked_bytes = place.requested_bytes() if isinstance(place, CudaDevice) else None
+    if asked_bytes is not None:
+        own = own_bytes((*work.state, work.model), on=torch.device(place.name))
+        if asked_bytes <= own + _LITTLE:
+            return
+    gc.collect()
+
+
+def _held_bytes(place: Device) -> int | None:
+    """What is live on a GPU now; None on another device, where no reading tells that nothing was left."""
+    return place.held_bytes() if isinstance(place, CudaDevice) else None
+
+
+def _arranges(module: nn.Module) -> bool:
+    return any(parallel.arranges(one) for one in module.modules())
+
+
+@final
+class QuickCollections:
+    """Lets each trial's garbage collection look only at what came after this point.
+
+    A program with torch and transformers loaded has a million objects, and walking them takes longer
+    than a small trial. What is garbage should be collected before. Nothing is frozen where the program has
+    frozen objects of its own.
+    """
+
+    def __enter__(self) -> Self:
+        self._ours = gc.get_freeze_count() == 0
+        if self._ours:
+            gc.freeze()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            gc.unfreeze()
+
+    def thorough(self) -> None:
+        """Collect what was alive at the beginning too: a trial may have let go of it."""
+        if self._ours:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()

@@ -1,0 +1,130 @@
+"""What the steps of a workload send to other ranks, learned before the first trial.
+
+Rules:
+- A step that sends nothing costs two small steps, and nothing is recorded.
+- Every rank rehearses at the same sizes and all learn the same: whether a rank that fails can go on sending.
+  Where it cannot, the search is refused on all ranks, with the reason and with what to do.
+- A wrapper makes its arrangements in the first steps after its state was put back (DDP rebuilds its buckets
+  in the second one): these are recorded one by one. Then all must be equal.
+- The state is put back after each, as after a trial. The budget does not hold here: who runs out at the
+  smallest size has no memory for it at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from batchfit._engine.distributed.collectives import (
+    Call,
+    Counted,
+    Owed,
+    StepSends,
+    Unservable,
+    begun_since,
+    counts,
+    recording,
+)
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit.errors import CollectivesError, NothingFitsError, RankMissingError
+from batchfit.results import Trial
+
+Step = Callable[[int], object]
+_PATIENCE_S = 30.0  # of a rank that ran out at once, for others that may wait for it in a collective
+_SETTLED = 4  # steps after which a wrapper arranges nothing any more, the last two to compare
+
+
+class Run(Protocol):
+    """Runs some steps at a size and puts the state back."""
+
+    def __call__(self, step: Step, size: int, *, steps: int) -> Trial: ...
+
+
+def rehearse(
+    step: Step, run: Run, ranks: Ranks, *, sizes: Sequence[int], device: str
+) -> tuple[Owed | None, bool]:
+    """What a step sends, at any size; None where it sends nothing. And whether a step failed on any rank.
+
+    `sizes`: small ones, ascending.
+    """
+    before = counts()
+    first = run(step, sizes[0], steps=2)
+    sends = any(count > 0 for count in begun_since(before).values())
+    ran_out = "" if first.fits else first.message or first.outcome
+    told = _agreed([ran_out, sends], first, ranks, device)
+    if not any(sent for _, sent in told):
+        return None, False
+    if any(text for text, _ in told):
+        raise _nothing_fits(first, told, device)
+    owed: Owed | None = None
+    whole, why = False, ""
+    try:
+        owed, whole = _learned(step, run, sizes)
+    except Unservable as error:
+        why = str(error)
+    learned = ranks.gather([why, whole], doing="what a step sends to other ranks")
+    reasons = [reason for reason, _ in learned if reason]
+    if reasons:
+        raise CollectivesError(
+            f"trials of this step cannot run in this process under torch.distributed: {reasons[0]}. A rank "
+            "that runs out of memory alone would leave the others waiting. Give find_batch_size a function "
+            "that builds the workload, and isolate=True: each trial then has processes of its own."
+        )
+    return owed, not all(ended for _, ended in learned)
+
+
+def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list[tuple[str, bool]]:
+    doing = f"a first step of batch size {first.size}"
+    if first.fits:
+        return [(text, sends) for text, sends in ranks.gather(mine, doing=doing)]
+    why = f"it ran out of memory in a first step of batch size {first.size}: {first.message}"[:500]
+    try:
+        told = ranks.gather_or_leave(mine, doing=doing, within_s=_PATIENCE_S, why=why)
+        return [(text, sends) for text, sends in told]
+    except RankMissingError:
+        pass
+    # We ran out, and the others wait in a collective for what we would have sent.
+    told = [("", True)] * ranks.world_size
+    told[ranks.rank] = (first.message, True)
+    raise _nothing_fits(first, told, device)
+
+
+def _nothing_fits(first: Trial, told: list[tuple[str, bool]], device: str) -> NothingFitsError:
+    failed = [
+        f"rank {rank} ran out in the first steps: {text}" for rank, (text, _) in enumerate(told) if text
+    ]
+    used = first.reserved_bytes or first.peak_bytes or 0
+    return NothingFitsError(first.size, device=device, budget_bytes=used, detail="; ".join(failed))
+
+
+def _learned(step: Step, run: Run, sizes: Sequence[int]) -> tuple[Owed, bool]:
+    """What steps send, and whether all of them ended."""
+    whole = True
+    records: dict[int, list[list[Call]]] = {}
+    for size in sizes:
+        seen: list[list[Call]] = []
+        counted = Counted(_recorded(step, seen), steps=_SETTLED)
+        trial = run(counted, size, steps=_SETTLED)
+        if trial.fits:
+            if StepSends.learn({size: seen[-1]}) != StepSends.learn({size: seen[-2]}):
+                raise Unservable("its steps do not all send the same")
+            records[size] = seen
+        elif records:  # the larger ones are for shapes that grow: without them none does
+            counted.serve(Owed.learn(records), size)
+            whole = False
+    return Owed.learn(records), whole
+
+
+def _recorded(step: Step, seen: list[list[Call]]) -> Step:
+    def recorded(size: int) -> object:
+        before = counts()
+        with recording() as calls:
+            returned = step(size)
+        sent = {name: count for name, count in begun_since(before).items() if count}
+        kept = {name: sum(call.group == name for call in calls) for name in {call.group for call in calls}}
+        if sent != kept:
+            raise Unservable(f"its collectives were counted as {sent}, and seen as {kept}")
+        seen.append(calls)
+        return returned
+
+    return recorded

@@ -1,0 +1,1 @@
+"""virtual_memory."""

@@ -1,0 +1,161 @@
+"""What a training loop's variables keep alive from one step to the next: the batch, the outputs, the loss.
+
+    for batch in loader:
+        out = model(batch)             # the last step's `out` is there until this one has returned
+        loss = criterion(out, batch)
+        loss.backward()
+
+Rules:
+- A variable holds its old value until the new one is there: old and new are live together for that long.
+- Variables belong to a loop: one trial, one timing, one trace. What they hold is dropped when that ends,
+  however it ends. A step that is called outside of any loop keeps nothing.
+- The model's outputs are caught where torch itself looks before it calls a module (the slot in which
+  `Module.compile` puts the compiled call): outside of what is compiled, scripted, sharded or hooked, on this
+  one module, only while its loss is computed. A copy of the module made meanwhile is not caught.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from batchfit._engine.batch.structure import leaves
+from batchfit._engine.device.resolve import plain_parts
+from batchfit._engine.virtual_memory.op_sizes import block_bytes
+
+_SLOT = "_compiled_call_impl"
+# Passes of a step that accumulates gradients, where memory is all that is asked about: the first without
+# gradients, one beside those of the first, and one beside what that one has left. The others are like it.
+PASSES = 3
+
+
+@final
+class Variables:
+    """The variables of one workload in one loop."""
+
+    __slots__ = ("batch", "outputs", "result")
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.outputs: Any = None  # of the model's last call
+        self.result: Any = None  # the loss, or what a forward function returned
+
+    def storages(self) -> Iterator[torch.UntypedStorage]:
+        """The memory that they keep alive, as far as tensors show it."""
+        for leaf in leaves((self.batch, self.outputs, self.result)):
+            if isinstance(leaf, torch.Tensor):
+                yield from (one.untyped_storage() for one in plain_parts(leaf))
+
+
+@final
+class Loop:
+    """One run of steps that follow each other."""
+
+    def __init__(self, most_passes: int | None) -> None:
+        self.most_passes = most_passes
+        self._variables: dict[object, Variables] = {}
+
+    def of(self, owner: object) -> Variables:
+        """The variables of the workload that `owner` stands for."""
+        return self._variables.setdefault(owner, Variables())
+
+    def held_bytes(self, device: str) -> int:
+        """What the variables of all workloads hold on a device, in the caching allocator's blocks."""
+        kind, _, index = device.partition(":")
+        found: dict[int, int] = {}
+        for variables in self._variables.values():
+            for storage in variables.storages():
+                place = storage.device
+                if place.type == kind and (not index or place.index in (None, int(index))):
+                    found[storage.data_ptr()] = block_bytes(storage.nbytes())
+        return sum(found.values())
+
+    def end(self) -> None:
+        """Drop everything."""
+        self._variables.clear()
+
+
+class _Running(threading.local):
+    loop: Loop | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(*, most_passes: int | None = None) -> Iterator[Loop]:
+    """Inside, steps keep what the variables of a loop would; all of it is dropped at the end.
+
+    `most_passes`: of a step that accumulates gradients over many passes, this many are run.
+    """
+    before, loop = _running.loop, Loop(most_passes)
+    _running.loop = loop
+    try:
+        yield loop
+    finally:
+        _running.loop = before
+        loop.end()
+
+
+def variables_of(owner: object) -> Variables:
+    """The variables of a workload in the loop that runs; outside of one, new ones that nobody keeps."""
+    loop = _running.loop
+    return Variables() if loop is None else loop.of(owner)
+
+
+def passes_of(accumulate: int) -> int:
+    """How many passes a step runs of those that it accumulates."""
+    most = None if _running.loop is None else _running.loop.most_passes
+    return accumulate if most is None else min(accumulate, most)
+
+
+@contextlib.contextmanager
+def catching(model: Any, variables: Variables | None) -> Iterator[None]:
+    """Inside, what each call of the model returns is kept in `variables` until the next one has returned."""
+    if variables is None:
+        yield
+        return
+    slots = vars(model)
+    had, before = _SLOT in slots, slots.get(_SLOT)
+    slots[_SLOT] = _Caught(model, before, variables)
+    try:
+        yield
+    finally:
+        if had:
+            slots[_SLOT] = before
+        else:
+            slots.pop(_SLOT, None)
+
+
+@final
+class _Caught:
+    """Calls a module as torch would have, and keeps what the outermost call returned."""
+
+    def __init__(self, model: nn.Module, compiled: Any, variables: Variables) -> None:
+        self._call = model._call_impl if compiled is None else compiled
+        self._variables = variables
+        self._depth = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._depth += 1
+        try:
+            out = self._call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._variables.outputs = out
+        return out
+
+    # torch leaves the slot out where it copies or pickles a module; a module with a `__getstate__` of its own
+    # may not, and its copy has none then.
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoneType, ()

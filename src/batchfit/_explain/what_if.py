@@ -1,0 +1,488 @@
+"""Changes to a step for the time of a trace: checkpointing, bf16 or fp16, a chunked loss, another optimizer.
+
+Rules:
+- A change is a context, `change(workload, faked)`, entered while the state is fake: it works on the fakes and
+  on the step's own variables, and leaves both as it found them. The user's tensors are never seen by it.
+- What is traced is the changed program, never a formula.
+- A change knows whether it applies: what is on already, or cannot be told, is not offered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.batch.structure import children, rebuilt
+from batchfit._engine.trace.fake_state import Faked
+from batchfit._engine.workload.reachable import parts_of
+from batchfit.workload import Workload
+
+Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
+Context = Callable[[Workload, Any], AbstractContextManager[Any]]
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_SHORTEST = 16  # a sequence that is cut has at least this length
+_CHUNKS = 16  # of a loss
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to do otherwise: what, how to write it, what it costs, and the contexts that do it.
+
+    Of the changes of one `group`, one at a time makes sense. `same_result` says that training goes on as
+    before, up to rounding; others are advice.
+    """
+
+    name: str
+    how: str
+    cost: str
+    group: Group
+    contexts: tuple[Context, ...]
+    same_result: bool = True
+
+
+# -- activation checkpointing
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Blocks of one class, side by side in a ModuleList or Sequential."""
+
+    kind: str
+    blocks: tuple[nn.Module, ...]
+
+
+def checkpointing(workload: Workload, learning: Container[int] | None = None) -> list[Change]:
+    """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
+
+    `learning` are the ids of the modules whose outputs need gradients in the step (`Watch.learning`): an EMA
+    copy or a teacher keeps no activations, so there is nothing to save.
+    """
+    if workload.kind in ("inference", "generation"):
+        return []
+    roots = [part for part in parts_of(workload) if isinstance(part, nn.Module)]
+    if any(getattr(one, "gradient_checkpointing", False) for root in roots for one in root.modules()):
+        return []
+    found = []
+    level = [one for root in roots for one in repeated_blocks(root)]
+    while level:
+        if learning is not None:
+            kept = [(one, tuple(block for block in one.blocks if id(block) in learning)) for one in level]
+            level = [Repeated(one.kind, blocks) for one, blocks in kept if blocks]
+        if level:
+            found.append(_checkpointing(level, workload.model))
+        level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
+    return found
+
+
+def repeated_blocks(root: nn.Module) -> list[Repeated]:
+    """The outermost containers of two or more blocks of one class; a block has modules inside."""
+    if isinstance(root, nn.ModuleList | nn.Sequential):
+        classes = Counter(type(one) for one in root.children() if any(True for _ in one.children()))
+        kind, count = classes.most_common(1)[0] if classes else (nn.Module, 0)
+        if count > 1:
+            return [Repeated(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
+    return [found for child in root.children() for found in repeated_blocks(child)]
+
+
+def _checkpointing(level: list[Repeated], model: Any) -> Change:
+    blocks = [block for one in level for block in one.blocks]
+    kinds = Counter(one.kind for one in level for _ in one.blocks)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    if _switched_alone(model, blocks):
+        how = 'model.gradient_checkpointing_enable({"use_reentrant": False})'
+    else:
+        how = (
+            f"for each {' and '.join(kinds)} m: m.forward = functools.partial("
+            "torch.utils.checkpoint.checkpoint, m.forward, use_reentrant=False)"
+        )
+    cost = "one more forward pass of these blocks (about a third more time)"
+    if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
+        cost += "; BatchNorm's running statistics are updated twice a step"
+    name = f"activation checkpointing of each of {named}"
+    return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))
+
+
+def _switched_alone(model: Any, blocks: list[nn.Module]) -> bool:
+    """Whether transformers' own switch checkpoints these blocks, and no others."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "gradient_checkpointing_enable"):
+        return False
+    switched = [
+        one
+        for one in model.modules()
+        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(one).__mro__)
+    ]
+    return set(map(id, switched)) == set(map(id, blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpointed:
+    """Each block's forward goes through `torch.utils.checkpoint`."""
+
+    blocks: tuple[nn.Module, ...]
+
+    @contextlib.contextmanager
+    def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
+        before = [vars(block).get("forward") for block in self.blocks]
+        try:
+            for block in self.blocks:
+                vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+            yield
+        finally:
+            for block, own in zip(self.blocks, before, strict=True):
+                if own is None:
+                    vars(block).pop("forward", None)
+                else:
+                    vars(block)["forward"] = own
+
+
+# -- dtypes
+
+
+def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> list[Change]:
+    """Half precision by autocast and for parameters, where the program is in fp32.
+
+    It is bf16 where the GPU has it. Before Ampere it is fp16, which needs a GradScaler to train with, and
+    parameters in fp16 are for inference only.
+    """
+    wide = any(
+        tensor.dtype is torch.float32
+        for part in parts_of(workload)
+        if isinstance(part, nn.Module)
+        for tensor in part.parameters()
+    )
+    if not wide:
+        return []
+    found = []
+    learns = workload.kind in ("training", "step")
+    dtype = torch.bfloat16 if card.capability >= (8, 0) else torch.float16
+    short = "bf16" if dtype is torch.bfloat16 else "fp16"
+    if not uses_autocast and step_variable(workload, "context") is not None:
+        how = f'with torch.autocast("cuda", {dtype}): {"forward and loss" if learns else "forward"}'
+        cost = "exactness of products and convolutions; it is also faster"
+        if learns and short == "fp16":
+            how += "; torch.amp.GradScaler around backward and step"
+            cost = f"a GradScaler, since small gradients vanish in fp16 (no bf16 on this GPU); {cost}"
+        found.append(Change(f"{short} autocast", how, cost, "dtype", (partial(_autocast, dtype),)))
+    if learns and short == "fp16":
+        return found
+    if learns:
+        name = "bf16 parameters (with them gradients, optimizer state)"
+        how = "model.to(torch.bfloat16) before the optimizer is made"
+        cost = (
+            "accuracy: updates below 1/256 of a weight are lost (keep fp32 copies, or round stochastically)"
+        )
+    else:
+        name = f"{short} parameters"
+        how = f"model.to({dtype}), and its inputs"
+        cost = f"accuracy: numbers have {8 if short == 'bf16' else 11} significant bits"
+    contexts = (partial(_parameters_in, dtype),)
+    found.append(Change(name, how, cost, "dtype", contexts, same_result=not learns))
+    return found
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype, workload: Workload, faked: Any) -> Iterator[None]:
+    kind = faked.device.type
+    with _step_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=dtype)):
+        yield
+
+
+@contextlib.contextmanager
+def _parameters_in(dtype: torch.dtype, workload: Workload, faked: Faked) -> Iterator[None]:
+    """As `model.to(dtype)` before the optimizer: state that exists already goes along.
+
+    The fakes are thrown away after the trace, so there is nothing to restore in them.
+    """
+    with faked.mode, torch.no_grad():
+        for _, tensor, _ in faked.held():
+            if tensor.is_floating_point() and tensor.dtype is not dtype:
+                tensor.data = tensor.data.to(dtype)
+
+    def lowered(source: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda size: _mapped(
+            source(size), lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+        )
+
+    with (
+        _step_variable(workload, "source", lowered),
+        _step_variable(workload, "context", lambda _: nullcontext),
+    ):
+        yield
+
+
+# -- the loss
+
+
+def chunked_loss(workload: Workload) -> list[Change]:
+    """A cross-entropy that keeps no log-probabilities and makes no gradient beside the logits."""
+    if workload.kind not in ("training", "step"):
+        return []
+    return [
+        Change(
+            "a cross-entropy in chunks, its gradient in the place of the logits",
+            "liger_kernel's LigerCrossEntropyLoss; with less memory still, the last Linear and the loss in "
+            "one: torch.nn.LinearCrossEntropyLoss (torch 2.13)",
+            "nothing that training sees; the logits are overwritten, so metrics come before the loss",
+            "loss",
+            (_in_chunks,),
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _in_chunks(workload: Workload, faked: Any) -> Iterator[None]:
+    """`torch.nn.functional.cross_entropy`, as `nn.CrossEntropyLoss` and transformers call it."""
+    plain = F.cross_entropy
+
+    def cross_entropy(input: Tensor, target: Tensor, *args: Any, **more: Any) -> Tensor:
+        classes = input.dim() == 2 and not target.is_floating_point() and input.requires_grad
+        # What is not small beside a step: a row for each token, and many of them.
+        if not classes or args or set(more) - {"ignore_index", "reduction"} or len(input) < 4 * _CHUNKS:
+            return plain(input, target, *args, **more)
+        each = more.get("reduction", "mean") == "none"
+        loss: Tensor = _ChunkedCrossEntropy.apply(input, each)  # type: ignore[no-untyped-call]
+        return loss
+
+    F.cross_entropy = cross_entropy
+    try:
+        yield
+    finally:
+        F.cross_entropy = plain
+
+
+@final
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Allocates as such a loss does, on fakes: softmax of a chunk at a time, written over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, each: bool) -> Tensor:
+        for chunk in logits.chunk(_CHUNKS):
+            chunk.copy_(torch.softmax(chunk, -1))
+        ctx.save_for_backward(logits)
+        return logits.new_zeros(len(logits) if each else ())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        return logits.mul_(gradient.unsqueeze(-1)), None
+
+
+# -- optimizers
+
+
+def update_changes(workload: Workload) -> list[Change]:
+    """fused=True and foreach=False, for optimizers that know these and do not have them yet."""
+    optimizers = _optimizers(workload)
+    groups = [group for one in optimizers for group in one.param_groups]
+    if not groups:
+        return []
+    kind = type(optimizers[0]).__name__
+    found = []
+    if all(group.get("fused", True) in (None, False) for group in groups):
+        how = f"torch.optim.{kind}(..., fused=True)"
+        found.append(Change("a fused optimizer step", how, "nothing, and is faster", "optimizer", (_fused,)))
+    many = all(group.get("foreach", False) is not False and not group.get("fused") for group in groups)
+    if many:
+        how = f"torch.optim.{kind}(..., foreach=False)"
+        name = "an optimizer step parameter by parameter"
+        found.append(Change(name, how, "a slower optimizer step", "optimizer", (_one_by_one,)))
+    return found
+
+
+def smaller_optimizer(workload: Workload) -> list[Change]:
+    """One state in place of Adam's two, as advice: it trains otherwise."""
+    adams = [one for one in _optimizers(workload) if isinstance(one, _ADAMS)]
+    if not adams:
+        return []
+    return [
+        Change(
+            f"SGD with momentum in place of {type(adams[0]).__name__}",
+            "torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)",
+            "a search for its learning rate; transformers train worse with it",
+            "optimizer",
+            (_sgd,),
+            same_result=False,
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _fused(workload: Workload, faked: Faked) -> Iterator[None]:
+    """The flags are the fake groups'; `Faked` puts the real ones back."""
+    for optimizer in _optimizers(workload):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        # A fused step counts on the device.
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                with faked.mode:
+                    state["step"] = torch.zeros((), device=faked.device)
+    yield
+
+
+@contextlib.contextmanager
+def _one_by_one(workload: Workload, faked: Faked) -> Iterator[None]:
+    for optimizer in _optimizers(workload):
+        for group in optimizer.param_groups:
+            group["foreach"] = False
+    yield
+
+
+@contextlib.contextmanager
+def _sgd(workload: Workload, faked: Faked) -> Iterator[None]:
+    """Adam's `step` is SGD's for the trace, and what it kept is gone; `Faked` puts the optimizer back."""
+    for optimizer in _optimizers(workload):
+        if not isinstance(optimizer, _ADAMS):
+            continue
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    with faked.mode:
+                        value.data = value.new_empty(0)
+        optimizer.state.clear()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        other = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)
+        vars(optimizer)["step"] = other.step
+    yield
+
+
+def _optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
+    return [part for part in parts_of(workload) if isinstance(part, torch.optim.Optimizer)]
+
+
+# -- the batch
+
+
+def shorter_sequence(workload: Workload, length: int) -> list[Change]:
+    """Half of the sequence, where batches have integers of shape [n, length] (`Watch.length`)."""
+    if workload.kind != "training" or length < _SHORTEST or step_variable(workload, "source") is None:
+        return []
+    half = length // 2
+
+    def cut(tensor: Tensor) -> Tensor:
+        # As a batch that was made that short: contiguous, and its rest is gone.
+        fits = tensor.dim() >= 2 and tensor.shape[1] == length
+        return tensor[:, :half].contiguous() if fits else tensor
+
+    @contextlib.contextmanager
+    def shortened(workload: Workload, faked: Any) -> Iterator[None]:
+        with _step_variable(workload, "source", lambda source: lambda size: _mapped(source(size), cut)):
+            yield
+
+    return [
+        Change(
+            f"sequences of {half} in place of {length}",
+            f"cut the samples to {half} tokens",
+            "context: a sample is half as long, so compare tokens, not samples",
+            "length",
+            (shortened,),
+            same_result=False,
+        )
+    ]
+
+
+def _is_tokens(leaf: Tensor) -> bool:
+    return leaf.dim() == 2 and not leaf.is_floating_point() and leaf.dtype is not torch.bool
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+        return
+    for _, value in children(node) or ():
+        yield from _leaves(value)
+
+
+def _mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with `function` done to each of its tensors; tensors that were one stay one."""
+    done: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            if id(node) not in done:
+                done[id(node)] = (node, function(node))
+            return done[id(node)][1]
+        items = children(node)
+        return node if items is None else rebuilt(node, [walk(value) for _, value in items])
+
+    return walk(node)
+
+
+# -- what a step does, seen from outside
+
+
+@final
+class Watch:
+    """Notes whether a traced step runs under autocast, how long its sequences are, and which modules' outputs
+    need gradients (`learning`, by their id). Changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.autocast = False
+        self.length = 0
+        self.learning: set[int] = set()
+
+    @contextlib.contextmanager
+    def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
+        entered = torch.autocast.__enter__
+
+        def enter(context: Any) -> Any:
+            self.autocast = self.autocast or bool(context._enabled)
+            return entered(context)  # type: ignore[no-untyped-call]
+
+        def ran(module: nn.Module, _: Any, output: Any) -> None:
+            if any(leaf.requires_grad for leaf in _leaves(output)):
+                self.learning.add(id(module))
+
+        hook = nn.modules.module.register_module_forward_hook(ran)
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        try:
+            with _step_variable(workload, "source", lambda source: lambda size: self._seen(source(size))):
+                yield
+        finally:
+            hook.remove()
+            torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+
+    def _seen(self, batch: Any) -> Any:
+        lengths = [leaf.shape[1] for leaf in _leaves(batch) if _is_tokens(leaf)]
+        self.length = max([self.length, *lengths])
+        return batch
+
+
+def step_variable(workload: Workload, name: str) -> CellType | None:
+    """The variable of that name that the step of `training` or `inference` closes over."""
+    step = workload.step
+    if workload.kind == "step" or not isinstance(step, FunctionType) or step.__closure__ is None:
+        return None
+    return dict(zip(step.__code__.co_freevars, step.__closure__, strict=True)).get(name)
+
+
+@contextlib.contextmanager
+def _step_variable(workload: Workload, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """The step's variable with another value inside; nothing happens where it has no such variable."""
+    cell = step_variable(workload, name)
+    if cell is None:
+        yield
+        return
+    before = cell.cell_contents
+    cell.cell_contents = change(before)
+    try:
+        yield
+    finally:
+        cell.cell_contents = before

@@ -1,0 +1,211 @@
+"""How one search uses the store: what was found before, one trial that confirms it, what is kept.
+
+Rules:
+- A stored size is an answer only after one trial here and now: the soak, in the same budget. The trial must
+  also look like the stored one; where it needs less, something has changed that the key does not show, and
+  the search goes on.
+- A stored size is not even tried where it cannot be the answer: what it used exceeds the budget, or the
+  budget has grown by more than half the tolerance.
+- Only what a search ended by itself is kept, never what a limit or an interrupt left.
+- A search that is resumed goes on: a stored size does not cut it short unless it has been tried in it.
+- Rank 0 alone reads and writes; the key is made of every rank's part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.store.describe import UndescribableError, digest_of
+from batchfit._engine.store.key import NoSampleError
+from batchfit._find.pure.search import Ask, Search, Told
+from batchfit.results import FitResult
+from batchfit.workload import Workload
+
+if TYPE_CHECKING:
+    from batchfit._engine.store.sqlite import Answer, Store
+
+log = logging.getLogger("batchfit")
+
+KEY_VERSION: Final = 1  # to be raised where a key means something else than it did
+# Ends that would come again: another run with more time or trials could not do better.
+_OWN_ENDS: Final = frozenset(
+    {"within_tolerance", "bracketed", "predicted", "max_size", "near_max_size", "attempts", "strategy"}
+)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A size from the store, with what there is to compare."""
+
+    size: int
+    peak_bytes: int | None
+    used_bytes: int | None
+    budget_bytes: int
+    age_s: float
+
+    @classmethod
+    def of(cls, answer: Answer) -> Known:
+        fit = answer.fit
+        runs = [trial for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
+        used = [trial.reserved_bytes or trial.peak_bytes for trial in runs]
+        return cls(
+            size=fit.batch_size,
+            peak_bytes=fit.peak_bytes,
+            used_bytes=max((count for count in used if count is not None), default=None),
+            budget_bytes=fit.budget_bytes,
+            age_s=answer.age_s,
+        )
+
+    def may_answer(self, search: Search) -> bool:
+        """The size is worth a trial: it can run in the budget of now, and no larger one is likely to."""
+        budget = search.budget_bytes or 0
+        needed = self.budget_bytes if self.used_bytes is None else self.used_bytes
+        most = self.budget_bytes * (1 + _tolerance(search) / 2)
+        return self.size in search.sizes and needed <= budget <= most
+
+    def looks_like(self, told: Told, search: Search) -> bool:
+        """A trial of the size takes no less memory than it did."""
+        if self.peak_bytes is None or told.allocated_bytes is None:
+            return True
+        return told.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """The store in one search: `known` is the same on all ranks, `keep` writes on one."""
+
+    key: str | None = None
+    known: Known | None = None
+    fresh: bool = False
+    store: Store | None = None
+
+    def keep(self, fit: FitResult) -> FitResult:
+        """Store the answer of a search that has ended; one from the store is there already."""
+        if self.store is None or self.key is None or fit.from_store or fit.stopped_because not in _OWN_ENDS:
+            return fit
+        if fit.trials_resumed == len(fit.trials):  # nothing was run now, so nothing says what is true now
+            return fit
+        # What is known was tried and is no longer true.
+        tried = self.known is not None
+        self.store.put(self.key, fit, alone=self.fresh or tried)
+        return fit
+
+
+def recall(
+    make_digest: Callable[[], str],
+    search: Search,
+    ranks: Ranks,
+    *,
+    fresh: bool,
+    steps: int,
+    soak_steps: int | None,
+    predict: bool = True,
+) -> Recall:
+    """What the store says about this search, on all ranks. `make_digest`: this rank's part of the key."""
+    mine: str | None = None
+    why = ""
+    try:
+        mine = make_digest()
+    except NoSampleError:
+        pass
+    except UndescribableError as error:
+        why = str(error)
+    except Exception as error:  # noqa: BLE001  objects of the user's are read, and may raise anything
+        why = f"reading it raised {type(error).__name__}: {error}"
+    parts = ranks.gather([mine, why], doing="the key of the store")
+    digests = [digest for digest, _ in parts]
+    if None in digests:
+        reasons = [reason for _, reason in parts if reason]
+        if reasons and ranks.is_main:
+            log.warning("the answer is not stored: %s. Pass key= to name this workload", reasons[0])
+        return Recall()
+    key = digest_of([KEY_VERSION, digests, _settings(search, predict), steps, soak_steps])
+    store = _opened() if ranks.is_main else None
+    best: Known | None = None
+    if store is not None and not fresh:
+        usable = [known for one in store.get(key) if (known := Known.of(one)).may_answer(search)]
+        budget = search.budget_bytes or 0
+        best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
+    told = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
+    return Recall(key=key, known=None if told is None else Known(**told), fresh=fresh, store=store)
+
+
+def _opened() -> Store | None:
+    try:
+        from batchfit._engine.store.sqlite import Store
+    except ImportError as error:  # a Python that was built without SQLite
+        log.warning("found sizes are not stored: %s", error)
+        return None
+    return Store()
+
+
+def confirm(
+    search: Search, known: Known | None, attempt: Callable[[Ask], Told | None]
+) -> tuple[Search, bool]:
+    """One trial of the known size, told to the search; whether that size is the answer.
+
+    A resumed search has run that trial before, or was begun without one: none is run now.
+    """
+    if known is None or (search.ask() is None and len(search.told) != 1):
+        return search, False
+    if search.told:
+        before = [one for one in search.told if one.size == search.best and one.soak == search.soak]
+        return search, search.best == known.size and any(
+            one.fits and known.looks_like(one, search) for one in before
+        )
+    told = attempt(Ask(known.size, search.soak))
+    if told is None:
+        return search, False
+    search = search.tell(told)
+    if told.fits:
+        return search, known.looks_like(told, search)
+    if search.strategy == "guided" and search.start is None:
+        search = replace(search, start=known.size)  # it ran once: the answer is not far below
+    return search, False
+
+
+def check_store(
+    store: bool, fresh: bool, key: object, work: Workload | None = None, *, isolate: bool = False
+) -> None:
+    """Refuse wrong settings of the store."""
+    for name, flag in (("store", store), ("fresh", fresh)):
+        if type(flag) is not bool:
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    if key is not None and (not isinstance(key, str) or not key.strip()):
+        raise ValueError(f"key must be a name or None, not {key!r}")
+    if isolate:
+        for name, value, off in (("key", key, None), ("fresh", fresh, False), ("store", store, False)):
+            if value != off:
+                raise ValueError(
+                    f"{name} must be {off} with isolate=True, not {value!r}: the workload is made in a child "
+                    "process, so there is nothing here to make its key from"
+                )
+    if fresh and not store and key is None:
+        raise ValueError("fresh must be False without store=True or key, not True")
+    if store and key is None and work is not None and work.model is None:
+        raise ValueError(
+            "key must be given to store the answer of a step without a model, not None: "
+            'key="my-workload" names it'
+        )
+
+
+def _tolerance(search: Search) -> float:
+    """How far from the largest size an answer may be: only one strategy stops early."""
+    return search.tolerance if search.strategy == "guided" else 0.0
+
+
+def _settings(search: Search, predict: bool) -> dict[str, Any]:
+    """The settings that change the answer. Limits do not: what they cut short is not kept."""
+    names = ["strategy", "min_size", "max_size", "multiple_of", "power_of_two", "tolerance", "soak"]
+    if search.strategy in ("halve", "grow"):
+        names += ["start", "attempts"]
+    settings = {name: getattr(search, name) for name in names}
+    if search.strategy == "guided":
+        settings["predict"] = predict  # who measures alone wants no end that a prediction has set
+    return settings

@@ -1,0 +1,462 @@
+"""A loader whose batch size can change while it runs: `ResizableLoader`.
+
+Rules
+- torch's DataLoader does the loading, with its own workers and through its public parts: our batch sampler
+  decides what goes into a batch at the moment when a worker is to begin with it (`_loader/batch_sampler.py`).
+- `batch_size` is the size over all ranks; each rank loads its part of every batch (`_loader/pure/deal.py`).
+- A size that a schedule gives is known when a batch is dealt, so it costs nothing. A size that is set counts
+  from the next batch on: what is in flight is void, workers drop it, and its samples are dealt again.
+- The order of a map-style dataset is a function of seed and epoch alone. The position in it is what was
+  handed to the user, in samples: it says everything, whatever the sizes, workers and ranks were or will be.
+- Nothing refers back to the iterator that a `for` loop holds: when the loop lets go, the workers go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from batchfit._arguments import check_flag
+from batchfit._counts import whole
+from batchfit._engine.snapshot.rng import undo_generator
+from batchfit._loader.batch_sampler import (
+    Dealer,
+    FixedOrder,
+    SampledOrder,
+    Settings,
+    StreamDealer,
+    checked_size,
+)
+from batchfit._loader.checks import (
+    check_data,
+    check_schedule,
+    check_workers,
+    look_ahead,
+    place_among_ranks,
+)
+from batchfit._loader.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
+from batchfit._loader.pure.deal import Deal, Ledger, count_batches, share
+from batchfit._loader.pure.progress import Plan, Progress
+from batchfit._schedule.pure.config import PlannedConfig
+
+_log = logging.getLogger("batchfit")
+
+
+@final
+class ResizableLoader:
+    """A DataLoader that shares batches out over ranks and can change their size at any time.
+
+        loader = batchfit.ResizableLoader(dataset, 256, shuffle=True, num_workers=4)
+        for batch in loader:
+            ...
+            loader.batch_size = 512  # from the next batch on
+
+    Given `schedule=`, workers know the sizes to come, and changes cost nothing. Keywords that DataLoader has
+    too mean what they mean there; the others:
+
+    - `batch_size`: samples of a batch over all ranks; not used while there is a schedule.
+    - `schedule`: a `BatchSizeConfig` that starts from `batch_size`, the `plan` of a `BatchSizeScheduler`, or
+      any object with `size_at(progress) -> int`.
+    - `rank`, `world_size`: those of `torch.distributed`, or one process, if they are not given.
+    - `seed`: of the shuffled order, which is a function of seed and epoch alone; the same on all ranks.
+    - `defer`: a size that is set waits until what workers have in flight was handed out.
+    - `tokens_per_sample`: lets a schedule count tokens.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 256,
+        *,
+        schedule: Plan | PlannedConfig | None = None,
+        shuffle: bool = False,
+        sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed: int = 0,
+        defer: bool = False,
+        tokens_per_sample: int | None = None,
+    ) -> None:
+        rank, world_size = place_among_ranks(rank, world_size)
+        self._streams = isinstance(dataset, IterableDataset)
+        check_data(dataset, self._streams, shuffle, sampler, world_size)
+        if tokens_per_sample is not None:
+            tokens_per_sample = whole(tokens_per_sample, name="tokens_per_sample", at_least=1)
+        size = checked_size("batch_size", batch_size, world_size)
+        check_workers(num_workers, timeout)
+        for name, flag in (
+            ("drop_last", drop_last),
+            ("pin_memory", pin_memory),
+            ("persistent_workers", persistent_workers),
+            ("defer", defer),
+        ):
+            check_flag(name, flag)
+        self._settings = Settings(size, None, rank, world_size, drop_last, tokens_per_sample)
+        self.dataset = dataset
+        self.sampler = sampler
+        self.defer = defer
+        self.num_workers = num_workers
+        self._shuffle = shuffle
+        self._seed = whole(seed, name="seed")
+        self._collate_fn = default_collate if collate_fn is None else collate_fn
+        self._keywords: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": StartWorker(worker_init_fn),
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            **({"pin_memory_device": pin_memory_device} if pin_memory_device else {}),
+        }
+        self._lock = threading.RLock()
+        # A number that workers see; with none there is nobody in flight to see it.
+        self._void_below = cast(
+            Number, multiprocessing.RawValue("q", 0) if num_workers else SimpleNamespace(value=0)
+        )
+        self._deals = _Deals()
+        self._dealer = self._new_dealer(Progress(), Ledger())
+        self._begun = False
+        self._next_epoch: int | None = None
+        self.schedule = schedule
+        self._loader = self._new_loader()
+
+    # What users read and set
+
+    @property
+    def batch_size(self) -> int:
+        """The size of the next batch, over all ranks. Setting it ends the schedule, if there is one."""
+        return self._settings.wanted(self.progress)
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        self.resize(size)
+
+    def resize(self, batch_size: int, *, defer: bool | None = None) -> None:
+        """Set the size from the next batch on; with `defer`, after what workers have in flight.
+
+        On several ranks, all of them must do so between the same two batches.
+        """
+        size = checked_size("batch_size", batch_size, self.world_size)
+        with self._lock:
+            if self._settings.schedule is not None:
+                _log.info("batch size set to %d: the loader's schedule ends here", size)
+                self._settings.ended = True
+            self._settings.schedule, self._settings.batch_size = None, size
+            self._changed(defer)
+
+    @property
+    def schedule(self) -> Plan | None:
+        """What gives the sizes; None where `batch_size` does. Setting it counts from the next batch on."""
+        return self._settings.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Plan | PlannedConfig | None) -> None:
+        if isinstance(schedule, PlannedConfig):
+            # A config that begins with a size of its own needs none.
+            initial = None if schedule.starts_by_itself else self._settings.batch_size
+            schedule = schedule.bind(
+                initial, world_size=self.world_size, tokens_per_sample=self._settings.tokens_per_sample
+            )
+        check_schedule(schedule)
+        with self._lock:
+            before, size = self._settings.schedule, self._settings.batch_size
+            if before is not None:
+                size = self.batch_size
+            self._settings.schedule = schedule
+            try:
+                self._settings.wanted(self.progress)
+            except Exception:
+                self._settings.schedule = before
+                raise
+            self._settings.batch_size = size  # where a schedule ends, its last size stays
+            self._settings.ended = False
+            if schedule is not None:
+                look_ahead(self._settings, self.progress, self._length, stacklevel=4)
+            self._changed(None)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come, by what was handed out."""
+        return self._dealer.progress
+
+    @property
+    def current(self) -> Deal | None:
+        """The batch that was handed out last: its `size` over all ranks, and where in the epoch it was."""
+        return self._dealer.current
+
+    @property
+    def current_progress(self) -> Progress | None:
+        """How far the run had come when that batch began: what a schedule was asked with for it."""
+        return self._dealer.current_progress
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean loss must be multiplied with, so that DDP's mean over ranks is the batch's.
+
+        1.0 where all ranks have equally many samples.
+        """
+        if self.current is None:
+            return 1.0
+        start, stop = share(self.current.size, self.rank, self.world_size)
+        return (stop - start) * self.world_size / self.current.size
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """What makes a batch of samples."""
+        return self._collate_fn
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the short last batch of an epoch is left out."""
+        return self._settings.drop_last
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this one is."""
+        return self._settings.rank
+
+    @property
+    def world_size(self) -> int:
+        """Over how many ranks a batch is shared out."""
+        return self._settings.world_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch comes next; without this, they count up by themselves.
+
+        After `load_state_dict` the epoch that was loaded goes on where it was, unless another one is set.
+        """
+        epoch = whole(epoch, name="epoch", at_least=0)
+        with self._lock:
+            if self._begun:
+                self._next_epoch = epoch
+            elif epoch != self._dealer.begun.epoch:
+                self._renew(epoch)
+
+    def __len__(self) -> int:
+        """Batches of this epoch: those handed out, and those to come by the size or schedule of now."""
+        with self._lock:
+            dealer, settings = self._dealer, self._settings
+            ledger, world_size = dealer.ledger, settings.world_size
+            left = self._length() - ledger.handed
+            if isinstance(dealer, StreamDealer):  # each rank's dataset tells a length of its own
+                left, world_size = self._length() - sum(place.handed for place in dealer.places), 1
+
+            def wanted(number: int, position: int) -> int:
+                at = dealer.progress_at(ledger.batches + number, ledger.handed + position)
+                size = settings.wanted(at)
+                start, stop = share(size, settings.rank, settings.world_size)
+                return stop - start if self._streams else size
+
+            # With one size the first batches are all alike, and not worth counting.
+            size = wanted(0, 0)
+            alike = max(0, left // size - 2) if settings.schedule is None else 0
+            left -= alike * size
+            rest = count_batches(left, wanted, world_size=world_size, drop_last=settings.drop_last)
+            return ledger.batches + alike + rest
+
+    # Going through an epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rest of the epoch that was loaded, or else a new epoch."""
+        with self._lock:
+            if self._begun:  # and not ended: somebody has left the loop
+                self._renew()
+            dealer = self._dealer
+            self._deals.dealer = dealer
+            # What the beginning of an epoch draws (DataLoader's seed for workers, with none too) was drawn
+            # before the checkpoint: drawn again, it would move every random number after it.
+            drawn_from = self._keywords["generator"] or torch.default_generator
+            with contextlib.ExitStack() as stack:
+                if dealer.ledger.batches > 0 and (undo := undo_generator(drawn_from)) is not None:
+                    stack.callback(undo)
+                if not self._streams:
+                    dealer.order = self._new_order(dealer)
+                iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
+            self._begun = True
+            return iteration
+
+    def _renew(self, epoch: int | None = None) -> None:
+        """Another epoch comes next."""
+        done = self._dealer.progress
+        if epoch is None:
+            epoch = done.epoch + 1 if self._next_epoch is None else self._next_epoch
+        begun = Progress(epoch, done.step, done.samples)
+        last = self._dealer
+        self._dealer = self._new_dealer(begun, last.ledger.next_epoch())
+        self._dealer.current, self._dealer.current_progress = last.current, last.current_progress
+        self._begun, self._next_epoch = False, None
+
+    def _changed(self, defer: bool | None) -> None:
+        if not (self.defer if defer is None else defer):
+            self._dealer.cancel()
+
+    def _new_dealer(self, begun: Progress, ledger: Ledger, state: Mapping[str, Any] | None = None) -> Dealer:
+        state = {} if state is None else state
+        if not self._streams:
+            return Dealer(self._settings, begun, ledger, self._void_below, state.get("sampler"))
+        places = [Place(**place) for place in state.get("workers", ())] or [Place()] * max(
+            1, self.num_workers
+        )
+        return StreamDealer(self._settings, begun, ledger, self._void_below, places)
+
+    def _new_order(self, dealer: Dealer) -> FixedOrder | SampledOrder:
+        epoch = dealer.begun.epoch
+        if self.sampler is not None:
+            saved, dealer.saved = dealer.saved, None
+            return SampledOrder(self.sampler, epoch, saved)
+        return FixedOrder(self._length(), self._seed + epoch if self._shuffle else None)
+
+    def _new_loader(self) -> DataLoader[Any]:
+        fetch: Any
+        if isinstance(self._dealer, StreamDealer):
+            fetch = StreamFetch(
+                self.dataset,
+                self._collate_fn,
+                self._void_below,
+                drop_last=self._settings.drop_last,
+                places=tuple(self._dealer.places),
+                run=self._dealer.run,
+            )
+        else:
+            fetch = IndexFetch(self.dataset, self._collate_fn, self._void_below)
+        return DataLoader(fetch, batch_sampler=self._deals, collate_fn=as_it_is, **self._keywords)
+
+    def _length(self) -> int:
+        return len(self.dataset if self.sampler is None else self.sampler)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, by what was handed out; of all ranks, so that any of them may save it."""
+        with self._lock:
+            ledger, progress = self._dealer.ledger, self.progress
+            return {
+                "version": 1,
+                "epoch": progress.epoch,
+                "position": ledger.handed,
+                "batches": ledger.batches,
+                "step": progress.step,
+                "samples": progress.samples,
+                "batch_size": self._settings.batch_size,
+                "schedule_ended": self._settings.ended,
+                "seed": self._seed,
+                "order": self._order_name,
+                "length": None if self._streams or self.sampler is not None else self._length(),
+                **self._dealer.state(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called; the next `for` loop begins in the midst of that epoch.
+
+        The numbers of workers and of ranks may differ; for an iterable dataset that of workers may not.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
+        if state.get("version") != 1:
+            raise ValueError(f"state must be of version 1, not {state.get('version')!r}")
+        if state["order"] != self._order_name:
+            raise ValueError(f"state must be of a loader that is {self._order_name}, not {state['order']!r}")
+        if state["length"] is not None and state["length"] != self._length():
+            raise ValueError(f"state must be of {self._length()} samples, not {state['length']!r}")
+        places = tuple(Place(**place) for place in state.get("workers", ()))
+        if self._streams and len(places) != max(1, self.num_workers):
+            raise ValueError(
+                f"num_workers must be {len(places)} to go on in an iterable dataset, which each worker reads "
+                f"on its own, not {self.num_workers!r}"
+            )
+        if any(place.handed and place.state is None for place in places):
+            warnings.warn(
+                "the dataset has no state_dict: what was consumed is read again and thrown away, which is "
+                "exact only if it gives the same samples in the same order",
+                stacklevel=2,
+            )
+        size = checked_size("batch_size", state["batch_size"], self.world_size)
+        with self._lock:
+            self._seed, self._settings.batch_size = state["seed"], size
+            if state.get("schedule_ended", False):  # by a size that was set, which still counts
+                self._settings.schedule, self._settings.ended = None, True
+            handed, batches = state["position"], state["batches"]
+            begun = Progress(state["epoch"], state["step"] - batches, state["samples"] - handed)
+            ledger = self._dealer.ledger.resumed(handed, batches)
+            self._dealer = self._new_dealer(begun, ledger, state)
+            self._begun, self._next_epoch = False, None
+            if self._streams:  # workers that live must begin anew
+                self._loader = self._new_loader()
+
+    @property
+    def _order_name(self) -> str:
+        if self._streams:
+            return "iterable"
+        return "sampled" if self.sampler is not None else "shuffled" if self._shuffle else "sequential"
+
+
+class _Deals:
+    """The batch sampler that DataLoader gets: whoever deals now."""
+
+    dealer: Dealer
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.dealer
+
+
+@final
+class _Iteration(Iterator[Any]):
+    """One pass: hands out what DataLoader brings, unless it was made void meanwhile."""
+
+    def __init__(
+        self,
+        loader: ResizableLoader,
+        dealer: Dealer,
+        batches: Iterator[Arrived],
+        lock: threading.RLock,
+    ) -> None:
+        self._loader = loader
+        self._dealer = dealer
+        self._batches: Iterator[Arrived] | None = batches
+        self._lock = lock
+
+    def __next__(self) -> Any:
+        with self._lock:
+            if self._batches is None:
+                raise StopIteration
+            dealer = self._dealer
+            if self._loader._dealer is not dealer:
+                self._batches = None
+                raise RuntimeError(
+                    "this iterator has ended: its loader was iterated anew, or got another state or epoch. "
+                    "Use two loaders to read the data twice at the same time."
+                )
+            for serial, data in self._batches:
+                if handed := dealer.arrive(serial, data):
+                    return handed[0]
+            self._batches = None
+            if dealer.failure is not None:
+                raise dealer.failure
+            self._loader._renew()
+            raise StopIteration
+
+    def __del__(self) -> None:
+        if self._batches is not None:
+            self._dealer.abandon()

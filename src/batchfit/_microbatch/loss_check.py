@@ -1,0 +1,293 @@
+"""A look at the user's loss before a batch is cut for the first time: can it be cut at all?
+
+Rules
+- `fn` runs without gradients on a few samples of the batch, alone and joined; `_microbatch.pure.loss_kind`
+  decides. How many samples does not depend on the microbatches: those may be of one sample.
+- Modules are in eval mode meanwhile (the attribute; no method of theirs is called), since dropout moves a
+  loss, and BatchNorm compares samples by itself, which is said elsewhere. Where `fn` cannot run so, only
+  those two kinds of layers are. What is random all the same is read several times.
+- An OOM here means fewer samples, never an error. Buffers and random numbers are the caller's to restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.transfer import feed
+from batchfit._engine.device.oom_guard import attempt, recover
+from batchfit._engine.device.resolve import Device
+from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.snapshot.coverage import loss_key
+from batchfit._engine.workload.checks import loss_and_outputs
+from batchfit._microbatch.batch_norm import BatchNorm
+from batchfit._microbatch.pure.loss_kind import (
+    Join,
+    Kind,
+    Reading,
+    after,
+    differs,
+    finite,
+    is_noisy,
+    kind_of,
+    scale_of,
+)
+from batchfit._microbatch.weights import Weighing
+from batchfit.errors import BatchfitError, CollectivesError
+
+log = logging.getLogger("batchfit")
+
+# How often a random loss is read: at first, and at most, where the difference may be noise.
+_READINGS: Final = 8
+_MOST_READINGS: Final = 32
+# Samples in each of the two sets. More where few show nothing: losses of zero (a margin that all samples
+# keep, no two samples of one class), or no number (no label counts).
+_FEW: Final = 2
+_MORE: Final = 8
+# Batches that are looked at where nothing is seen, and functions that are remembered.
+_MOST_LOOKS: Final = 8
+_MOST_FUNCTIONS: Final = 64
+
+OnCompared = Literal["error", "warn", "ignore"]
+Weigh = Callable[[Sequence[Any], Sequence[Piece]], Sequence[float] | None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What a look at the loss has shown."""
+
+    kind: Kind
+    samples: int = 0  # in both sets together
+    losses: tuple[float, ...] = ()  # of the two sets, of both together, and of what was joined to them
+    weighed: float | None = None  # what the weights make of the sets' losses, where that is another loss
+
+
+@final
+class LossCheck:
+    """Which functions have been looked at, and what is said of what was seen."""
+
+    def __init__(
+        self, weighing: Weighing, *, reduction: str, on_compared: OnCompared, advice: Mapping[str, str]
+    ) -> None:
+        self._weighing = weighing
+        self._reduction = reduction
+        self._on_compared = on_compared
+        self._advice = advice
+        self._left: dict[object, int] = {}  # looks that are left, for each function
+        self.is_off = on_compared == "ignore"
+
+    def is_due(self, fn: Any) -> bool:
+        """Whether a batch of this function is to be looked at before it is cut."""
+        return not self.is_off and self._left.get(loss_key(fn), _MOST_LOOKS) > 0
+
+    @property
+    def weigh(self) -> Weigh | None:
+        """The shares of microbatches in the batch's mean; None where losses are sums."""
+        if self._reduction == "sum":
+            return None
+        return lambda micros, plan: self._weighing.shares(micros, plan)[0]
+
+    def run(self, look: LossLook) -> None:
+        """Look at the loss; refuse one that cannot be cut, and warn of one that is not what it should be."""
+        found, key = look.look(), loss_key(look.fn)
+        if len(self._left) >= _MOST_FUNCTIONS:
+            self._left.clear()
+        self._left[key] = self._left.get(key, _MOST_LOOKS) - 1 if found.kind == "unclear" else 0
+        if found.kind == "compared" and self._on_compared == "warn":
+            log.warning("%s", self._why(found))
+        elif found.kind == "compared":
+            del self._left[key]  # it is refused again where it comes again
+            raise BatchfitError(self._why(found))
+        elif found.kind in ("mean", "sum") and found.kind != self._reduction:
+            log.warning(
+                "fn returns a %s over its samples, and with reduction=%r the gradients are not those of the "
+                "batch. %s",
+                found.kind,
+                self._reduction,
+                self._advice[found.kind],
+            )
+        elif found.weighed is not None:
+            log.warning(
+                "fn returns a mean, but not over what microbatches are weighted by: the loss of %d samples "
+                "is %.4g, and the weights make %.4g of those of its two halves (%.4g and %.4g), so the "
+                "gradients are not those of the batch. Pass weight=, which counts what the loss divides by",
+                found.samples,
+                found.losses[2],
+                found.weighed,
+                *found.losses[:2],
+            )
+
+    def _why(self, found: Looked) -> str:
+        more = f", and {found.losses[3]:.4g} where more samples are joined to them" * (len(found.losses) > 3)
+        return (
+            "fn's loss is neither a mean nor a sum over its samples, so microbatches do not add up to the "
+            f"batch: {found.samples} samples give {found.losses[2]:.4g}, their two halves "
+            f"{found.losses[0]:.4g} and {found.losses[1]:.4g}{more}. Samples are compared with each other "
+            "(in-batch negatives, mined triplets), or some terms are means and others sums. "
+            + self._advice["compared"]
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LossLook:
+    """Looks at one function with samples of one batch."""
+
+    fn: Callable[[Any], Any]
+    whole: Whole
+    plan: Sequence[Piece]
+    modules: Sequence[nn.Module]
+    compiled: bool
+    target: torch.device | None  # where microbatches go
+    device: Device
+    weigh: Weigh | None  # the shares of microbatches in the batch's mean; None: losses are sums
+    check: Callable[[], None]  # called after each call of `fn`: it refuses one that sends to other ranks
+
+    def look(self) -> Looked:
+        """What kind of loss it is; "unclear" where nothing could be seen."""
+        most = self.whole.length // 2
+        few = min(_FEW, most)
+        found = self._with(few)
+        if found is None and few > 1:
+            return self._with(1) or Looked("unclear")
+        if found is not None and found.kind == "unclear" and most > few:
+            found = self._with(min(_MORE, most)) or found
+        return found or Looked("unclear")
+
+    def _with(self, count: int) -> Looked | None:
+        """A look at two sets of `count` samples; None: out of memory."""
+        for only in (None, (BatchNorm, _DropoutNd)):
+            found: list[Looked] = []
+            try:
+                with _in_eval_mode(self.modules, only), _eagerly(self.compiled), torch.no_grad():
+                    failure = attempt(
+                        lambda into=found: into.append(self._looked(count)),  # type: ignore[misc]
+                        device=self.device,
+                        last=False,
+                        note=lambda: "batchfit: raised while the loss of a few samples was looked at",
+                    )
+            except CollectivesError:
+                raise
+            except Exception as error:  # noqa: BLE001 - in eval mode, say, it returns no loss
+                log.debug("the loss of a few samples could not be looked at: %r", error)
+                continue
+            finally:
+                torch.clear_autocast_cache()
+            if failure is not None:
+                recover(self.device)
+                return None
+            return found[0]
+        return Looked("unclear")
+
+    def _looked(self, count: int) -> Looked:
+        sets = self._sets(count)
+        values: dict[str, list[float]] = {name: [] for name in sets}
+
+        def read(times: int) -> list[Join]:
+            for name, micro in sets.items():
+                while len(values[name]) < times:
+                    values[name].append(self._loss(micro(), alone=name.isdecimal()))
+            return finite(_joins({name: Reading(tuple(found)) for name, found in values.items()}))
+
+        values["ab"] = [self._loss(sets["ab"]()) for _ in range(2)]
+        joins = read(_READINGS if Reading(tuple(values["ab"])).is_random else 1)
+        if is_noisy(joins):
+            joins = read(_MOST_READINGS)
+        means = {name: Reading(tuple(found)).mean for name, found in values.items()}
+        losses = tuple(means[name] for name in ("a", "b", "ab", "abab", "abc") if name in means)
+        kind, weighed = kind_of(joins), None
+        if kind == "mean" and self.weigh is not None:
+            shares = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
+            if shares is not None and all(map(math.isfinite, losses[:3])):
+                wanted = shares[0] * losses[0] + shares[1] * losses[1]
+                weighed = wanted if differs(Reading(tuple(values["ab"])), wanted, scale_of(joins)) else None
+        return Looked(kind, 2 * count, losses, weighed)
+
+    def _sets(self, count: int) -> dict[str, Callable[[], Any]]:
+        """Microbatches by name; made for each call, since `fn` may write into what it gets."""
+        whole = self.whole
+        if not whole.can_take:
+            rest = min(2 * count, whole.length - 2 * count)
+            cuts = {"a": (0, count), "b": (count, 2 * count), "ab": (0, 2 * count)}
+            if rest:
+                cuts.update(c=(2 * count, 2 * count + rest), abc=(0, 2 * count + rest))
+            if count == _FEW:
+                cuts.update({str(at): (at, at + 1) for at in range(2 * count)})
+            return {name: _cutting(whole, *cut) for name, cut in cuts.items()}
+        order = [at for piece in self.plan for at in _samples(piece, whole.length)]
+        length = None if whole.trimmer is None else max(piece.length or 0 for piece in self.plan)
+        # From both ends: a batch may be sorted by class, and a miner needs two of one and one of another.
+        a, b = order[:count], order[-count:]
+        lists = {"a": a, "b": b, "ab": [*a, *b], "abab": [*a, *b, *a, *b], "aab": [*a, *a, *b]}
+        if count == _FEW:
+            lists.update({str(at): [at] for at in lists["ab"]})
+        return {name: lambda one=one: whole.take(one, length) for name, one in lists.items()}  # type: ignore[misc]
+
+    def _loss(self, micro: Any, *, alone: bool = False) -> float:
+        """The loss; `alone`: one sample, which some losses cannot be of."""
+        (micro,) = feed([micro], self.target)
+        try:
+            found = float(loss_and_outputs(self.fn(micro))[0])
+        except (ValueError, TypeError, IndexError, ZeroDivisionError):
+            if not alone:
+                raise
+            found = math.nan
+        self.check()
+        return found
+
+
+def _joins(read: dict[str, Reading]) -> list[Join]:
+    a, b, ab = read["a"], read["b"], read["ab"]
+    joins = [Join((a, b), ab)]
+    if "abc" in read:
+        joins.append(Join((ab, read["c"]), read["abc"]))
+    if "abab" in read:
+        joins.append(Join((ab, ab), read["abab"]))
+        joins.append(Join((a, ab), read["aab"], None if ab.is_random else after(joins[0])))
+    alone = tuple(found for name, found in read.items() if name.isdecimal())
+    if alone:
+        joins.append(Join(alone, ab))
+    if alone and "abab" in read:
+        joins.append(Join(alone * 2, read["abab"]))
+    return joins
+
+
+def _samples(piece: Piece, length: int) -> Sequence[int]:
+    return range(length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
+
+
+def _cutting(whole: Whole, begin: int, end: int) -> Callable[[], Any]:
+    sizes = [begin, end - begin, whole.length - end]
+    return lambda: whole.cut([size for size in sizes if size])[1 if begin else 0]
+
+
+@contextmanager
+def _in_eval_mode(modules: Sequence[nn.Module], only: tuple[type, ...] | None) -> Iterator[None]:
+    """Inside, these modules (`only`: those of these kinds) do not train."""
+    training = [one for one in modules if one.training and (only is None or isinstance(one, only))]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _eagerly(compiled: bool) -> AbstractContextManager[Any]:
+    """Compiled code as it was written: it would be compiled again for sizes that are never needed."""
+    if not compiled or "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return eager

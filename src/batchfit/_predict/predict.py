@@ -1,0 +1,323 @@
+"""`predict_batch_size`: the largest size, from a trace with fake tensors. Nothing is run out of memory.
+
+Rules:
+- An oracle (`_predict.oracle`) answers from a trace. With a GPU, two small real runs tell what it did not
+  see.
+- Under `torch.distributed` all ranks predict, and all get the answer of the one on which the fewest fit.
+- What cannot be traced is an `UntraceableError` that names operation and line; it is never guessed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import batchfit
+from batchfit._engine.allocator.caching import Rules
+from batchfit._engine.allocator.footprint import Footprint
+from batchfit._engine.allocator.gpus import Card, card_named
+from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
+from batchfit._engine.device.cuda import is_capped
+from batchfit._engine.device.resolve import device_to_run, tensors_in
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trace.workload import STRAIGHT, Traced, rules_for, trace_workload
+from batchfit._engine.trial.trial import run_trial
+from batchfit._predict.oracle import (
+    Basis,
+    Oracle,
+    Oracles,
+    allocator_caveats,
+    allocator_rules,
+    held_beside,
+    is_recurrent,
+    margin_of,
+)
+from batchfit._predict.ranks import joint
+from batchfit._units import format_bytes, parse_bytes
+from batchfit.errors import NothingFitsError
+from batchfit.results import Answer, Point, Prediction, Trial
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+_MUCH = 0.05  # of a budget, beside the margin: unused, it is explained
+_SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
+
+Budget = int | str
+
+
+def predict_batch_size(
+    workload: Workload | Callable[[int], object],
+    *,
+    budget: Budget | Sequence[Budget] | None = None,
+    gpu: str | None = None,
+    max_size: int | None = None,
+    margin: float | None = None,
+    calibrate: bool | None = None,
+    expandable_segments: bool | None = None,
+) -> Prediction:
+    """Predict the largest batch size that fits, without a GPU and without running out of memory.
+
+    ```python
+    pred = batchfit.predict_batch_size(workload, budget="80GiB")
+    print(pred.batch_size, pred.peak_bytes_at(64))
+    ```
+
+    Args:
+        workload: what one step is. Its state must be declared: the trace works on fakes of it.
+        budget: bytes the program may use ("80GiB"), or several: then `answers` has one for each, and
+            `batch_size` is the first one's. Default: what is free on the GPU, or all of `gpu`.
+        gpu: the GPU to predict for ("h100", "rtx4090", or as nvidia-smi prints it): its memory and its
+            choice of kernels. Of a name that is made with several memories ("a100") the smallest is taken,
+            and a caveat says so.
+        max_size: the largest size that is wanted.
+        margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
+            not run, 1 % calibrated; 5 % where there are recurrent layers.
+        calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
+            declared, so that it can be put back.
+        expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
+            allocator's source and measured for a few models only: a caveat of the answer says so.
+
+    Raises:
+        UntraceableError: the step cannot be traced; names the operation and the line.
+        NothingFitsError: not even one sample fits (with one budget).
+    """
+    work = as_workload(workload)
+    _check_arguments(max_size, margin, calibrate, expandable_segments)
+    card = None if gpu is None else card_named(gpu)
+    asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
+    return joint(asked, Ranks.current())
+
+
+def _predicted(
+    work: Workload,
+    budget: Budget | Sequence[Budget] | None,
+    card: Card | None,
+    max_size: int | None,
+    margin: float | None,
+    calibrate: bool | None,
+    expandable_segments: bool | None,
+) -> Prediction:
+    """What this process predicts."""
+    begun = time.perf_counter()
+    rules = rules_for(work, card)
+    here = rules.device.type == "cuda"
+    if calibrate and not here:
+        raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
+    budgets = _budgets(budget, card, work if here else None)
+    capped = here and is_capped(device_to_run(work), min(budgets))
+    settings = allocator_rules(expandable_segments, capped=capped)
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
+    basis: Basis = "GPU, not run" if here else "no GPU"
+    residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
+    trials: tuple[Trial, ...] = ()
+    if here and (work.declared if calibrate is None else calibrate):
+        measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
+        if trials:  # else what is held beside the workload still counts
+            residual, basis = measured, "calibrated"
+    share = margin_of(traced, basis) if margin is None else margin
+    oracles = Oracles([Oracle(traced, settings, residual)])
+    found = [oracles.largest(one, share, max_size) for one in budgets]
+    if found[0] is None and len(budgets) == 1:
+        raise NothingFitsError(
+            1,
+            device=rules.card.name,
+            budget_bytes=budgets[0],
+            peak_bytes=oracles.of(1).peak(1),
+            state_bytes=oracles.of(1).traced.at(1).state_bytes,
+            detail="predicted",
+        )
+    return _prediction(oracles, budgets, found, basis, share, trials, card, begun, max_size)
+
+
+def calibration(
+    traced: Traced, rules: Rules, *, budget_bytes: int
+) -> tuple[tuple[float, float], tuple[Trial, ...]]:
+    """What two small real runs need beyond the trace: fixed bytes, and bytes a sample.
+
+    Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
+    """
+    footprint, work = traced.footprint, traced.workload
+    if footprint is None:
+        return (0.0, 0.0), ()
+    place = device_to_run(work)
+    budget_bytes = min(budget_bytes, place.budget_bytes())  # what is asked about may be a larger card
+    end = largest(
+        footprint,
+        capacity_bytes=round(budget_bytes * 0.9),
+        rules=rules,
+        may_retry=traced.may_retry,
+    )
+    if end is None or end.size < 4:
+        return (0.0, 0.0), ()
+    knee = max(piece.size for piece in footprint.pieces(end.size))
+    first = min(max(int(knee) + 1, end.size // 8, 1), max(1, end.size // 4))
+    second = max(first + 1, end.size // 3)
+    snapshot = Snapshot.take(work.state)
+    parameters = [one for one in tensors_in(work.state) if one.requires_grad]
+    steps = 1 if traced.may_retry else 3  # all of a call that generates is gone after it
+    trials = []
+    with place.limit(budget_bytes):
+        for size in (first, second):
+            trial = run_trial(
+                work.step, size, device=place, snapshot=snapshot, parameters=parameters, steps=steps
+            )
+            trials.append(trial)
+            if not trial.fits or trial.peak_bytes is None:
+                log.warning("batch size %d did not run, so the prediction is not calibrated", size)
+                return (0.0, 0.0), ()
+    gaps = [
+        (trial.peak_bytes or 0)
+        - simulate(footprint, trial.size, capacity_bytes=None, rules=rules, steps=steps).peak_allocated_bytes
+        for trial in trials
+    ]
+    return residual_of(
+        (first, gaps[0]), (second, gaps[1]), small=_SMALL_GAP * (trials[1].peak_bytes or 0)
+    ), tuple(trials)
+
+
+def _prediction(
+    oracles: Oracles,
+    budgets: list[int],
+    found: list[Simulation | None],
+    basis: Basis,
+    margin: float,
+    trials: Sequence[Trial],
+    card: Card | None,
+    begun: float,
+    most: int | None,
+) -> Prediction:
+    traced = oracles.all[0].traced
+    answers = tuple(
+        Answer(
+            budget_bytes=budget,
+            batch_size=0 if one is None else one.size,
+            peak_bytes=0 if one is None else one.peak_allocated_bytes,
+            name=card.name if card is not None and budget == card.usable_bytes else "",
+            reason="" if one is None else _reason(oracles, one, budget, margin, most),
+        )
+        for budget, one in zip(budgets, found, strict=True)
+    )
+    top = max((answer.batch_size for answer in answers), default=0)
+    size = answers[0].batch_size or 1
+    phase, operation = peak_of(oracles.of(size).traced.at(size), size)
+    pieces = [] if traced.footprint is None else traced.footprint.pieces(max(top, 1))
+    return Prediction(
+        batch_size=answers[0].batch_size,
+        budget_bytes=budgets[0],
+        peak_bytes=answers[0].peak_bytes,
+        peak_phase=phase,
+        peak_operation=operation,
+        margin=margin,
+        based_on=basis,
+        card=traced.rules.card.name,
+        card_measured=traced.rules.card.measured,
+        answers=answers,
+        curve=tuple(_curve(oracles, answers)),
+        knees=tuple(piece.size for piece in pieces[1:]),
+        unseen=(*_unseen(traced), *allocator_caveats(oracles.all[0].rules)),
+        check=traced.check,
+        trace_sizes=traced.sizes,
+        trials=tuple(trials),
+        trace_s=traced.trace_s,
+        elapsed_s=time.perf_counter() - begun,
+        batchfit_version=batchfit.__version__,
+        torch_version=torch.__version__,
+        samples=traced.workload._samples,
+    )
+
+
+def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: float, most: int | None) -> str:
+    """Why no larger size is answered; empty where little of the budget is left."""
+    size, oracle = found.size, oracles.of(found.size)
+    if found.peak_allocated_bytes >= (1 - margin - _MUCH) * budget_bytes:
+        return ""
+    if size == most:
+        return "max_size is reached"
+    if oracle.traced.footprint is None:  # the next size would need a trace of its own
+        return ""
+    capacity_bytes = round(budget_bytes * (1 - margin))
+    if oracle.run(size + 1, capacity_bytes).sustained:
+        return "of the sizes above it only some run: memory falls into pieces"
+    free = oracle.run(size + 1, None, bare=True)
+    peak, reserved = format_bytes(free.peak_allocated_bytes), format_bytes(free.peak_reserved_bytes)
+    larger = f"a batch of {size + 1}"
+    if free.peak_allocated_bytes > capacity_bytes:
+        return f"{larger} would have a peak of {peak}"
+    if free.peak_reserved_bytes > capacity_bytes:
+        return f"{larger} would reserve {reserved} for a peak of {peak}: memory falls into pieces"
+    return f"{larger} finds no room in a replay of the allocator"
+
+
+def _curve(oracles: Oracles, answers: Sequence[Answer]) -> list[Point]:
+    """Memory at sizes from 1 to a little beyond the largest answer."""
+    top = max(2, *(answer.batch_size for answer in answers))
+    sizes = {1, top, *(answer.batch_size for answer in answers if answer.batch_size)}
+    for one in oracles.all:
+        sizes |= {size for size in one.traced.traced_sizes if oracles.of(size) is one}
+    if oracles.all[0].traced.footprint is not None:
+        shares = (0.03, 0.06, 0.12, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0, 1.15, 1.3)
+        for size in (2, *(max(1, round(top * share)) for share in shares)):
+            # Between small sizes that were traced by themselves lines from far above would be off.
+            if size > max(oracles.of(size).traced.traced_sizes, default=1):
+                sizes.add(size)
+    points = []
+    for size in sorted(sizes):
+        found = oracles.of(size).run(size, None)
+        points.append(
+            Point(size=size, peak_bytes=found.peak_allocated_bytes, reserved_bytes=found.peak_reserved_bytes)
+        )
+    return points
+
+
+def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
+    """The phase and the operation at the highest moment."""
+    event = footprint.events[footprint.moment_of_peak(size)]
+    origin = footprint.origins[event if event >= 0 else ~event]
+    return origin.phase, origin.operation
+
+
+def _unseen(traced: Traced) -> tuple[str, ...]:
+    notes = list(traced.unseen)
+    if traced.check > STRAIGHT:
+        notes.append(
+            f"memory is no straight line in the batch size (a check was {traced.check:.1%} off), so each "
+            "size was traced"
+        )
+    elif traced.footprint is None:
+        notes.append("the step allocates in another order at each size, so each size was traced")
+    if is_recurrent(traced):
+        notes.append(
+            "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
+        )
+    return (*notes, *traced.rules.card.caveats)
+
+
+def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[int]:
+    if budget is None:
+        if card is not None:
+            return [card.usable_bytes]
+        if on_gpu is None:
+            raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
+        return [device_to_run(on_gpu).budget_bytes()]
+    if isinstance(budget, str | int) or not isinstance(budget, Sequence):
+        return [parse_bytes(budget)]
+    found = [parse_bytes(one) for one in budget]
+    if not found:
+        raise ValueError("budget must name at least one budget, not an empty list")
+    return found
+
+
+def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segments: Any) -> None:
+    if max_size is not None and (type(max_size) is not int or max_size < 1):
+        raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
+    if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
+        raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
+    for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True, False or None, not {value!r}")

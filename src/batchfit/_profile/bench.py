@@ -1,0 +1,241 @@
+"""Steps of one workload timed at one size after another, on all ranks, each time from the same state.
+
+Rules:
+- What was measured is the same on all ranks: the slowest rank's times and the highest readings, so that all
+  decide the same.
+- A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
+  trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
+- FLOPs are counted in a step more at the end of one timing, when times and peaks have been read: putting the
+  state back once for both is what makes it cheap.
+- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
+  out of memory is None.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Self, TypeVar, final
+
+from torch import nn
+
+from batchfit._engine.device import oom
+from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.resolve import Device, Peaks, tensors_in
+from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.in_process import QuickCollections, collect_garbage
+from batchfit._engine.trial.trial import put_back, run_trial
+from batchfit._engine.virtual_memory.eager import eagerly
+from batchfit._engine.workload import loop, phase
+from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
+from batchfit._microbatch.checks import compilations
+from batchfit._profile.model_inputs import InputsSeen, watched_inputs
+from batchfit._profile.pure.steady import Timing
+from batchfit._profile.readings import flops_of, refuses_to_count
+from batchfit._profile.timing import UNCOUNTED, Run, Step, counts_memory, run_timed
+from batchfit.workload import Workload
+
+T = TypeVar("T")
+
+
+@final
+class Bench:
+    """Times a workload; used as a context, within which the budget holds."""
+
+    def __init__(
+        self, work: Workload, place: Device, ranks: Ranks, *, budget_bytes: int, deadline_s: float | None
+    ) -> None:
+        self.work, self.place, self.ranks = work, place, ranks
+        self.budget_bytes, self.deadline_s = budget_bytes, deadline_s
+        self.own_s: dict[
+            int, float
+        ] = {}  # this rank's step time by size, before the slowest one's replaces it
+        self.seen: dict[int, InputsSeen] = {}
+        self.flops_per_sample: float | None = None  # where they were counted
+        self.model = work.model
+        self._memory: dict[int, Run] = {}
+        self._readings: list[Reading] = []
+        self._held_bytes: int | None = None  # the least that any size has held between steps
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._snapshot = Snapshot.take(self.work.state)
+        self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
+        collect_garbage(self.work, self.place)
+        with ExitStack() as stack:
+            self._collections = stack.enter_context(QuickCollections())
+            if counts_memory(self.place):
+                stack.enter_context(self.place.limit(self.budget_bytes))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)  # type: ignore[arg-type]
+
+    def time(
+        self,
+        size: int,
+        timing: Timing,
+        *,
+        smallest: bool = False,
+        step: Step | None = None,
+        count_flops: bool = False,
+    ) -> Run:
+        """Time steps at `size`; `step` stands for the workload's own.
+
+        `count_flops`: one step more, after the timed ones, for `flops_per_sample`.
+        """
+        memory = self._memory_trial(size, smallest=smallest) if step is None else None
+        if memory is not None and not memory.fits:
+            return memory
+        with watched_inputs(self.model) as seen:
+            run = run_timed(
+                self.work.step if step is None else step,
+                size,
+                device=self.place,
+                snapshot=self._snapshot,
+                timing=timing,
+                deadline_s=self.deadline_s,
+                agree=self._agree(size),
+                raise_ambiguous=smallest,
+                after=partial(self._count_flops, size) if count_flops else None,
+                parameters=self._parameters,
+            )
+        if not run.fits:
+            self._collections.thorough()
+        if step is None:
+            self.seen[size] = seen
+        if self.model is None and not compilations():
+            # A step of the caller's own: its first module is looked at once it is clear that nothing is
+            # compiled, for a hook on a part of a compiled function would make that compile again.
+            self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
+        if run.times_s and step is None:
+            self.own_s[size] = run.interval.median
+        if memory is not None:
+            run.peaks, run.held_bytes = memory.peaks, memory.held_bytes
+        run = self._of_all(run)
+        if step is None:
+            self._learn(run)
+        return run
+
+    def limit(self) -> int | None:
+        """The largest size that memory allows, as the readings have it; None where they say nothing."""
+        if not self._readings:
+            return None
+        outlook = Curve.through(
+            self._readings, budget_bytes=self.budget_bytes, floor_bytes=self._held_bytes
+        ).outlook()
+        most = max(outlook.safe, outlook.low, float(self._readings[-1].size))
+        return None if most == float("inf") or most > 2**40 else int(most)
+
+    def _count_flops(self, size: int) -> bool:
+        """Count the operations of one step more, which the timing puts back; False where it was cut off."""
+        ambient = sys.exception()
+        try:
+            with eagerly():
+                counted = flops_of(self.work.step, size)
+        except Exception as error:
+            if oom.classify(error, ambient=ambient) not in ("oom", "too_large") and not refuses_to_count(
+                error
+            ):
+                raise
+            return False
+        self.flops_per_sample = counted / (size * self.work._passes) if counted else None
+        return True
+
+    def briefly(self, read: Callable[[], T]) -> T | None:
+        """What `read` says, which may run steps; None where it ran out of memory. State is put back."""
+        raised: BaseException | None = None
+        ambient = sys.exception()
+        answer: T | None = None
+        counts = counts_memory(self.place)
+        with Interrupts() as interrupts:
+            try:
+                with loop.running(), interrupts.opened():
+                    answer = read()
+            except Exception as error:
+                if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
+                    raised = error
+                    raise
+            except BaseException as error:
+                raised = error
+                raise
+            finally:
+                phase.clear()
+                put_back(self._snapshot, self.place if counts else UNCOUNTED, raised, cut_off=answer is None)
+                raised = None
+        return answer
+
+    def _agree(self, size: int) -> Callable[[bool, bool], bool | None]:
+        def agree(wants_more: bool, failed: bool) -> bool | None:
+            if self.ranks.world_size == 1:
+                return None if failed else wants_more
+            told = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
+            return None if any(one[1] for one in told) else any(one[0] for one in told)
+
+        return agree
+
+    def _of_all(self, run: Run) -> Run:
+        """One run that stands for all ranks': the slowest's times, the highest readings."""
+        if self.ranks.world_size == 1:
+            return run
+        told = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
+        failed = next((one for one in told if one["outcome"] != "fits"), None)
+        slowest = failed or max(told, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
+        peaks = [one["peaks"] for one in told if one["peaks"] is not None]
+        merged = Run(**{**slowest, "peaks": None})
+        merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        merged.held_bytes = min(
+            (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
+        )
+        if peaks:
+            merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
+        return merged
+
+    def _memory_trial(self, size: int, *, smallest: bool) -> Run | None:
+        """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
+        if counts_memory(self.place):
+            return None
+        if size in self._memory:
+            return self._memory[size]
+        with eagerly(), self.place.limit(self.budget_bytes):
+            trial = run_trial(
+                self.work.step,
+                size,
+                device=self.place,
+                snapshot=self._snapshot,
+                parameters=self._parameters,
+                steps=2,
+                raise_ambiguous=smallest,
+            )
+        outcome: Any = "too_large" if trial.outcome == "too_large" else "oom"
+        if self.ranks.any(not trial.fits, doing=f"the memory of batch size {size}"):
+            return Run(size, outcome="oom" if trial.fits else outcome, message=trial.message)
+        run = Run(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
+        self._memory[size] = run
+        return run
+
+    def _learn(self, run: Run) -> None:
+        if not run.fits or run.peaks is None:
+            return
+        reading = Reading.of(
+            run.size,
+            run.peaks.allocated_bytes,
+            reserved_bytes=run.peaks.reserved_bytes,
+            split_bytes=run.peaks.split_bytes,
+            releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
+        )
+        if run.held_bytes is not None:
+            known = (run.held_bytes, self._held_bytes)
+            self._held_bytes = min(one for one in known if one is not None)
+        if reading is not None:
+            self._readings = [one for one in self._readings if one.size != run.size]
+            self._readings = sorted([*self._readings, reading], key=lambda one: one.size)
+
+
+def _highest(values: Any) -> Any:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,63 @@
+"""`batchfit.report`: results as one HTML file.
+
+Rules: an output that cannot be written and an input that cannot be read are told before anything is written;
+the file is there whole or not at all; torch is not needed. Charts are drawn by `batchfit._charts.svg`, which
+says why no plotting library is in the file: a report has about 100 KB at most.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchfit._files import write_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from batchfit.results import Result
+
+
+def report(
+    result: Result | str | Path | Iterable[Result | str | Path], path: str | Path, *, title: str | None = None
+) -> Path:
+    """Write a report about one or several results, and say where it is.
+
+    >>> batchfit.report(batchfit.find_batch_size(workload), "report.html")  # doctest: +SKIP
+    PosixPath('report.html')
+
+    Results may be given as values, or as the paths of their JSON files. A file that is no result raises
+    `batchfit.errors.ResultFileError`, which names the field.
+    """
+    from batchfit._report.files import sources_of
+    from batchfit._report.page import page
+
+    where = checked_path(path)
+    if title is not None and not isinstance(title, str):
+        raise TypeError(f"title must be text or None, not {title!r}")
+    write_whole(where, page(sources_of(result), title=title))
+    return where
+
+
+def checked_path(path: str | Path) -> Path:
+    """The path of a file that can be written, as far as one can tell."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be the path of a file, not {path!r}")
+    why = ""
+    try:
+        where = Path(path)
+        folder = where.resolve().parent
+        where.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"path must be a file that can be written, not {path!r:.80}: {reason}") from None
+    if where.is_dir():
+        why = "it is a folder"
+    elif not folder.is_dir():
+        why = f"the folder {str(folder)!r} does not exist"
+    elif not os.access(where if where.exists() and not where.is_file() else folder, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise ValueError(f"path must be a file that can be written, not {str(path)!r}: {why}")
+    return where

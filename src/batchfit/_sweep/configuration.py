@@ -1,0 +1,251 @@
+"""One configuration of a sweep: its workload made, its size found, the measurement run, all of it recorded.
+
+Rules:
+- A configuration stands for itself: nothing that another one found changes what this one answers, so the
+  record is the same wherever and in whatever order configurations are run.
+- Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
+  device that is dead, on which nothing more can run.
+- So do its random numbers: each configuration begins with generators seeded from its knobs alone (`SEED`),
+  and the program's own are put back after it.
+- A listener (`on_event`) that raises ends the sweep with its error, and the configuration has no record.
+- Where several ranks run a configuration together, they begin with the same size and go down together; the
+  search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
+- When a record is there, the memory of its configuration is not: workload dropped, garbage collected, cache
+  emptied, outside any `except`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from batchfit import errors
+from batchfit._engine.device import oom
+from batchfit._engine.device.oom_guard import recover
+from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice, device_to_run
+from batchfit._engine.distributed.ranks import Ranks, join_launched
+from batchfit._engine.snapshot.rng import global_states
+from batchfit._engine.trial.trial import NOTE
+from batchfit._engine.workload.named_function import loaded
+from batchfit._engine.workload.target import LoadedTarget, make_workload, parse_target, source_line
+from batchfit._engine.workload.user_errors import last_users_line
+from batchfit._find.find import find_batch_size, ram_held_bytes, usable_bytes
+from batchfit._predict.predict import predict_batch_size
+from batchfit._sweep.measure import run_measure
+from batchfit._sweep.pure.events import OnEvent, SweepEvent
+from batchfit._sweep.pure.grid import Configuration, key_of, label
+from batchfit._sweep.pure.result import SweepRecord
+from batchfit._sweep.run_state import Course, ListenerRaised, Measure, Settings
+from batchfit.results import FitResult
+from batchfit.workload import Workload, as_workload
+
+log = logging.getLogger("batchfit")
+
+DEAD = "device_died"  # why a search stopped, in a process that can run nothing more
+_LONGEST_ERROR = 500
+SEED = 0  # of every sweep, with the digest of a configuration's key; a result file records it
+_A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
+
+
+@contextmanager
+def _own_random(configuration: Configuration) -> Iterator[None]:
+    """Inside, the random numbers of this configuration; afterwards those of the program go on."""
+    if "numpy" in sys.modules:
+        # `numpy.random` is loaded when it is first looked at. Looked at only by the user's code, it would be
+        # seeded by the clock, and the first configuration of every process would have numbers of its own.
+        importlib.import_module("numpy.random")
+    before = global_states()
+    digest = hashlib.sha256(f"{SEED}:{key_of(configuration)}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")  # NumPy takes 32 bits
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)  # devices included; one that is not in use yet is not woken
+        numpy_random: Any = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            numpy_random.seed(seed)
+        yield
+    finally:
+        for _, put_back in before:
+            # A device that has died cannot be put back: its record says so already.
+            with suppress(RuntimeError):
+                put_back()
+
+
+def run_configuration(
+    factory: Callable[..., object] | str,
+    configuration: Configuration,
+    settings: Settings,
+    *,
+    on_event: OnEvent | None = None,
+) -> SweepRecord:
+    """Make the workload, find its size, measure; the record of it, errors included."""
+    begun = time.perf_counter()
+    course = Course(configuration, on_event)
+    ambient = sys.exception()
+    try:
+        course.tell("begin")
+        # Before the search: a measure that cannot be found must not cost one. And before random numbers are
+        # the configuration's own: what a module draws when it is loaded is drawn once in a process.
+        make, measure = loaded(factory), loaded(settings.measure)
+        loaded(settings.estimate)
+        with _own_random(configuration):
+            _run(partial(_made, factory, make, configuration), measure, settings, course)
+    except ListenerRaised:
+        pass
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        course.known.update(_told(error, course, ambient))
+    # Outside the `except`: only now the frames that hold the workload are gone.
+    if course.known.get("stopped_because") != DEAD:
+        if course.device is not None:
+            recover(course.device)
+        else:  # the factory raised: what it had made may be on any device
+            gc.collect()
+            torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+    if course.listener_error is not None:
+        raise course.listener_error
+    record = SweepRecord(
+        knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
+        trials=tuple(course.trials),
+        elapsed_s=time.perf_counter() - begun,
+        **course.known,
+    )
+    if on_event is not None:
+        on_event(SweepEvent(kind="record", knobs=configuration, record=record))
+    return record
+
+
+def _told(error: BaseException, course: Course, ambient: BaseException | None) -> dict[str, Any]:
+    """An error as fields of a record: its text, never itself."""
+    text = str(error)
+    if isinstance(error, errors.NothingFitsError) and error.detail:
+        text = text.removesuffix(f" ({error.detail})")  # which is the message of its last trial
+    text = " ".join(text.split())
+    name = type(error).__name__
+    told = f"{name}: {text}" if text else name
+    for note in getattr(error, "__notes__", ()):
+        if str(note).startswith(NOTE):  # a step that fails at some sizes only: at which
+            told += f" ({str(note).removeprefix('batchfit: ')})"
+    dead = oom.classify(error, ambient=ambient) == "fatal"
+    return {
+        "error": told if len(told) <= _LONGEST_ERROR else told[: _LONGEST_ERROR - 3] + "...",
+        "error_at": last_users_line(error),
+        "failed_in": course.stage,
+        **({"stopped_because": DEAD} if dead else {}),
+    }
+
+
+def _run(make: Callable[[], Workload], measure: Measure | None, settings: Settings, course: Course) -> None:
+    work = make()
+    join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
+    ranks = Ranks.current(timeout_s=_A_DAY_S)
+    course.stage = "search"
+    course.device = device_to_run(work, settings.device)
+    course.known.update(
+        device=course.device.name,
+        device_model=_model(course.device),
+        device_bytes=course.device.total_bytes(),
+    )
+    estimate, start = _start(work, settings, course)
+    if start is not None:
+        start = ranks.minimum(start, doing=f"where to begin with {label(course.configuration)}")
+    course.known.update(estimate=estimate, start=start)
+    course.tell("search", estimate=estimate, start=start)
+    begun = time.perf_counter()
+    fit = _found(work, settings, course, start)
+    course.known.update(
+        batch_size_used=fit.batch_size,
+        survived_steps=fit.survived_steps,
+        stopped_because=fit.stopped_because,
+        peak_bytes=fit.peak_bytes,
+        budget_bytes=fit.budget_bytes,
+        find_s=time.perf_counter() - begun,
+    )
+    course.tell("using", size=fit.batch_size)
+    if measure is None:
+        return
+    course.stage = "measure"
+    begun = time.perf_counter()
+    try:
+        run_measure(measure, work, fit, settings, course, ranks)
+    finally:
+        course.known["measure_s"] = time.perf_counter() - begun
+
+
+def _model(device: Device) -> str:
+    """What kind of device it is, without its number: `cpu`, `NVIDIA H200`."""
+    if isinstance(device, CudaDevice | XpuDevice):
+        return str(device.backend.get_device_name(device.index))
+    return device.name.partition(":")[0]
+
+
+def _made(given: Callable[..., object] | str, make: Any, configuration: Configuration) -> Workload:
+    if isinstance(given, str):
+        made = LoadedTarget(partial(make, **configuration), source_line(make))
+        return make_workload(parse_target(given), made)
+    return as_workload(make(**configuration))
+
+
+def _start(work: Workload, settings: Settings, course: Course) -> tuple[int | None, int | None]:
+    """The estimate, and the size that the search begins with; None: as the strategy does."""
+    most = settings.batch_size
+    if not settings.auto:
+        return None, most
+    if settings.estimate is not None:
+        assert most is not None
+        estimate: Any = settings.estimate(dict(course.configuration), most)
+        if isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 1:
+            raise ValueError(
+                f"estimate must return a positive integer at {label(course.configuration)}, not {estimate!r}"
+            )
+        return estimate, max(settings.min_size, min(estimate, most))
+    if settings.strategy not in ("grow", "halve"):
+        return None, None  # guided predicts for itself, where it can
+    predicted = _predicted(work, settings)
+    return predicted, max(settings.min_size, predicted) if predicted else most
+
+
+def _predicted(work: Workload, settings: Settings) -> int | None:
+    """What a trace says; None where there is none to be had, since a search can do without."""
+    try:
+        device = device_to_run(work, settings.device)
+        budget: int | str | None = settings.budget
+        if budget is None:
+            budget = usable_bytes(device, None, None, held_bytes=ram_held_bytes(work), says=False)
+        return predict_batch_size(work, budget=budget, max_size=settings.batch_size).batch_size
+    except Exception as error:  # noqa: BLE001  what is wrong with the step comes out of the first trial
+        log.info("no prediction: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _found(work: Workload, settings: Settings, course: Course, start: int | None) -> FitResult:
+    def watched(batch_size: int) -> object:
+        course.stepping(batch_size)
+        return work.step(batch_size)
+
+    fixed = None if settings.auto else settings.batch_size
+    return find_batch_size(
+        work._watched(watched),
+        budget=settings.budget,
+        min_size=fixed or settings.min_size,
+        max_size=settings.batch_size,
+        strategy=settings.strategy if fixed is None else "bisect",
+        start=start if fixed is None else None,
+        attempts=settings.attempts,
+        tolerance=settings.tolerance,
+        steps=settings.steps,
+        soak_steps=settings.soak_steps,
+        device=course.device,
+        on_trial=course.on_trial,
+    )

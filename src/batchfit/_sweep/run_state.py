@@ -1,0 +1,87 @@
+"""A configuration of a sweep on its way: how it is to be run, and what is known of it so far.
+
+Rules:
+- `Settings` are the same for every configuration, and plain values but for the user's functions: they travel
+  to other processes.
+- A `Course` collects the fields of a record as they become known, so that one that fails has all that was
+  found until then.
+- A listener (`on_event`) that raises is not the user's configuration failing: its error is kept, and what is
+  raised instead passes whoever takes errors of the user's code for the configuration's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from batchfit._engine.device.resolve import Device
+from batchfit._sweep.pure.estimates import EstimateFunction
+from batchfit._sweep.pure.events import OnEvent, SweepEvent
+from batchfit._sweep.pure.grid import Configuration
+from batchfit._sweep.pure.result import Stage
+from batchfit.results import Trial
+
+# measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
+Measure = Callable[..., Mapping[str, Any]]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How every configuration of a sweep is run; `estimate` None: what a prediction says."""
+
+    batch_size: int | None
+    min_size: int = 1
+    auto: bool = True
+    strategy: str = "guided"
+    attempts: int = 5
+    budget: int | str | None = None
+    tolerance: float = 0.02
+    steps: int = 3
+    soak_steps: int | None = None
+    device: str | int | None = None
+    estimate: EstimateFunction | None = None
+    measure: Measure | str | None = None
+
+
+class ListenerRaised(BaseException):
+    """Out of the configuration, past whatever takes errors of the user's code for its own."""
+
+
+@final
+@dataclass(slots=True)
+class Course:
+    """A configuration on its way."""
+
+    configuration: Configuration
+    on_event: OnEvent | None
+    trials: list[Trial] = field(default_factory=list)
+    known: dict[str, Any] = field(default_factory=dict)  # fields of the record, as they become known
+    stage: Stage = "factory"
+    device: Device | None = None
+    last_size: int | None = None
+    begun_trial: bool = False
+    listener_error: BaseException | None = None
+
+    def tell(self, kind: Any, **more: Any) -> None:
+        if self.on_event is None:
+            return
+        try:
+            self.on_event(SweepEvent(kind=kind, knobs=self.configuration, **more))
+        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised again, outside the configuration
+            self.listener_error = error
+            raise ListenerRaised from None
+
+    def stepping(self, size: int) -> None:
+        """A step begins: the first one of a trial is told."""
+        if not self.begun_trial:
+            again = any(one.size == size and one.fits for one in self.trials)
+            self.tell("trying", size=size, before=self.last_size, again=again)
+            self.begun_trial, self.last_size = True, size
+
+    def on_trial(self, trial: Trial, budget_bytes: int) -> None:
+        self.begun_trial = False
+        self.trials.append(trial)
+        self.known["budget_bytes"] = budget_bytes
+        self.tell("trial", trial=trial, budget_bytes=budget_bytes)

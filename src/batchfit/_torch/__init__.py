@@ -1,1 +1,0 @@
-"""Measuring: the only place below the verbs that touches torch and a device."""

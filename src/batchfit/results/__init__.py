@@ -1,0 +1,109 @@
+"""What batchfit answers: frozen values that print as a table and travel as JSON.
+
+Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
+and is readable by later versions; a file that cannot be read says which field and why. This is the one place
+to import results from: each verb's stand in a module of their own (`results._fit`, `results._memory`,
+`results._throughput`, `_sweep.pure.result`), on what `results._base` says about all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from batchfit._charts.tables import html_table, text_table
+from batchfit._units import format_bytes
+from batchfit.results._base import SCHEMA_VERSION, Result
+from batchfit.results._fit import REASONS, TRIAL_COLUMNS, FitResult, Outcome, Trial, trial_row
+from batchfit.results._memory import (
+    ANSWER_COLUMNS,
+    Answer,
+    Holder,
+    MemoryExplanation,
+    Moment,
+    Point,
+    Prediction,
+    WhatIf,
+)
+from batchfit.results._throughput import (
+    Accumulation,
+    Bottleneck,
+    BottleneckKind,
+    ThroughputPoint,
+    ThroughputProfile,
+)
+
+__all__ = [
+    "ANSWER_COLUMNS",
+    "REASONS",
+    "SCHEMA_VERSION",
+    "TRIAL_COLUMNS",
+    "Accumulation",
+    "Answer",
+    "Bottleneck",
+    "BottleneckKind",
+    "FitResult",
+    "Holder",
+    "MemoryExplanation",
+    "Moment",
+    "Outcome",
+    "Point",
+    "Prediction",
+    "Result",
+    "StepReport",
+    "SweepRecord",
+    "SweepResult",
+    "ThroughputPoint",
+    "ThroughputProfile",
+    "Trial",
+    "WhatIf",
+    "html_table",
+    "text_table",
+    "trial_row",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one call of `Microbatcher.backward` did.
+
+    `loss` is the loss of the full batch as a detached tensor on the device: reading it waits for the device.
+    `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live when a size of this
+    shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
+    the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
+    returned beside its losses, detached, joined in the batch's order: each sample once.
+    """
+
+    loss: Any
+    microbatch_sizes: tuple[int, ...]
+    retries: int = 0
+    peak_bytes: int | None = None
+    skipped: bool = False
+    outputs: Any = None
+
+    def __str__(self) -> str:
+        """One line; reads the loss."""
+        if self.skipped:
+            return "skipped: the batch has no weight"
+        runs = [f"{len(list(run))} x {size}" for size, run in groupby(self.microbatch_sizes)]
+        parts = [f"loss {float(self.loss):.4g}", f"microbatches {' + '.join(runs)}"]
+        if self.retries:
+            parts.append(f"ran out {self.retries} time{'s' if self.retries > 1 else ''}")
+        if self.peak_bytes is not None:
+            parts.append(f"peak {format_bytes(self.peak_bytes)}")
+        return ", ".join(parts)
+
+
+if TYPE_CHECKING:
+    from batchfit._sweep.pure.result import SweepRecord as SweepRecord
+    from batchfit._sweep.pure.result import SweepResult as SweepResult
+else:
+
+    def __getattr__(name: str) -> object:
+        # These are results too; their module is made of what stands above, so it is loaded when asked for.
+        if name in ("SweepRecord", "SweepResult"):
+            from batchfit._sweep.pure import result
+
+            return getattr(result, name)
+        raise AttributeError(f"module 'batchfit.results' has no attribute {name!r}")

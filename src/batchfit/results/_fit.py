@@ -1,0 +1,193 @@
+"""What a search for the largest size answers: its trials, and the size.
+
+Rules: a trial says what was run and read, and None where there is no reading; "sustained" is said only of a
+soak. A row of a trial is made here, once, for text, notebooks, reports and the live progress.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from batchfit._charts.tables import html_table, text_table
+from batchfit._units import format_bytes
+from batchfit.results._base import SCHEMA_VERSION, Result
+
+Outcome = Literal["fits", "oom", "too_large", "killed", "timeout"]
+
+TRIAL_COLUMNS = ("size", "outcome", "steps", "peak", "reserved", "of budget", "s/step")
+
+REASONS = {
+    "within_tolerance": "the memory left is too little for a size worth trying",
+    "predicted": "it is the largest size by the prediction, and it ran",
+    "bracketed": "the next larger size was tried and does not fit",
+    "max_size": "max_size was reached",
+    "near_max_size": "max_size is so little larger that it is not worth a trial",
+    "largest": "no batch is larger than this, and the memory has not ended",
+    "attempts": "the strategy's attempts are used up",
+    "strategy": "the strategy tries no larger size",
+    "max_trials": "max_trials was reached",
+    "time_limit": "time_limit_s was reached",
+    "interrupted": "the search was interrupted",
+    "stored": "a stored answer was confirmed by one trial",
+}
+
+
+class Trial(Result):
+    """One measured attempt at one size.
+
+    `peak_bytes` is the peak of live tensor bytes, `reserved_bytes` that of what the caching allocator
+    took from the device, `split_bytes` that of cached remainders it could not have given back,
+    `largest_bytes` the largest block that it took at once, and `held_bytes` what was live between steps,
+    gradients apart; None where there is no reading.
+    `settled_retries` counts allocation retries in the second half of a soak (where a step generates, its
+    growing cache makes some, which do not count); `settled`: the soak ended early, since the allocator had
+    begun to repeat itself, without any. `step_s` is the median of
+    the steps after the first, synchronised. `phase` is the phase that failed ("batch", "forward",
+    "backward", "optimizer"), where the workload names its phases.
+    """
+
+    size: int = Field(ge=1)
+    outcome: Outcome
+    steps_run: int = Field(ge=0)
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    split_bytes: int | None = None
+    largest_bytes: int | None = None
+    held_bytes: int | None = None
+    alloc_retries: int = 0
+    settled_retries: int = 0
+    step_s: float | None = None
+    elapsed_s: float = 0.0
+    soak: bool = False
+    settled: bool = False
+    ambiguous: bool = False
+    phase: str | None = None
+    message: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """The trial ended without running out of memory."""
+        return self.outcome == "fits"
+
+    @property
+    def sustained(self) -> bool:
+        """It was a soak, it fits, and no allocation was retried once it had settled."""
+        return self.fits and self.soak and self.settled_retries == 0
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in two words at most, as tables show it."""
+        if self.fits and self.soak:
+            return "sustained" if self.sustained else "retries"
+        if self.soak and self.outcome == "oom":
+            return f"oom, step {self.steps_run + 1}"
+        return self.outcome
+
+    def __str__(self) -> str:
+        return text_table(TRIAL_COLUMNS, [trial_row(self, None)])
+
+
+class FitResult(Result):
+    """What `find_batch_size` answers: the largest size of one forward/backward in one process.
+
+    `from_store`: the size was found `stored_age_s` seconds ago and confirmed now by one trial.
+    `shrunk_from_bytes`: the budget when the search began, where other programs took memory of the device
+    meanwhile; `budget_bytes` is then what was left, and the answer is for that.
+    `samples`: how many samples the dataset has, where the workload was made with one; a trial of more takes
+    some of them again. Of several ranks it is the smallest dataset's.
+    """
+
+    kind: Literal["fit"] = "fit"
+    schema_version: int = SCHEMA_VERSION
+    batch_size: int = Field(ge=1)
+    trials: tuple[Trial, ...]
+    survived_steps: int
+    stopped_because: str
+    budget_bytes: int
+    peak_bytes: int | None
+    device: str
+    strategy: str
+    elapsed_s: float
+    trials_resumed: int = 0
+    batchfit_version: str = ""
+    torch_version: str = ""
+    from_store: bool = False
+    stored_age_s: float | None = None
+    shrunk_from_bytes: int | None = None
+    samples: int | None = None
+
+    @property
+    def sustained(self) -> bool:
+        """The size also survived the soak, with no allocation retry once settled."""
+        return any(trial.sustained for trial in self.trials if trial.size == self.batch_size)
+
+    @property
+    def lasted(self) -> str:
+        """How long the size ran: `survived 25 steps`, `ran 3 steps`."""
+        how = "survived" if self.sustained else "ran"
+        settled = any(trial.settled for trial in self.trials if trial.size == self.batch_size)
+        after = ", and from there on its memory repeats itself" if settled else ""
+        return f"{how} {self.survived_steps} step{'' if self.survived_steps == 1 else 's'}{after}"
+
+    @property
+    def reason(self) -> str:
+        """Why the search stopped, as a sentence."""
+        return REASONS.get(self.stopped_because, self.stopped_because)
+
+    @property
+    def summary(self) -> str:
+        """The answer in one sentence."""
+        peak = f", peak {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else ""
+        return (
+            f"batch size {self.batch_size} on {self.device}{peak} of {format_bytes(self.budget_bytes)}, "
+            f"{self.lasted}; {len(self.trials)} trials in {self.elapsed_s:.1f} s"
+            f"{self.resumed}; "
+            f"stopped because {self.reason}{few_samples(self.batch_size, self.samples)}"
+        )
+
+    @property
+    def resumed(self) -> str:
+        """How many of the trials were taken from the file of an earlier run; empty where none were."""
+        if not self.trials_resumed:
+            return ""
+        count = "all" if self.trials_resumed == len(self.trials) else str(self.trials_resumed)
+        return f" ({count} of them in an earlier run)"
+
+    def __str__(self) -> str:
+        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
+        return f"{text_table(TRIAL_COLUMNS, rows)}\n{self.summary}"
+
+    def _repr_html_(self) -> str:
+        rows = [trial_row(trial, self.budget_bytes) for trial in self.trials]
+        from batchfit._charts.figures import Memory, as_cell, memory_chart
+
+        table = html_table(TRIAL_COLUMNS, rows, caption=self.summary)
+        return table + as_cell(memory_chart(Memory(fits=(("", self),))))
+
+
+def few_samples(batch_size: int, samples: int | None) -> str:
+    """What to know where a batch of that size is more than the whole dataset; empty where it is not."""
+    if samples is None or batch_size <= samples:
+        return ""
+    return f"; the dataset has {samples} samples, so that no batch of it is larger"
+
+
+def trial_row(trial: Trial, budget_bytes: int | None) -> tuple[str, ...]:
+    """A trial as the cells of one table row (shared by text, HTML and the live progress)."""
+
+    def amount(count: int | None) -> str:
+        return "-" if count is None else format_bytes(count)
+
+    used = trial.reserved_bytes if trial.reserved_bytes is not None else trial.peak_bytes
+    share = "-" if used is None or not budget_bytes else f"{used / budget_bytes:.1%}"
+    return (
+        str(trial.size),
+        trial.verdict,
+        str(trial.steps_run),
+        amount(trial.peak_bytes),
+        amount(trial.reserved_bytes),
+        share,
+        "-" if trial.step_s is None else f"{trial.step_s:.3g}",
+    )
