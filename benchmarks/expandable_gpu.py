@@ -85,7 +85,8 @@ def run(model: str, precision: str, end: str, segments: str) -> dict[str, Any]:
 
     import batchfit
     import zoo
-    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._engine.device.tensors import tensors_in
     from batchfit._engine.snapshot.snapshot import Snapshot
     from batchfit._engine.trial.trial import run_trial
 

@@ -181,7 +181,8 @@ def survive(job: Job, go: Callable[[], None]) -> Results:
 
 def bracket(job: Job, go: Callable[[], None]) -> Results:
     """Soaks upwards from our answer, which has had its own, by 2 % (at least one sample) until one fails."""
-    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._engine.device.tensors import tensors_in
     from batchfit._engine.snapshot.snapshot import Snapshot
     from batchfit._engine.trial.trial import run_trial
 

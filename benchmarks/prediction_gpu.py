@@ -92,7 +92,8 @@ def run_truth(model: str, precision: str, cap: str, loop: str) -> dict[str, Any]
     """The largest size that survives a soak, by find and then by single soaks upwards."""
     import batchfit
     import zoo
-    from batchfit._engine.device.resolve import resolve_device, tensors_in
+    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._engine.device.tensors import tensors_in
     from batchfit._engine.snapshot.snapshot import Snapshot
     from batchfit._engine.trial.trial import run_trial
 

@@ -52,7 +52,7 @@ class Replay:
 
     def mark(self) -> Any:
         """As `CudaDevice.mark` reads a real one."""
-        from batchfit._engine.trial.pure.soak import Mark, layout_of
+        from batchfit._engine.device.pure.allocator_state import Mark, layout_of
 
         device = self.device
         every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]

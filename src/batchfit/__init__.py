@@ -101,7 +101,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import batchfit.errors as errors
     import batchfit.testing as testing
-    from batchfit._engine.sizing.pure.bounds import MicrobatchEvent
+    from batchfit._engine.sizing.pure.events import MicrobatchEvent
     from batchfit._engine.virtual_memory.memory import virtual_memory
     from batchfit._explain.explain import explain_memory
     from batchfit._find.find import find_batch_size

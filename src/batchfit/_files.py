@@ -1,9 +1,21 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and files that one search at a time may use.
+
+Rules: a lock goes when its process does, however that ends; a second search gets an error at once and does
+not wait; a file system that cannot lock is used without.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from batchfit.errors import ResultFileError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -21,3 +33,49 @@ def write_whole(path: Path, text: str) -> None:
         draft.replace(real)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def used_alone(path: Path) -> Iterator[None]:
+    """Inside, no other search, here or in another process, is inside with the same path."""
+    # Beside the file, since that one is replaced each time it is written.
+    real = path.resolve()
+    beside = real.with_name(f".{real.name}.lock")
+    descriptor = _locked(beside, path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            beside.unlink(missing_ok=True)  # while it is ours: whoever opens it later opens another
+            os.close(descriptor)
+
+
+def _locked(beside: Path, path: Path) -> int | None:
+    if sys.platform == "win32":
+        return None
+    while True:
+        try:
+            descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError:  # a folder that cannot be written to: saving will say so
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(descriptor, beside):
+                return descriptor
+            os.close(descriptor)  # its owner took it away after we had opened it
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ResultFileError(
+                f"{path} is in use by another search. Wait for that one, or name another file to resume from"
+            ) from None
+        except OSError:  # no locks on this file system
+            os.close(descriptor)
+            return None
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), there)

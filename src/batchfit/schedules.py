@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, field_serializer, model_validator
 
-from batchfit._counts import MOST, Rounding, parse_count, round_size, whole
 from batchfit._documents import SUFFIXES, parse_document, read_document
 from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure import seesaw as seesaw_points
+from batchfit._schedule.pure import lr_rules
 from batchfit._schedule.pure.bound import checked_size, count_in, where
 from batchfit._schedule.pure.config import (
     BatchSizeConfig,
@@ -37,6 +36,7 @@ from batchfit._schedule.pure.config import (
 )
 from batchfit._schedule.pure.functions import as_path, call, resolve
 from batchfit._schedule.pure.milestones import looks_like_milestones, parse_milestones, unit_of
+from batchfit._units import MOST, Rounding, parse_count, round_size, whole
 
 
 class StepBatchSizeConfig(PlannedConfig):
@@ -181,7 +181,7 @@ class MilestoneBatchSizeConfig(PlannedConfig):
         if isinstance(decay, str):
             points = _smooth(initial, decay, total, ratio, max_batch_size)
         elif isinstance(decay, Mapping):
-            points = list(seesaw_points.cut_points(_cuts(decay)))
+            points = list(lr_rules.cut_points(_cuts(decay)))
         else:
             raise ValueError(_DECAY_FORMS.format(decay))
         sizes = {0: initial}
@@ -354,7 +354,7 @@ _DECAY_FORMS = "decay must be 'cosine', 'quarter-cosine' or cuts such as {{60: 0
 def _smooth(
     initial: int, decay: str, total: int | str | None, ratio: Any, most: int | None
 ) -> list[tuple[int, float]]:
-    if decay not in seesaw_points.DECAYS:
+    if decay not in lr_rules.DECAYS:
         raise ValueError(_DECAY_FORMS.format(decay))
     if total is None:
         raise ValueError(f"total must be given: over how many counts the {decay} falls, not None")
@@ -363,7 +363,7 @@ def _smooth(
     # Without a limit the last stairs of a cosine ask for batches of any size.
     growth = 64.0 if most is None else most / initial
     counts = parse_count(total, name="total", at_least=1)
-    return list(seesaw_points.smooth_points(decay, total=counts, ratio=ratio, most=growth))  # type: ignore[arg-type]
+    return list(lr_rules.smooth_points(decay, total=counts, ratio=ratio, most=growth))  # type: ignore[arg-type]
 
 
 def _cuts(decay: Mapping[Any, Any]) -> list[tuple[int, float]]:

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from batchfit._engine.batch.pure.pieces import balanced, pieces
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
 from batchfit._engine.batch.split import Whole, joined
 from batchfit._engine.batch.user_split import Cutter
-from batchfit._engine.sizing.pure.bounds import balanced, pieces
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -30,9 +30,9 @@ from batchfit._engine.device.resolve import (
     check_budget,
     fraction_of,
     known_devices,
-    own_bytes,
     resolve_device,
 )
+from batchfit._engine.device.tensors import own_bytes
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import BatchfitError
 from batchfit.testing import FakeDevice

@@ -19,9 +19,9 @@ import pytest
 import batchfit
 from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._engine.store.file_lock import used_alone
 from batchfit._engine.trial.in_children import Children, Factory, _ending
 from batchfit._engine.workload.user_errors import ChildTraceback
+from batchfit._files import used_alone
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
 from batchfit.results import FitResult, Trial
 

@@ -16,8 +16,7 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.allocator.gpus import CARDS
-from batchfit._engine.cuda_model.copies import BY_SOURCE, RULES
-from batchfit._engine.cuda_model.extra_bytes import Extra
+from batchfit._engine.cuda_model.copies import BY_SOURCE, RULES, Extra
 from batchfit._engine.cuda_model.workspaces import extra_of
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for

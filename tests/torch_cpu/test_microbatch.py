@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._engine.sizing.pure.bounds import MicrobatchEvent, balanced
-from batchfit._microbatch.checks import compilations
+from batchfit._engine.batch.pure.pieces import balanced
+from batchfit._engine.device.compile import compilations
+from batchfit._engine.sizing.pure.events import MicrobatchEvent
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 
@@ -985,7 +986,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
 
 
 def test_a_compiled_function_is_told() -> None:
-    from batchfit._microbatch.checks import is_compiled
+    from batchfit._engine.device.compile import is_compiled
 
     model = nn.Linear(1, 1)
     assert not is_compiled(model)

@@ -18,9 +18,11 @@ from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for, trace_workload
+from batchfit._find import foresight
+from batchfit._find.foresight import Foresight
 from batchfit._predict import oracle as _oracle
 from batchfit._predict import predict as _predict
-from batchfit._predict.oracle import MARGINS, Foresight, Oracle, allocator_rules
+from batchfit._predict.oracle import MARGINS, Oracle, allocator_rules
 from batchfit._predict.predict import calibration
 from batchfit.errors import NothingFitsError, UntraceableError
 from batchfit.results import Prediction
@@ -459,7 +461,7 @@ def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> No
 @pytest.mark.usefixtures("on_a_gpu")
 def test_what_may_be_held_beside_the_step_is_no_part_of_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights in a fresh process: what was taken off for cuBLAS is not cuBLAS' yet."""
-    monkeypatch.setattr(_oracle, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
+    monkeypatch.setattr(foresight, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
     look = sight.look_first()

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 from batchfit._engine.batch import trim
+from batchfit._engine.batch.pure.pieces import Pack
 from batchfit._engine.batch.trim import Trimmer, attention_without_plans, restored
-from batchfit._engine.sizing.pure.pack import Pack, Shapes, pack
+from batchfit._engine.sizing.pure.pack import Shapes, pack
 
 CUDA = torch.device("cuda", 0)
 

@@ -24,10 +24,10 @@ import batchfit
 from batchfit._engine.device import cuda as caching_memory
 from batchfit._engine.device import interface
 from batchfit._engine.device.resolve import CudaDevice
-from batchfit._engine.store.file_lock import used_alone
 from batchfit._engine.trial import in_process as here_module
 from batchfit._engine.trial import trial as trial_module
 from batchfit._engine.trial.in_process import QuickCollections
+from batchfit._files import used_alone
 from batchfit._find import driver as trials_module
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.testing import FakeDevice

@@ -24,7 +24,7 @@ from torch import nn
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
-from batchfit._engine.workload.named_function import Named
+from batchfit._engine.workload.target import Named
 from batchfit._sweep import sweep as module
 from batchfit._sweep.configuration import run_configuration
 from batchfit._sweep.job import Job, here

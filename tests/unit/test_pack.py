@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from batchfit._engine.batch.pure.pieces import Pack
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
-from batchfit._engine.sizing.pure.pack import Costs, Pack, Shapes, ladder, pack, useful_share
+from batchfit._engine.sizing.pure.pack import Costs, Shapes, ladder, pack, useful_share
 
 MIB = 2**20
 BUDGET = 20_000 * MIB

@@ -9,7 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator
-from batchfit._engine.trial.pure.soak import LEAST, Mark, goes_round, layout_of
+from batchfit._engine.device.pure.allocator_state import Mark, layout_of
+from batchfit._engine.trial.pure.soak import LEAST, goes_round
 
 KIB = 2**10
 

@@ -27,9 +27,9 @@ from batchfit import (
     StepBatchSizeConfig,
     load_schedule,
 )
-from batchfit._counts import parse_count, round_size
 from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure.bound import BoundPlan
+from batchfit._units import parse_count, round_size
 from batchfit.schedules import BatchSizeSchedule
 
 quick = settings(max_examples=150, deadline=None)

@@ -9,19 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._engine.sizing.pure.bounds import (
-    MOST_READINGS,
-    MOST_SHAPES,
-    PATIENCE,
-    Bounds,
-    Learned,
-    MicrobatchEvent,
-    Shape,
-    balanced,
-    equal,
-    pieces,
-    rung,
-)
+from batchfit._engine.batch.pure.pieces import Shape, balanced, equal, pieces, rung
+from batchfit._engine.sizing.pure.bounds import MOST_READINGS, MOST_SHAPES, PATIENCE, Bounds, Learned
+from batchfit._engine.sizing.pure.events import MicrobatchEvent
 
 SHAPE = Shape("x(8)", "x", 8)
 

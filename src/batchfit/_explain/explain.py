@@ -26,9 +26,9 @@ from batchfit._engine.allocator.gpus import Card, card_named
 from batchfit._engine.allocator.replay import largest, simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.cuda import is_capped
-from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import Traced, rules_for, trace_workload, unseen
+from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import parts_of
 from batchfit._explain.pure.holders import Held, Peak, by_kind, by_line, by_module, timeline
 from batchfit._explain.what_if import (

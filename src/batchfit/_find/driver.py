@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Self, final
 
+from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.in_children import Children, RunOne
 from batchfit._engine.trial.in_process import Here
@@ -25,7 +26,6 @@ from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._find.outcome import told, worst
 from batchfit._find.pure.search import Ask, Search, Told
 from batchfit._find.pure.shared_device import Room, under
-from batchfit._microbatch.batch_norm import needs_two_samples
 from batchfit._units import format_bytes
 from batchfit.results import Trial
 

@@ -20,47 +20,36 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from batchfit._arguments import MOST_STEPS, check_callback, check_whole, checked_file
 from batchfit._engine.device import oom
+from batchfit._engine.device.budget import usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import Device, DeviceSpec, device_to_run, own_bytes
+from batchfit._engine.device.resolve import Device, DeviceSpec
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.store.file_lock import used_alone
 from batchfit._engine.store.key import rank_digest
 from batchfit._engine.trial.in_children import Children, Factory
 from batchfit._engine.trial.in_process import Here
-from batchfit._engine.virtual_memory.memory import active
+from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+from batchfit._files import used_alone
 from batchfit._find.driver import OnTrial, Trials
+from batchfit._find.foresight import Foresight
 from batchfit._find.outcome import fit_result as fit_result
 from batchfit._find.outcome import told as told
 from batchfit._find.pure.search import Ask, Search
 from batchfit._find.pure.shared_device import Room
 from batchfit._find.recall import Known, Recall, check_store, confirm, recall
 from batchfit._find.resume import ResumeFile
-from batchfit._predict.oracle import Foresight
 from batchfit._units import format_bytes, parse_bytes
 from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 
-RAM_PART = 4  # without a budget a CPU's is at most this part of the free RAM ...
-RAM_MOST_BYTES = 4 * 2**30  # ... and no more than that
 _GLIMPSE = 4  # tokens that tell whether a prediction of generation is right
-
-
-class Place(Protocol):
-    """What there is to know of a device before a search."""
-
-    @property
-    def name(self) -> str: ...
-    def total_bytes(self) -> int: ...
-    def budget_bytes(self) -> int: ...
 
 
 def find_batch_size(
@@ -202,7 +191,7 @@ def find_batch_size(
                 stacklevel=2,
             )
         if isinstance(runs, Here) and search.ask() is not None:
-            runs.rehearse(ranks, search.sizes)
+            runs.rehearse(ranks, search.sizes.to_rehearse())
         before = Recall()
         if isinstance(runs, Here) and (store or key is not None):
             make_digest = partial(
@@ -381,47 +370,3 @@ def _with_less(search: Search, budget_bytes: int, device: str) -> Search:
         *(format_bytes(budget_bytes), device, format_bytes(begun_bytes)),
     )
     return replace(search, budget_bytes=budget_bytes, predicted=None)
-
-
-def usable_bytes(
-    place: Place, asked: int | str | None, asked_bytes: int | None, *, held_bytes: int = 0, says: bool = True
-) -> int:
-    """The budget asked for, checked against the device; where none was, `without_budget`."""
-    available = place.budget_bytes()
-    if asked_bytes is None:
-        modest = without_budget(place.name, available, held_bytes=held_bytes)
-        if says and modest < available:
-            log.warning(
-                "no budget is given and the workload runs on the CPU: using %s of %s of free RAM. Name a "
-                "budget (budget=, --budget) for more or less; for a GPU that is not here, predict the size "
-                "(batchfit.predict_batch_size, batchfit predict)",
-                *(format_bytes(modest), format_bytes(available)),
-            )
-        return modest
-    total = place.total_bytes()
-    if asked_bytes > total:
-        raise ValueError(f"budget must not exceed the {format_bytes(total)} of {place.name}, not {asked!r}")
-    if asked_bytes > available:
-        log.warning(
-            "only %s of the budget of %s is free on %s now; searching within that",
-            format_bytes(available),
-            format_bytes(asked_bytes),
-            place.name,
-        )
-    return min(asked_bytes, available)
-
-
-def without_budget(device: str, available_bytes: int, *, held_bytes: int = 0) -> int:
-    """What is used where no budget is named: all that is free on a GPU or in a virtual memory.
-
-    Of RAM it is a modest part beside what the workload holds (`held_bytes`): taking all of it would make the
-    machine swap, or have the system kill programs, for an answer about memory that nobody trains with.
-    """
-    if device != "cpu" or active() is not None:
-        return available_bytes
-    return min(available_bytes, held_bytes + min(available_bytes // RAM_PART, RAM_MOST_BYTES))
-
-
-def ram_held_bytes(work: Workload) -> int:
-    """What the workload holds in RAM already."""
-    return own_bytes((*work.state, work.model), on=torch.device("cpu"))

@@ -17,10 +17,9 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from batchfit._arguments import check_whole
-from batchfit._counts import whole
 from batchfit._loader.batch_sampler import Settings
-from batchfit._loader.pure.progress import Progress
-from batchfit._schedule.pure.config import BatchSizeConfig
+from batchfit._loader.pure.progress import Progress, SizeLimits
+from batchfit._units import whole
 
 _EPOCHS_LOOKED_AHEAD = 100
 _MOST_WORKERS = 4096
@@ -81,7 +80,7 @@ def check_schedule(schedule: Any) -> None:
     """Refuse what no size can be asked of, with the way to one that it can."""
     if schedule is None or callable(getattr(schedule, "size_at", None)):
         return
-    if isinstance(schedule, BatchSizeConfig):
+    if isinstance(schedule, SizeLimits):
         way = f"not {type(schedule).__name__}: use BatchSizeScheduler(config, batch_size, loader=loader)"
     elif isinstance(schedule, str | Mapping):
         way = f"not {schedule!r}: batchfit.load_schedule(...) makes a schedule of it"

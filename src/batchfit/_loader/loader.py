@@ -26,7 +26,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from batchfit._arguments import check_flag
-from batchfit._counts import whole
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._loader.batch_sampler import (
     Dealer,
@@ -45,8 +44,8 @@ from batchfit._loader.checks import (
 )
 from batchfit._loader.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
 from batchfit._loader.pure.deal import Deal, Ledger, count_batches, share
-from batchfit._loader.pure.progress import Plan, Progress
-from batchfit._schedule.pure.config import PlannedConfig
+from batchfit._loader.pure.progress import Plan, Progress, Schedule
+from batchfit._units import whole
 
 _log = logging.getLogger("batchfit")
 
@@ -77,7 +76,7 @@ class ResizableLoader:
         dataset: Any,
         batch_size: int = 256,
         *,
-        schedule: Plan | PlannedConfig | None = None,
+        schedule: Plan | Schedule | None = None,
         shuffle: bool = False,
         sampler: Any = None,
         num_workers: int = 0,
@@ -172,8 +171,8 @@ class ResizableLoader:
         return self._settings.schedule
 
     @schedule.setter
-    def schedule(self, schedule: Plan | PlannedConfig | None) -> None:
-        if isinstance(schedule, PlannedConfig):
+    def schedule(self, schedule: Plan | Schedule | None) -> None:
+        if isinstance(schedule, Schedule):
             # A config that begins with a size of its own needs none.
             initial = None if schedule.starts_by_itself else self._settings.batch_size
             schedule = schedule.bind(

@@ -15,13 +15,15 @@ from functools import partial
 from typing import Any, Literal
 
 from batchfit._engine.batch.padding import Lengths
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.data_parallel.ddp import Outcome
 from batchfit._engine.data_parallel.fsdp import Sharded, code_of
 from batchfit._engine.data_parallel.fsdp import Turn as InStep
 from batchfit._engine.data_parallel.fsdp_batch import Work, sample_of
-from batchfit._engine.device.oom_guard import attempt, read, recover
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.device.readings import read, recover
+from batchfit._engine.sizing.watch import NOBODY, Watch
 from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.snapshot.rewind import Rewind
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
@@ -29,7 +31,7 @@ from batchfit._microbatch.batch_norm import norms_in
 from batchfit._microbatch.checks import check_callable
 from batchfit._microbatch.context import CHANGED, AnyCall, Opened, Setting
 from batchfit._microbatch.loss_check import LossCheck, LossLook
-from batchfit._microbatch.passes import NOBODY, Around, Planned, Watch
+from batchfit._microbatch.passes import Around, Planned
 from batchfit.errors import BatchfitError
 
 Examine = Callable[[Sequence[Piece]], None]

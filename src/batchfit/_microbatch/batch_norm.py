@@ -140,8 +140,3 @@ class ExactStatistics:
 
 def _statistics(layer: Any) -> tuple[Any, Any, Any]:
     return layer.running_mean, layer.running_var, layer.num_batches_tracked
-
-
-def needs_two_samples(error: BaseException) -> bool:
-    """Whether a step failed because batch normalization cannot train on one value per channel."""
-    return "Expected more than 1 value per channel" in str(error)  # torch's own words

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.batch.trim import check_padding
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.distributed.fsdp import sharded_modules
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.parallel import is_parallel
-from batchfit._engine.snapshot.rewind import leaves_of
 from batchfit.errors import BatchfitError
 
 _ALONE = "one rank alone that tries again would leave the others waiting"
@@ -76,28 +76,6 @@ def check_generators(generators: Any) -> None:
     for one in generators:
         if not rng.is_generator(one):
             raise TypeError(f"generators must be generators of torch, NumPy or random, not {_brief(one)}")
-
-
-def is_compiled(thing: Any) -> bool:
-    """Whether torch.compile makes new code for each new size that it is given."""
-    return (
-        hasattr(thing, "_orig_mod")
-        or hasattr(thing, "_torchdynamo_orig_callable")
-        or getattr(thing, "_compiled_call_impl", None) is not None
-    )
-
-
-def compilations() -> int:
-    """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
-
-
-def recompile_limit() -> int | None:
-    """How many versions torch.compile makes of one function; None where it was never used."""
-    config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", None))
-    return limit if isinstance(limit, int) else None
 
 
 def check_options(

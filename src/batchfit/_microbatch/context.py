@@ -18,21 +18,23 @@ import torch
 from torch import nn
 
 from batchfit._engine.batch.padding import Lengths
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.batch.trim import attention_without_plans
 from batchfit._engine.batch.user_split import Cutter
 from batchfit._engine.data_parallel.ddp import Alone, Together
 from batchfit._engine.data_parallel.fsdp import Sharded
+from batchfit._engine.device.compile import is_compiled
 from batchfit._engine.device.oom_guard import twice
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.sizing.ragged import Packing, RaggedCall
 from batchfit._engine.sizing.uniform import Call, Sizing
 from batchfit._engine.snapshot.coverage import Coverage, generators_held
-from batchfit._engine.snapshot.rewind import Buffers, Rewind, leaves_of
+from batchfit._engine.snapshot.rewind import Buffers, Rewind
 from batchfit._microbatch.batch_norm import BatchNorm, batch_norms, norms_in, told
-from batchfit._microbatch.checks import generators_of, is_compiled
+from batchfit._microbatch.checks import generators_of
 from batchfit.errors import BatchfitError
 
 Tables = list[dict[str, Any]]

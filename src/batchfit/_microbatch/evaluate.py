@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from batchfit._engine.batch.padding import Lengths
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.data_parallel.fsdp import Sharded
-from batchfit._engine.device.oom_guard import attempt, recover
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.device.readings import recover
+from batchfit._engine.sizing.watch import NOBODY
 from batchfit._engine.snapshot.rewind import Buffers, Rewind
 from batchfit._microbatch.backward import work_in_step
 from batchfit._microbatch.checks import check_callable
 from batchfit._microbatch.context import CHANGED, Setting
-from batchfit._microbatch.passes import NOBODY, MapTry
+from batchfit._microbatch.passes import MapTry
 from batchfit.errors import BatchfitError
 
 

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.device.oom_guard import attempt, recover
+from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
-from batchfit._engine.sizing.pure.bounds import Piece
 from batchfit._engine.snapshot.coverage import loss_key
 from batchfit._engine.workload.checks import loss_and_outputs
 from batchfit._microbatch.batch_norm import BatchNorm

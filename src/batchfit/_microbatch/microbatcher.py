@@ -21,18 +21,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from batchfit._engine.batch.padding import Lengths
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import Count
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.ddp import together
 from batchfit._engine.data_parallel.fsdp import Sharded
 from batchfit._engine.device.resolve import Device, check_budget, resolve_device
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
-from batchfit._engine.sizing.pure.bounds import MicrobatchEvent, Piece
+from batchfit._engine.sizing.pure.events import MicrobatchEvent
 from batchfit._engine.sizing.ragged import Packing
 from batchfit._engine.sizing.shortage import owned_bytes
 from batchfit._engine.sizing.uniform import Sizing
-from batchfit._engine.snapshot.rewind import leaves_of
 from batchfit._microbatch.backward import run_batch
 from batchfit._microbatch.checks import check_generators, check_models, check_options, check_ragged, where
 from batchfit._microbatch.context import AnyCall, Setting

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Whole, check_one
 from batchfit._engine.batch.structure import children, mapped
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.sizing.watch import Watch
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.coverage import Look
 from batchfit._engine.snapshot.rewind import Rewind
@@ -27,14 +28,6 @@ from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_
 from batchfit._microbatch.batch_norm import BatchNorm, ExactStatistics
 
 _LOW = (torch.float16, torch.bfloat16)
-
-
-class Watch(Protocol):
-    """Who wants to know what each microbatch takes."""
-
-    def begin(self, index: int) -> None: ...
-
-    def end(self, index: int) -> None: ...
 
 
 @final
@@ -61,18 +54,6 @@ class Planned:
     def in_loss(self) -> bool:
         """Whether it is in a loss over the whole batch, which smaller microbatches leave as it is."""
         return bool(getattr(self.made, "in_loss", False))
-
-
-@final
-class _Nobody:
-    """Who wants to know nothing."""
-
-    def begin(self, index: int) -> None: ...
-
-    def end(self, index: int) -> None: ...
-
-
-NOBODY = _Nobody()
 
 
 @final

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, final
 
 import torch
 
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit.errors import BatchfitError
 
 log = logging.getLogger("batchfit")

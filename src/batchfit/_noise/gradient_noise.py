@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import torch
 from torch import nn
 
-from batchfit._engine.snapshot.rewind import leaves_of
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._noise.gradient_norms import Later, Parts, RankNorms, together
 from batchfit._noise.pure.estimate import MIN_STEPS, NoiseReading, NoiseState, joined_reading, observe
 
 if TYPE_CHECKING:
-    from batchfit._microbatch.passes import Watch
+    from batchfit._engine.sizing.watch import Watch
 
 log = logging.getLogger("batchfit")
 

@@ -23,11 +23,12 @@ from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Card, card_named
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device.cuda import is_capped
-from batchfit._engine.device.resolve import device_to_run, tensors_in
+from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.workload import STRAIGHT, Traced, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.workload.placement import device_to_run
 from batchfit._predict.oracle import (
     Basis,
     Oracle,

@@ -23,8 +23,10 @@ from typing import Any, Self, TypeVar, final
 from torch import nn
 
 from batchfit._engine.device import oom
+from batchfit._engine.device.compile import compilations
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import Device, Peaks, tensors_in
+from batchfit._engine.device.resolve import Device, Peaks
+from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.in_process import QuickCollections, collect_garbage
@@ -32,7 +34,6 @@ from batchfit._engine.trial.trial import put_back, run_trial
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop, phase
 from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
-from batchfit._microbatch.checks import compilations
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count

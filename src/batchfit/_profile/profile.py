@@ -23,12 +23,13 @@ import torch
 
 import batchfit
 from batchfit._arguments import check_callback, check_whole
+from batchfit._engine.device.batch_norm_error import needs_two_samples
+from batchfit._engine.device.budget import usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec, device_to_run
+from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._find.find import ram_held_bytes, usable_bytes
-from batchfit._microbatch.batch_norm import needs_two_samples
+from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._profile.bench import Bench
 from batchfit._profile.diagnosis import Diagnosis, diagnosed
 from batchfit._profile.pure.knee import Ask, Knee, Timed, marginal_gains

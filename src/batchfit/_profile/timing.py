@@ -23,14 +23,14 @@ from typing import Any, Literal, final
 import torch
 
 from batchfit._engine.device import oom
+from batchfit._engine.device.compile import compilations
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.oom_guard import begin_peak
+from batchfit._engine.device.readings import begin_peak
 from batchfit._engine.device.resolve import CpuDevice, CudaDevice, Device, Peaks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.trial import _gradient_bytes, _note, lazy_kind, put_back
 from batchfit._engine.virtual_memory.memory import active
 from batchfit._engine.workload import loop, phase
-from batchfit._microbatch.checks import compilations
 from batchfit._profile.pure.steady import Interval, Timing, Verdict, is_warm, verdict
 from batchfit.errors import NothingRanError
 

@@ -20,7 +20,9 @@ from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure.lr_rules import LRRule
 
 log = logging.getLogger("batchfit")
@@ -210,3 +212,36 @@ def _watching(kind: type, keeper: weakref.ref[ScaledLR]) -> type:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     body = {**names, "step": step, "__reduce_ex__": reduce, "_batchfit_watches": keeper}
     return type(kind)(kind.__name__, (kind,), body)
+
+
+log = logging.getLogger("batchfit")
+
+
+@final
+class LRClock:
+    """Watches how far a run comes between two steps of an LR scheduler."""
+
+    def __init__(self, unit: str, *, counts: bool) -> None:
+        self._by_epoch = counts or unit == "epoch"  # whether the epoch of each step is known
+        self._at: dict[int, Progress] = {}
+        self._told = False
+
+    def stepped(self, lr_scheduler: Any, now: Progress, size: int) -> None:
+        """It has stepped, at a batch size that will change."""
+        before = self._at.get(id(lr_scheduler))
+        self._at[id(lr_scheduler)] = now
+        if before is None or self._told or isinstance(lr_scheduler, ReduceLROnPlateau):
+            return
+        if self._by_epoch:
+            often = now.epoch == before.epoch
+        else:
+            often = 0 < now.step - before.step <= 1 or 0 < now.samples - before.samples <= 2 * size
+        if often:
+            self._told = True
+            log.warning(
+                "%s",
+                f"{type(lr_scheduler).__name__} is stepped once a batch, and the batch size changes: it will "
+                "get another number of steps than with a constant size. Step it once an epoch, or make it "
+                "for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), and "
+                "say so with updates_known=True",
+            )

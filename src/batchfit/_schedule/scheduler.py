@@ -20,17 +20,16 @@ import torch
 from torch.optim import Optimizer
 
 from batchfit._arguments import check_callback, check_flag
-from batchfit._counts import parse_count, whole
 from batchfit._loader.pure.progress import Plan, Progress
 from batchfit._schedule.following_loader import FollowingLoader
-from batchfit._schedule.learning_rate import ScaledLR
-from batchfit._schedule.lr_clock import LRClock
+from batchfit._schedule.learning_rate import LRClock, ScaledLR
 from batchfit._schedule.noise_choice import NoiseChoice
 from batchfit._schedule.pure.bound import BoundPlan, count_in
 from batchfit._schedule.pure.config import BatchSizeConfig
 from batchfit._schedule.pure.increase import Increases
 from batchfit._schedule.pure.plan import EventKind, ScheduleEvent, phases, updates_of
 from batchfit._schedule.pure.run_plan import multiple, plan_of, starts_by_itself
+from batchfit._units import parse_count, whole
 from batchfit.messages import say
 from batchfit.results import ThroughputProfile
 from batchfit.schedules import NoiseBatchSizeConfig, load_schedule

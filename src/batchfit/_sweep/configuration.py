@@ -33,15 +33,15 @@ import torch
 
 from batchfit import errors
 from batchfit._engine.device import oom
-from batchfit._engine.device.oom_guard import recover
-from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice, device_to_run
+from batchfit._engine.device.budget import usable_bytes
+from batchfit._engine.device.readings import recover
+from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice
 from batchfit._engine.distributed.ranks import Ranks, join_launched
 from batchfit._engine.snapshot.rng import global_states
-from batchfit._engine.trial.trial import NOTE
-from batchfit._engine.workload.named_function import loaded
-from batchfit._engine.workload.target import LoadedTarget, make_workload, parse_target, source_line
-from batchfit._engine.workload.user_errors import last_users_line
-from batchfit._find.find import find_batch_size, ram_held_bytes, usable_bytes
+from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+from batchfit._engine.workload.target import LoadedTarget, loaded, make_workload, parse_target, source_line
+from batchfit._engine.workload.user_errors import NOTE, last_users_line
+from batchfit._find.find import find_batch_size
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent

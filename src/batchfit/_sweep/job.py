@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 from batchfit import errors
-from batchfit._engine.workload.named_function import in_full
+from batchfit._engine.workload.target import in_full
 from batchfit._sweep.configuration import DEAD, run_configuration
 from batchfit._sweep.pure.events import OnEvent
 from batchfit._sweep.pure.grid import Configuration, Entry

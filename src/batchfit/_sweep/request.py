@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, final
 
 from batchfit._engine.device.resolve import resolve_device
-from batchfit._engine.workload.named_function import Named, loaded
-from batchfit._engine.workload.target import source_line
+from batchfit._engine.workload.target import Named, loaded, source_line
 from batchfit._find.find import check_steps
 from batchfit._find.pure.search import Search
 from batchfit._sweep.configuration import SEED

@@ -26,8 +26,7 @@ import batchfit
 from batchfit._arguments import check_callback, check_flag, checked_file
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.store.file_lock import used_alone
-from batchfit._files import write_whole
+from batchfit._files import used_alone, write_whole
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
 from batchfit._sweep.pure.estimates import EstimateFunction

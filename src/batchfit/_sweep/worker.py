@@ -22,7 +22,7 @@ from typing import Any, final
 from batchfit._engine.trial import child_main as child_side
 from batchfit._engine.trial.child_process import Child, Silent
 from batchfit._engine.trial.in_children import ending_text
-from batchfit._engine.workload.named_function import Named
+from batchfit._engine.workload.target import Named
 from batchfit._sweep.child_main import MODULE, packed, unpacked
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import SweepEvent

@@ -172,15 +172,17 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
         progress.note(job.intro)
     progress.doing("loading torch")
     load_torch()
-    from batchfit._engine.device.resolve import device_to_run, resolve_device
+    from batchfit._engine.device.budget import without_budget
+    from batchfit._engine.device.resolve import resolve_device
     from batchfit._engine.trial.in_children import Factory
+    from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
     from batchfit._find import find
     from batchfit._find.recall import check_store
 
     def loaded(device: str, available_bytes: int, *, held_bytes: int = 0) -> None:
         watch.device = device
         if settings["budget"] is None:
-            watch.budget_bytes = find.without_budget(device, available_bytes, held_bytes=held_bytes)
+            watch.budget_bytes = without_budget(device, available_bytes, held_bytes=held_bytes)
         else:
             watch.budget_bytes = min(available_bytes, parse_bytes(settings["budget"]))
         memory = memory_label(watch.device, watch.budget_bytes)
@@ -214,7 +216,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
             join_launched()
             settings = stored_where_possible(settings, workload, asked=job.store_asked)
             device = device_to_run(workload, settings["device"])
-            loaded(device.name, device.budget_bytes(), held_bytes=find.ram_held_bytes(workload))
+            loaded(device.name, device.budget_bytes(), held_bytes=ram_held_bytes(workload))
             watched = watch.over(workload)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None

@@ -60,7 +60,7 @@ def profile_target(
     delivery.check()
 
     def work(workload: Workload, progress: Progress) -> Told:
-        from batchfit._engine.device.resolve import device_to_run
+        from batchfit._engine.workload.placement import device_to_run
         from batchfit._profile.profile import profile_throughput
 
         try:

@@ -19,12 +19,11 @@ from batchfit._charts.text import Line, bar
 from batchfit._cli.commands.schedule_room import Room
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, Told, deliver
-from batchfit._counts import parse_count
-from batchfit._engine.sizing.pure.bounds import balanced
+from batchfit._engine.batch.pure.pieces import balanced
 from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule
 from batchfit._schedule.pure.plan import Constant, Foreseen, Phase, phases, updates_of
-from batchfit._units import format_bytes
+from batchfit._units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     from batchfit.schedules import AnyConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchfit._counts import parse_count
+from batchfit._units import parse_count
 from batchfit.errors import ResultFileError
 
 

@@ -24,6 +24,7 @@ from typing import Any, final
 
 import torch
 
+from batchfit._engine.batch.pure.pieces import Pack, Piece, Shape, pieces
 from batchfit._engine.batch.sample_count import Look
 from batchfit._engine.batch.structure import (
     children,
@@ -36,8 +37,6 @@ from batchfit._engine.batch.structure import (
 )
 from batchfit._engine.batch.trim import Trimmer, renewed, restored
 from batchfit._engine.batch.user_split import Cutter
-from batchfit._engine.sizing.pure.bounds import Piece, Shape, pieces
-from batchfit._engine.sizing.pure.pack import Pack
 
 # What is the same for all samples.
 _COMMON = (

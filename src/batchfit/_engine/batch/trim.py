@@ -19,8 +19,8 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side, find_padding
+from batchfit._engine.batch.pure.pieces import Pack
 from batchfit._engine.batch.structure import children, has_rows, is_array, rebuilt
-from batchfit._engine.sizing.pure.pack import Pack
 
 log = logging.getLogger("batchfit")
 

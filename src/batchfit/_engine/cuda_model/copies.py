@@ -14,16 +14,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Card
-from batchfit._engine.cuda_model.extra_bytes import Extra
 from batchfit._engine.device.tensors import bytes_of, is_dense
 
 aten = torch.ops.aten
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
+
+    `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
+    plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
+    it, which decides how memory falls into pieces. `outputs` corrects the bytes of results that the fake
+    kernel gets wrong. A rule that takes nothing at this size says 0, so that the stream of allocations is the
+    same at every size.
+    """
+
+    together: tuple[int, ...] = ()
+    after: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
+
+
 Rule = Callable[[Any, Card], Extra | None]
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

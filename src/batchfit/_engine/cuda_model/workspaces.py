@@ -20,8 +20,7 @@ from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Card
 from batchfit._engine.cuda_model.copies import RULES as COPIES
-from batchfit._engine.cuda_model.copies import copied, counted, expanded
-from batchfit._engine.cuda_model.extra_bytes import Extra
+from batchfit._engine.cuda_model.copies import Extra, copied, counted, expanded
 from batchfit._engine.device.tensors import bytes_of as _bytes
 
 aten = torch.ops.aten

@@ -33,11 +33,12 @@ from batchfit._engine.data_parallel.pure.protocol import Settled, Vote, settle, 
 from batchfit._engine.data_parallel.step_vote import STEP, StepTurn
 from batchfit._engine.data_parallel.steps_taken import StepsTaken, digest
 from batchfit._engine.device import oom
-from batchfit._engine.device.oom_guard import recover, twice
+from batchfit._engine.device.oom_guard import twice
+from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
-from batchfit._engine.distributed.blame import broken
 from batchfit._engine.distributed.collectives import begun_since, counts, is_lost_connection
 from batchfit._engine.distributed.fsdp import sharded_modules
+from batchfit._engine.distributed.lost_ranks import broken
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.coverage import Look
 from batchfit._engine.snapshot.rewind import Rewind

@@ -26,6 +26,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import nn
 
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.structure import mapped
 from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.fsdp_batch import Run, Work, cut, is_plain, learn, take_care
@@ -33,9 +34,9 @@ from batchfit._engine.data_parallel.fsdp_models import Shards
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, Tried, settle_offers, settle_try
 from batchfit._engine.data_parallel.step_vote import StepTurn
 from batchfit._engine.device import oom_guard as trying
+from batchfit._engine.device import readings
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed import fsdp
-from batchfit._engine.distributed.blame import broken
 from batchfit._engine.distributed.collectives import Call as Sent
 from batchfit._engine.distributed.collectives import (
     StepSends,
@@ -45,11 +46,11 @@ from batchfit._engine.distributed.collectives import (
     is_lost_connection,
     recording,
 )
+from batchfit._engine.distributed.lost_ranks import broken
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.sizing.watch import Watch
 from batchfit._engine.snapshot.coverage import Look, _code
 from batchfit._engine.snapshot.rewind import Rewind
-from batchfit._microbatch.passes import Watch
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"
@@ -291,7 +292,7 @@ class Turn:
                 return Tried(), None, None
             text = failure.message if failure is not None else f"{type(kept).__name__}: {kept}"
             work.rewind.back()
-            trying.recover(self._device)
+            readings.recover(self._device)
             at_rest = self._all.models.reset()
             _stand_in(sends, run.count, begun_since(before))
         return Tried("raised" if failure is None else "ran_out", text[:500], at_rest), failure, kept
@@ -334,7 +335,7 @@ class Turn:
                 work.call.retries += 1
             return
         if work.call is None:
-            held = trying.read(self._device).held_bytes
+            held = readings.read(self._device).held_bytes
             raise work.sizing.shortage("a microbatch of one sample", held, failure.message)
         work.sizer.shrink(work.call, failure, at)
 

@@ -17,10 +17,10 @@ from typing import Any, Final, final
 
 import torch
 
+from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.device import oom_guard as trying
-from batchfit._engine.sizing.pure.bounds import Piece
+from batchfit._engine.device import readings
 from batchfit._engine.sizing.uniform import Call, Sizing
 from batchfit._engine.snapshot.rewind import Rewind
 
@@ -114,7 +114,7 @@ def take_care(work: Work) -> None:
     call = work.call
     if call.held_bytes is None:  # the device does not tell: what the user has asked for
         return
-    room = work.sizing.room(trying.read(work.sizing.device), fresh=True)
+    room = work.sizing.room(readings.read(work.sizing.device), fresh=True)
     most = call.bounds.most(None if room is None else int(room * (1 - _HEADROOM)))
     known = call.bounds.good
     call.size = min(call.size, max(1, known, min(4 * known, 2 * known if most is None else most)))

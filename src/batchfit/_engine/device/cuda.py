@@ -21,7 +21,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from batchfit._engine.device.interface import Device, Peaks, _set_by_us, check_budget, fraction_of
-from batchfit._engine.trial.pure.soak import Mark, layout_of
+from batchfit._engine.device.pure.allocator_state import Mark, layout_of
 from batchfit.errors import BatchfitError
 
 

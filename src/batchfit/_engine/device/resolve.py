@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from batchfit._engine.device.cpu import CpuDevice, MpsDevice
 from batchfit._engine.device.cuda import CudaDevice, XpuDevice
 from batchfit._engine.device.interface import Device, Peaks, _set_by_us, check_budget, fraction_of
 from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from batchfit.workload import Workload
+    pass
 
 __all__ = [
     "CpuDevice",
@@ -135,18 +133,6 @@ def resolve_device(spec: DeviceSpec | Device | None, *, near: Iterable[object] =
     raise ValueError(f"device must be {_available()}, not {asked!r}{_remedy(wanted.type)}")
 
 
-def device_to_run(work: Workload, spec: DeviceSpec | Device | None = None) -> Device:
-    """The device on which a workload runs: the one named, else where its state is; it must be a real one."""
-    parts = (*work.state, work.model)
-    places = {tensor.device.type for tensor in tensors_in(parts)}
-    if places == {"meta"}:
-        raise ValueError(
-            "the model must be on a device that runs it, not on the meta device: predict and explain "
-            "answer for such a model, everything else has to run it"
-        )
-    return resolve_device(spec, near=parts)
-
-
 def _parse(spec: object) -> torch.device:
     if isinstance(spec, bool) or not isinstance(spec, str | int | torch.device):
         raise TypeError(
@@ -219,51 +205,3 @@ def _device_near(near: Iterable[object]) -> torch.device | None:
         if tensor.device.type == "cpu" and first is None:
             first = tensor.device
     return first
-
-
-def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and tensors of the modules, optimizers and containers among `things`."""
-    for thing in things:
-        if isinstance(thing, torch.Tensor):
-            yield thing
-        elif isinstance(thing, torch.nn.Module):
-            yield from chain(thing.parameters(), thing.buffers())
-        elif isinstance(groups := getattr(thing, "param_groups", None), list):
-            yield from chain.from_iterable(group["params"] for group in groups)
-        elif depth and isinstance(thing, Mapping):
-            yield from tensors_in(thing.values(), depth=depth - 1)
-        elif depth and isinstance(thing, list | tuple | set | frozenset):
-            yield from tensors_in(thing, depth=depth - 1)
-
-
-def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
-    """What tensors among `things`, gradients and optimizer states hold on a device, each storage once.
-
-    Tensors that do not say (sparse gradients, lazy parameters) are left out.
-    """
-    moments = [list(one.state.values()) for one in things if isinstance(one, torch.optim.Optimizer)]
-    held: dict[int, int] = {}
-    for tensor in tensors_in((*things, moments)):
-        for whole in (tensor, tensor.grad if tensor.is_leaf else None):
-            for one in () if whole is None else plain_parts(whole):
-                if one.device == on:
-                    storage = one.untyped_storage()
-                    held[storage.data_ptr()] = storage.nbytes()
-    return sum(held.values())
-
-
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
-    if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
-        inner = (getattr(tensor, name) for name in cast("Any", tensor).__tensor_flatten__()[0])
-        for part in inner:
-            if isinstance(part, torch.Tensor):
-                yield from plain_parts(part)
-    elif tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor):
-        yield tensor
-
-
-def optimizers_in(things: Iterable[object]) -> list[Any]:
-    """The optimizers among `things`, those that have something to move."""
-    every = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
-    return [one for one in every if any(tensor.requires_grad for tensor in tensors_in([one]))]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -19,3 +26,87 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= extent
     return True
+
+
+def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Parameters, buffers and tensors of the modules, optimizers and containers among `things`."""
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, torch.nn.Module):
+            yield from chain(thing.parameters(), thing.buffers())
+        elif isinstance(groups := getattr(thing, "param_groups", None), list):
+            yield from chain.from_iterable(group["params"] for group in groups)
+        elif depth and isinstance(thing, Mapping):
+            yield from tensors_in(thing.values(), depth=depth - 1)
+        elif depth and isinstance(thing, list | tuple | set | frozenset):
+            yield from tensors_in(thing, depth=depth - 1)
+
+
+def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
+    """What tensors among `things`, gradients and optimizer states hold on a device, each storage once.
+
+    Tensors that do not say (sparse gradients, lazy parameters) are left out.
+    """
+    moments = [list(one.state.values()) for one in things if isinstance(one, torch.optim.Optimizer)]
+    held: dict[int, int] = {}
+    for tensor in tensors_in((*things, moments)):
+        for whole in (tensor, tensor.grad if tensor.is_leaf else None):
+            for one in () if whole is None else plain_parts(whole):
+                if one.device == on:
+                    storage = one.untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
+    if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
+        inner = (getattr(tensor, name) for name in cast("Any", tensor).__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, torch.Tensor):
+                yield from plain_parts(part)
+    elif tensor.layout is torch.strided and not tensor.is_nested and not is_lazy(tensor):
+        yield tensor
+
+
+def optimizers_in(things: Iterable[object]) -> list[Any]:
+    """The optimizers among `things`, those that have something to move."""
+    every = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
+    return [one for one in every if any(tensor.requires_grad for tensor in tensors_in([one]))]
+
+
+def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[nn.Module]]:
+    """The tensors that get gradients, the tables of buffers, and the modules: each once, in one walk."""
+    leaves: dict[int, torch.Tensor] = {}
+    tables: list[Any] = []
+    modules: dict[int, nn.Module] = {}
+    # Once a batch, so not through `modules()`, whose nested generators take four times as long, and with
+    # one look into each module's attributes.
+    for model in models:
+        if isinstance(model, torch.Tensor):
+            if model.requires_grad:
+                leaves[id(model)] = model
+            continue
+        waiting: list[Any] = [model]
+        while waiting:
+            module = waiting.pop()
+            key = id(module)
+            if module is None or key in modules:
+                continue
+            modules[key] = module
+            inside = module.__dict__
+            own = inside.get("_parameters")
+            if own is None:  # a scripted module keeps them elsewhere
+                own, buffers, below = module._parameters, module._buffers, module._modules
+            else:
+                buffers, below = inside["_buffers"], inside["_modules"]
+            if own:
+                for parameter in own.values():
+                    if parameter is not None and parameter.requires_grad:
+                        leaves[id(parameter)] = parameter
+            if buffers:
+                tables.append(buffers)
+            if below:
+                waiting.extend(reversed(below.values()))
+    return list(leaves.values()), tables, list(modules.values())

@@ -23,15 +23,15 @@ from functools import partial
 from typing import Any, final
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side
+from batchfit._engine.batch.pure.pieces import Pack, PaddedShape, Piece
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.batch.trim import Trimmer
 from batchfit._engine.device import oom_guard as trying
+from batchfit._engine.device import readings
 from batchfit._engine.device.oom_guard import Failure
 from batchfit._engine.device.resolve import CudaDevice
-from batchfit._engine.sizing.pure.bounds import Piece
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
-from batchfit._engine.sizing.pure.pack import MULTIPLE, Pack, Shapes, pack
-from batchfit._engine.sizing.pure.pack import Shape as Extent
+from batchfit._engine.sizing.pure.pack import MULTIPLE, Shapes, pack
 from batchfit._engine.sizing.uniform import BEFORE, Sizing, counted
 
 log = logging.getLogger("batchfit")
@@ -51,8 +51,8 @@ class _Known:
     layout: Layout | None = None
     width: int = 0  # what the last batch was padded to
     on_top_bytes: float = 0.0  # what the last microbatch read found held beside what the batch began with
-    peaks: dict[Extent, int] = field(default_factory=dict)
-    unclear: set[Extent] = field(default_factory=set)  # read once, while gradients appeared
+    peaks: dict[PaddedShape, int] = field(default_factory=dict)
+    unclear: set[PaddedShape] = field(default_factory=set)  # read once, while gradients appeared
 
 
 @dataclass(slots=True)
@@ -81,8 +81,8 @@ class RaggedCall:
     def begin(self, index: int) -> None:
         """A microbatch begins."""
         if self._is_told(index):
-            trying.begin_peak(self.sizing.device)
-            self._held_bytes = trying.read(self.sizing.device).held_bytes
+            readings.begin_peak(self.sizing.device)
+            self._held_bytes = readings.read(self.sizing.device).held_bytes
         else:
             self._held_bytes = None
 
@@ -91,7 +91,7 @@ class RaggedCall:
         held = self._held_bytes
         if held is None or self.held_bytes is None:
             return
-        peak, after = trying.peak(self.sizing.device), trying.read(self.sizing.device).held_bytes
+        peak, after = readings.peak(self.sizing.device), readings.read(self.sizing.device).held_bytes
         if peak is None or after is None:
             return
         known, extent = self.known, _extent(self.plan[index])
@@ -109,7 +109,7 @@ class RaggedCall:
         return bool(memory.failures or memory.setbacks) or _extent(self.plan[index]) not in self.known.peaks
 
 
-def _extent(piece: Piece) -> Extent:
+def _extent(piece: Piece) -> PaddedShape:
     return piece.size, piece.length or 1
 
 
@@ -210,9 +210,9 @@ class Packing:
     def shrink(self, call: RaggedCall, failure: Failure, at: int) -> None:
         """After what the failed try changed was put back: free what it left, and learn for the next plan."""
         sizing, known = self._sizing, call.known
-        trying.recover(sizing.device)
+        readings.recover(sizing.device)
         call.retries += 1
-        reading = trying.read(sizing.device)
+        reading = readings.read(sizing.device)
         sizing.retries_seen = reading.retries
         call.held_bytes = reading.held_bytes
         if call.held_bytes is not None:

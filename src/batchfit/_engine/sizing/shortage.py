@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from batchfit._engine.snapshot.rewind import leaves_of
+from batchfit._engine.device.tensors import leaves_of
 from batchfit._units import format_bytes
 from batchfit.errors import NothingFitsError
 

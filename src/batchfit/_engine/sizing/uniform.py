@@ -19,23 +19,17 @@ from typing import Any, final
 
 import torch
 
+from batchfit._engine.batch.pure.pieces import Piece, Shape, balanced, equal, pieces
 from batchfit._engine.batch.split import Whole
 from batchfit._engine.device import oom_guard as trying
-from batchfit._engine.device.oom_guard import Failure, Reading
+from batchfit._engine.device import readings
+from batchfit._engine.device.compile import compilations, recompile_limit
+from batchfit._engine.device.oom_guard import Failure
+from batchfit._engine.device.readings import Reading
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.sizing.pure.bounds import (
-    Bounds,
-    EventKind,
-    Learned,
-    MicrobatchEvent,
-    Piece,
-    Shape,
-    balanced,
-    equal,
-    pieces,
-)
+from batchfit._engine.sizing.pure.bounds import Bounds, Learned
+from batchfit._engine.sizing.pure.events import EventKind, MicrobatchEvent
 from batchfit._engine.sizing.shortage import nothing_fits, whole_sentences
-from batchfit._microbatch.checks import compilations, recompile_limit
 from batchfit.errors import NothingFitsError
 
 log = logging.getLogger("batchfit")
@@ -155,7 +149,7 @@ class Sizing:
         """Call `run`, measuring it where its size is new."""
         new = call.is_new
         if new:
-            trying.begin_peak(self.device)
+            readings.begin_peak(self.device)
         failure = trying.attempt(
             run,
             device=self.device,
@@ -167,14 +161,14 @@ class Sizing:
             ),
         )
         if failure is None and new:
-            call.peak_bytes = trying.peak(self.device)
+            call.peak_bytes = readings.peak(self.device)
         return failure
 
     def shrink(self, call: Call, failure: Failure, at: int) -> None:
         """After what the failed try changed was put back: free what it left, and choose what to try next."""
-        trying.recover(self.device)
+        readings.recover(self.device)
         call.retries += 1
-        reading = trying.read(self.device)
+        reading = readings.read(self.device)
         self.retries_seen = reading.retries  # running out is a retry too: it must not count as thrashing
         call.held_bytes = reading.held_bytes
         if failure.fragmented and not call.again:
@@ -198,7 +192,7 @@ class Sizing:
 
     def loss_ran_out(self, call: Any, size: int, failure: Failure, *, again: bool) -> None:
         """A loss over the whole batch ran out: once more with memory freed; smaller chunks do not help it."""
-        trying.recover(self.device)
+        readings.recover(self.device)
         if again:
             raise NothingFitsError(
                 call.whole.length,
@@ -236,7 +230,7 @@ class Sizing:
             yield
             return
         with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
-            held = trying.read(self.device).held_bytes
+            held = readings.read(self.device).held_bytes
             if held is not None and held >= self.budget_bytes:
                 raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
             yield
@@ -245,7 +239,7 @@ class Sizing:
 
     def read(self) -> Reading:
         """The reading of this batch; who ran the last one is told of allocation retries since then."""
-        reading = trying.read(self.device)
+        reading = readings.read(self.device)
         seen, self.retries_seen = self.retries_seen, reading.retries
         if self.last is not None and seen is not None and reading.retries is not None:
             self.last(reading.retries - seen)

@@ -19,7 +19,6 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import nn
 
 from batchfit._engine.snapshot import rng
 
@@ -231,39 +230,3 @@ def _scaler_state(scaler: Any) -> dict[str, Any] | None:
             copied[key] = dict(value) if isinstance(value, dict) else value
         state["_per_optimizer_states"] = copied
     return state
-
-
-def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[str, Any]], list[nn.Module]]:
-    """The tensors that get gradients, the tables of buffers, and the modules: each once, in one walk."""
-    leaves: dict[int, torch.Tensor] = {}
-    tables: list[Any] = []
-    modules: dict[int, nn.Module] = {}
-    # Once a batch, so not through `modules()`, whose nested generators take four times as long, and with
-    # one look into each module's attributes.
-    for model in models:
-        if isinstance(model, torch.Tensor):
-            if model.requires_grad:
-                leaves[id(model)] = model
-            continue
-        waiting: list[Any] = [model]
-        while waiting:
-            module = waiting.pop()
-            key = id(module)
-            if module is None or key in modules:
-                continue
-            modules[key] = module
-            inside = module.__dict__
-            own = inside.get("_parameters")
-            if own is None:  # a scripted module keeps them elsewhere
-                own, buffers, below = module._parameters, module._buffers, module._modules
-            else:
-                buffers, below = inside["_buffers"], inside["_modules"]
-            if own:
-                for parameter in own.values():
-                    if parameter is not None and parameter.requires_grad:
-                        leaves[id(parameter)] = parameter
-            if buffers:
-                tables.append(buffers)
-            if below:
-                waiting.extend(reversed(below.values()))
-    return list(leaves.values()), tables, list(modules.values())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from batchfit._engine.device.resolve import tensors_in
+from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.contents import ATOMS, BYTES, Contents, contents_of, is_array, is_record
 from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
 from batchfit._engine.snapshot.parallel import is_parallel

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.cuda_model.copies import Extra
 from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
-from batchfit._engine.cuda_model.extra_bytes import Extra
 from batchfit._engine.cuda_model.workspaces import extra_rule, is_gemm
 
 ITEM = torch.ops.aten._local_scalar_dense.default

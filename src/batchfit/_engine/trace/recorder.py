@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
+from batchfit._engine.cuda_model.copies import Extra
 from batchfit._engine.cuda_model.dispatch import CudaRules, packed
-from batchfit._engine.cuda_model.extra_bytes import Extra
 from batchfit._engine.trace.block_log import Blocks, address_of
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating

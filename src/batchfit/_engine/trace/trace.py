@@ -15,10 +15,11 @@ import contextlib
 import gc
 import linecache
 import logging
+import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,13 @@ from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import short_generation
-from batchfit._engine.trace.libraries import flex_refused, not_called_a_trace, saved_on_the_host
 from batchfit._engine.trace.logged_values import Unread, values_unread
 from batchfit._engine.trace.recorder import Recorder
 from batchfit._engine.trace.source_line import HERE, TORCH, named
-from batchfit._engine.trial.trial import NOTE
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload import phase as phases
+from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -230,3 +230,59 @@ def _lacks_kernel(error: Exception, *, in_torch: bool) -> bool:
 
 def _is_standard(file: str) -> bool:
     return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+@contextlib.contextmanager
+def not_called_a_trace(known: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside, transformers takes its decisions as in an eager run, about values that are `known`."""
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: before(value) and not known(value)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before
+
+
+@contextlib.contextmanager
+def saved_on_the_host() -> Iterator[None]:
+    """Inside, `save_on_cpu(pin_memory=True)` copies as without: pinned or not, it is no memory of the GPU.
+
+    It fills a tensor that it makes without naming a device; without a GPU that would stand for the device.
+    """
+    kind: Any = torch.autograd.graph.save_on_cpu
+    made = kind.__init__
+
+    def make(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
+        made(self, False, *args, **kwargs)
+
+    kind.__init__ = make
+    try:
+        yield
+    finally:
+        kind.__init__ = made
+
+
+@contextlib.contextmanager
+def flex_refused() -> Iterator[None]:
+    """Inside, FlexAttention refuses to run, with a reason that `trace` names.
+
+    Without its compiler it makes all scores; with it, which a trace leaves out, it makes none.
+    """
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    before = getattr(module, "_validate_device", None)
+    if before is None:
+        yield
+        return
+
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("FlexAttention is a compiled kernel")
+
+    module._validate_device = refuse
+    try:
+        yield
+    finally:
+        module._validate_device = before

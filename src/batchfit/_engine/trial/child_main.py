@@ -33,12 +33,14 @@ from typing import Any, BinaryIO, NoReturn
 import torch.distributed
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import Device, device_to_run, optimizers_in, resolve_device, tensors_in
+from batchfit._engine.device.resolve import Device, resolve_device
+from batchfit._engine.device.tensors import optimizers_in, tensors_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
 from batchfit._engine.trial.pure.soak import steps_of
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload import user_errors as failure
+from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.target import (
     LoadedTarget,
     Target,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Self, final
 
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import CudaDevice, Device, optimizers_in, own_bytes, tensors_in
+from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device.tensors import optimizers_in, own_bytes, tensors_in
 from batchfit._engine.distributed.collectives import Counted, Owed, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
@@ -27,7 +28,6 @@ from batchfit._engine.trial.in_children import RunOne
 from batchfit._engine.trial.pure.soak import steps_of
 from batchfit._engine.trial.rehearsal import rehearse
 from batchfit._engine.trial.trial import run_trial
-from batchfit._find.pure.bracket import Sizes
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
@@ -46,14 +46,14 @@ class Here:
         self._snapshot: Snapshot | None = None  # while trials are run
         self._low = 1  # a small size that all ranks have run
 
-    def rehearse(self, ranks: Ranks, sizes: Sizes) -> None:
-        """Learn what steps send to other ranks, all ranks together; in one process there is nothing to."""
+    def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """Learn what steps send to other ranks, at a few small sizes, all ranks together.
+
+        In one process there is nothing to learn.
+        """
         if ranks.world_size == 1:
             return
-        # Not 1 where others are allowed: BatchNorm raises there, and the search itself may never go so low.
-        low = sizes.at(1) if sizes.first == 1 and sizes.count > 1 else sizes.first
-        self._low = low
-        few = [size for size in (low, 2 * low, 4 * low) if size <= sizes.last]
+        self._low = sizes[0]
         run = partial(
             run_trial,
             device=self.place,
@@ -62,7 +62,7 @@ class Here:
         )
         gc.collect()
         with self.place.limit(self.place.budget_bytes()), QuickCollections():
-            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=few, device=self.place.name)
+            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=sizes, device=self.place.name)
             if failed:
                 self.regroup()
 

@@ -29,18 +29,18 @@ from typing import Any
 import torch
 
 from batchfit._engine.device import oom
+from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.device.cuda import allocator_mark, largest_bytes
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.resolve import Device, tensors_in
+from batchfit._engine.device.pure.allocator_state import Mark
+from batchfit._engine.device.resolve import Device
+from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trial.pure.soak import Mark, goes_round
+from batchfit._engine.trial.pure.soak import goes_round
 from batchfit._engine.workload import loop, phase
-from batchfit._microbatch.batch_norm import needs_two_samples
+from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome, Trial
-
-# How a note on an error of the user's begins: the command line tells such errors from its own by it.
-NOTE = "batchfit: raised while trying batch size"
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from batchfit._engine.batch.sources import takes_arguments
 from batchfit._engine.batch.structure import is_array
-from batchfit._engine.device.resolve import tensors_in
+from batchfit._engine.device.tensors import tensors_in
 
 _STATELESS = (str, bytes, int, float, complex, type, FunctionType, BuiltinFunctionType, type(None))
 

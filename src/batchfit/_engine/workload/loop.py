@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from batchfit._engine.batch.structure import leaves
-from batchfit._engine.device.resolve import plain_parts
+from batchfit._engine.device.tensors import plain_parts
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 
 _SLOT = "_compiled_call_impl"

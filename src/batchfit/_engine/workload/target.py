@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, final
 
 from batchfit._engine.workload.user_errors import last_users_line, shown_path
 from batchfit.errors import TargetError
@@ -304,3 +304,36 @@ def _as_a_script(target: Target) -> Iterator[None]:
         ) from None
     finally:
         sys.argv = before
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A function by its target, called like the function itself."""
+
+    text: str
+
+    def load(self) -> Any:
+        """The function."""
+        return load_function(parse_target(self.text))
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.load()(*arguments, **keywords)
+
+
+def loaded(function: Any) -> Any:
+    """What is called in the end: the function that a target or a `Named` stands for, else what is given."""
+    if isinstance(function, str):
+        function = Named(function)
+    return function.load() if isinstance(function, Named) else function
+
+
+def in_full(function: Any) -> Any:
+    """The same function wherever the current folder is; what is no name of a file, as it is."""
+    if isinstance(function, Named):
+        return Named(in_full(function.text))
+    if not isinstance(function, str):
+        return function
+    place, colon, name = function.rpartition(":")
+    is_file = place.endswith(".py") or "/" in place
+    return f"{Path(place).resolve()}{colon}{name}" if is_file else function

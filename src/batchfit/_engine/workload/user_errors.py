@@ -48,7 +48,6 @@ def raised_by_step(error: BaseException) -> bool:
     from_child = ChildTraceback.of(error)
     if from_child is not None:
         return from_child.stage != "place"
-    from batchfit._engine.trial.trial import NOTE
 
     return any(note.startswith(NOTE) for note in getattr(error, "__notes__", ()))
 
@@ -141,3 +140,7 @@ def _below(path: str, folder: str) -> bool:
 def _standard_library() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return tuple({os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")})
+
+
+# How a note on an error of the user's begins: the command line tells such errors from its own by it.
+NOTE = "batchfit: raised while trying batch size"

@@ -115,6 +115,11 @@ class Sizes:
         """The largest allowed size."""
         return self.at(self.count - 1)
 
+    def to_rehearse(self) -> tuple[int, ...]:
+        """A few small sizes, ascending: not 1 where others are allowed, as BatchNorm raises there."""
+        low = self.at(1) if self.first == 1 and self.count > 1 else self.first
+        return tuple(size for size in (low, 2 * low, 4 * low) if size <= self.last)
+
     def within(self, size: float, *, above: int | None, below: int | None) -> int:
         """The allowed size nearest under `size` that lies strictly between two allowed sizes."""
         low = self.index(above) + 1 if above is not None else 0

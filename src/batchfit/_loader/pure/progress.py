@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +22,27 @@ class Plan(Protocol):
     def size_at(self, progress: Progress) -> int:
         """The global batch size of the batch that comes next; pure, and cheap (microseconds)."""
         ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """A schedule for any run, which `bind` makes a plan for one run."""
+
+    @property
+    def starts_by_itself(self) -> bool:
+        """Whether it has a first size of its own."""
+        ...
+
+    def bind(self, initial_batch_size: int | None = None, **run: Any) -> Plan:
+        """The plan of one run: its first size, `world_size` and `tokens_per_sample`."""
+        ...
+
+
+@runtime_checkable
+class SizeLimits(Protocol):
+    """What every batch-size config has, those with state among them, which only a scheduler can follow."""
+
+    @property
+    def max_batch_size(self) -> int | None: ...
+    @property
+    def multiple_of(self) -> int: ...

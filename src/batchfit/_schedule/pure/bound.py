@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol, final
 
-from batchfit._counts import Rounding, round_size, whole
 from batchfit._loader.pure.progress import Progress
+from batchfit._units import Rounding, round_size, whole
 
 UNITS = ("epoch", "step", "samples", "tokens")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from batchfit._counts import whole
+from batchfit._units import whole
 
 FORM = "a callable or an import path 'package.module:function'"
 

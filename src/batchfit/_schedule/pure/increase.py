@@ -12,9 +12,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
-from batchfit._counts import Rounding
 from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure.bound import fitted
+from batchfit._units import Rounding
 
 _REASONS_KEPT = 64  # epochs: a loader asks ahead of what is trained, and not that far
 

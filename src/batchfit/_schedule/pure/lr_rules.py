@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 _EXPONENTS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5, "seesaw": -0.5}
 _POWER = re.compile(r"power\(\s*([+-]?[0-9]*\.?[0-9]+)\s*\)\Z")
@@ -42,3 +43,36 @@ class LRRule:
     def factor(self, ratio: float) -> float:
         """What the learning rate is multiplied with at `ratio` times the initial batch size."""
         return float(ratio**self.exponent)
+
+
+Decay = Literal["cosine", "quarter-cosine"]
+
+
+DECAYS = ("cosine", "quarter-cosine")
+
+
+def smooth_points(decay: Decay, *, total: int, ratio: float, most: float) -> Iterator[tuple[int, float]]:
+    """(count, growth of the batch) where the decay has fallen by `ratio`, `ratio**2`, ... up to `most`.
+
+    "cosine" falls as (1 + cos(pi t)) / 2 (torch's CosineAnnealingLR), "quarter-cosine" as cos(pi t / 2).
+    """
+    power = 0
+    while True:
+        power += 1
+        growth = ratio**power
+        if growth > most * (1 + 1e-12):
+            return
+        left = 1 / growth
+        share = math.acos(2 * left - 1) / math.pi if decay == "cosine" else 2 * math.acos(left) / math.pi
+        at = math.ceil(share * total - 1e-6)  # 600.0000001 by rounding errors is 600
+        if at >= total:
+            return
+        yield at, growth
+
+
+def cut_points(cuts: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """(count, growth of the batch) for a decay by factors, such as `[(60, 0.2), (120, 0.2)]`."""
+    growth = 1.0
+    for at, factor in cuts:
+        growth /= factor
+        yield at, growth

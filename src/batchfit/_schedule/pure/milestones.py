@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from batchfit._counts import parse_count
 from batchfit._schedule.pure.bound import UNITS
+from batchfit._units import parse_count
 
 FORM = "text or a mapping such as '0:256 20:512' or {0: 256, 20: 512}"
 _SUFFIXED = re.compile(r"[0-9.]+[kmbgt]", re.IGNORECASE)

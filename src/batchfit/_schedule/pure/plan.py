@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, final
 
 from batchfit._arguments import MOST_EPOCHS, check_whole
-from batchfit._counts import Rounding, whole
 from batchfit._loader.pure.deal import cut
 from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure.bound import count_in, where
+from batchfit._units import Rounding, whole
 
 EventKind = Literal["changed", "skipped", "limited", "kept"]
 

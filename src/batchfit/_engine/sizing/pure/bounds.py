@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, final
+
+from batchfit._engine.batch.pure.pieces import Shape, rung
 
 PATIENCE = 4  # calm batches before a larger size is tried
 LONGEST_WAIT = 1024
@@ -25,76 +26,6 @@ MOST_SHAPES = 256
 MOST_READINGS = 4
 MARGIN = 0.92  # of the memory: what a size that never ran may be predicted to need
 THRASHING = 2  # batches in a row with allocation retries that lower the size
-
-EventKind = Literal["shrunk", "grown", "lowered", "retry", "skipped", "relearned"]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MicrobatchEvent:
-    """Something that happened to the microbatch size, for a log or a dashboard."""
-
-    kind: EventKind
-    size_before: int
-    size_after: int
-    why: str
-    peak_bytes: int | None = None
-    shape: str = ""
-
-    def __str__(self) -> str:
-        if self.kind == "relearned":  # of all sizes, so there is none to name
-            return f"microbatch sizes are learned anew: {self.why}"
-        change = f"{self.size_before} -> {self.size_after}"
-        return f"microbatch {change if self.size_after != self.size_before else self.size_after}: {self.why}"
-
-
-class Piece(NamedTuple):
-    """One microbatch of a plan: which samples, and the padded length they are trimmed to, if any."""
-
-    samples: slice | tuple[int, ...]
-    size: int
-    length: int | None = None
-
-
-class Shape(NamedTuple):
-    """What decides how much memory a sample takes."""
-
-    key: str
-    family: str  # the same for shapes that differ in their extents only
-    elements: int  # of one sample
-
-
-def balanced(total: int, at_most: int) -> tuple[int, ...]:
-    """Near-equal sizes of at most `at_most` that add up to `total`, the larger ones first.
-
-    >>> balanced(17, 16)
-    (9, 8)
-    """
-    count = -(-total // at_most)
-    small, larger = divmod(total, count)
-    return (small + 1,) * larger + (small,) * (count - larger)
-
-
-def equal(total: int, at_most: int) -> tuple[int, ...]:
-    """Pieces of exactly `at_most`, and one remainder.
-
-    >>> equal(17, 8)
-    (8, 8, 1)
-    """
-    whole, rest = divmod(total, at_most)
-    return (at_most,) * whole + ((rest,) if rest else ())
-
-
-def rung(size: int) -> int:
-    """The largest power of two that is no larger."""
-    return 1 << (size.bit_length() - 1)
-
-
-def pieces(sizes: tuple[int, ...], start: int = 0) -> tuple[Piece, ...]:
-    """A plan that cuts a batch in its own order, from the sample `start` on."""
-    ends = accumulate(sizes, initial=start)
-    next(ends)
-    return tuple(Piece(slice(end - size, end), size) for size, end in zip(sizes, ends, strict=True))
 
 
 @final

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-Shape = tuple[int, int]  # (samples, padded length)
+from batchfit._engine.batch.pure.pieces import Pack, PaddedShape
 
 # Lengths are rounded up to this: kernels work in tiles of 64; finer steps cost more shapes than they save.
 MULTIPLE: Final = 64
@@ -34,19 +34,6 @@ _PATIENCE: Final = 50
 _UNKNOWN: Final = 2.0
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
 _FORBIDDEN: Final = 64.0
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """One microbatch: which samples, and the length that they are trimmed to."""
-
-    indices: tuple[int, ...]
-    length: int
-
-    @property
-    def shape(self) -> Shape:
-        return len(self.indices), self.length
 
 
 @final
@@ -84,7 +71,7 @@ class Costs:
 class Shapes:
     """The shapes that have run, oldest first, and how many batches there were."""
 
-    seen: tuple[Shape, ...] = ()
+    seen: tuple[PaddedShape, ...] = ()
     batches: int = 0
 
     def ran(self, packs: Iterable[Pack]) -> Shapes:
@@ -174,18 +161,18 @@ def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
     return sum(lengths) / padded if padded else 1.0
 
 
-def _run_cost(shape: Shape, costs: Costs) -> float:
+def _run_cost(shape: PaddedShape, costs: Costs) -> float:
     return max(costs.launch, costs.each + shape[0] * shape[1])
 
 
 def _fewer_shapes(
-    path: Sequence[Shape],
+    path: Sequence[PaddedShape],
     grid: Sequence[int],
     most: Mapping[int, float],
-    known: set[Shape],
+    known: set[PaddedShape],
     fee: float,
     costs: Costs,
-) -> list[Shape] | None:
+) -> list[PaddedShape] | None:
     """A path with fewer new shapes, which does without one of those of `path`; None where there is none."""
     fresh = set(path) - known
     for shape in sorted(fresh, key=lambda one: (path.count(one) * one[0] * one[1], one)):
@@ -196,8 +183,8 @@ def _fewer_shapes(
 
 
 def _cheapest_path(
-    grid: Sequence[int], most: Mapping[int, float], known: set[Shape], fee: float, costs: Costs
-) -> list[Shape]:
+    grid: Sequence[int], most: Mapping[int, float], known: set[PaddedShape], fee: float, costs: Costs
+) -> list[PaddedShape]:
     """The shapes, in the samples' order, that serve all of them at the least cost."""
     total = len(grid)
     by_count: dict[int, list[int]] = {}
@@ -205,7 +192,7 @@ def _cheapest_path(
         by_count.setdefault(count, []).append(length)
     counts = sorted(set(ladder(total)) | {count for count in by_count if count <= total})
     price = [0.0] * (total + 1)
-    choice: list[Shape] = [(0, 0)] * (total + 1)
+    choice: list[PaddedShape] = [(0, 0)] * (total + 1)
     options: dict[int, list[tuple[int, int, float]]] = {}
     for start in range(total - 1, -1, -1):
         length = grid[start]
