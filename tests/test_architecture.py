@@ -1,4 +1,4 @@
-"""The layers of ARCHITECTURE.md, kept by reading the source."""
+"""The rules of ARCHITECTURE.md, kept by reading the source. A new module needs no edit here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -15,246 +16,221 @@ import batchfit
 SOURCE = Path(batchfit.__file__).parent
 STDLIB = sys.stdlib_module_names
 
-# The layer of each module; the longest matching prefix counts.
-LAYERS = {
-    "batchfit": 0,
-    "batchfit.errors": 0,
-    "batchfit.messages": 0,
-    "batchfit.results": 0,
-    "batchfit.results._base": 0,
-    "batchfit._charts.tables": 0,
-    "batchfit.results._fit": 0,
-    "batchfit.results._memory": 0,
-    "batchfit.results._throughput": 0,
-    "batchfit.schedules": 0,
-    "batchfit._schedule.pure.config": 0,
-    "batchfit._arguments": 0,
-    "batchfit._documents": 0,
-    "batchfit._decide": 0,
-    "batchfit._charts.text": 0,
-    "batchfit._files": 0,
-    "batchfit._init.advice": 0,
-    "batchfit._init.edits": 0,
-    "batchfit._init.effects": 0,
-    "batchfit._init.liveness": 0,
-    "batchfit._init.loop": 0,
-    "batchfit._charts.memory_page": 0,
-    "batchfit._charts.scale": 0,
-    "batchfit._charts.svg": 0,
-    "batchfit._charts.figures": 0,
-    "batchfit._charts.throughput_page": 0,
-    "batchfit._sweep.pure.events": 0,
-    "batchfit._sweep.pure.result": 0,
-    "batchfit._torch": 1,
-    "batchfit.workload": 1,
-    "batchfit.testing": 1,
-    "batchfit._engine.workload.user_errors": 1,
-    "batchfit._engine.workload.target": 1,
-    "batchfit._predict.oracle": 2,
-    "batchfit._predict.predict": 2,
-    "batchfit._explain.explain": 2,
-    "batchfit._find.resume": 2,
-    "batchfit._engine.store.sqlite": 2,
-    "batchfit._find.recall": 2,
-    "batchfit._find.find": 2,
-    "batchfit._rerun.run_largest": 2,
-    "batchfit._profile.profile": 2,
-    "batchfit._profile.reasons": 2,
-    "batchfit._profile.diagnosis": 2,
-    "batchfit._microbatch.microbatcher": 2,
-    "batchfit._noise.gradient_noise": 2,
-    "batchfit._schedule.scheduler": 2,
-    "batchfit._schedule.following_loader": 2,
-    "batchfit._schedule.pure.run_plan": 0,
-    "batchfit._loader.loader": 2,
-    "batchfit._sweep.sweep": 2,
-    "batchfit._sweep.request": 2,
-    "batchfit._engine.workload.named_function": 2,
-    "batchfit._sweep.run_state": 2,
-    "batchfit._sweep.measure": 2,
-    "batchfit._sweep.configuration": 2,
-    "batchfit._sweep.job": 2,
-    "batchfit._sweep.child_main": 2,
-    "batchfit._sweep.worker": 2,
-    "batchfit._sweep.devices": 2,
-    "batchfit._sweep.ranks": 2,
-    "batchfit._sweep.engines": 2,
-    "batchfit._report.report": 3,
-    "batchfit.integrations": 3,
-    "batchfit._cli": 3,
-    "batchfit.__main__": 3,
-}
-# Which third-party package may be imported where (and nowhere else).
+# Packages by level, lowest first. A package imports from lower levels only.
+LEVELS = (
+    {"_arguments", "_documents", "_knobs", "_units", "messages", "_init", "_engine.allocator"},
+    {"errors", "_charts", "_engine.virtual_memory"},
+    {"_files", "_engine.device"},
+    {"results", "testing", "_noise", "_engine.batch", "_engine.cuda_model", "_engine.snapshot"},
+    {"_loader", "_report", "_engine.distributed", "_engine.sizing", "_engine.workload"},
+    {"_schedule", "_engine.data_parallel", "_engine.store", "_engine.trace", "_engine.trial"},
+    {"_predict", "_rerun", "_engine.optimizer_step", "integrations"},
+    {"_explain", "_find", "_microbatch"},
+    {"_profile", "_sweep"},
+    {"_cli"},
+    {"__main__"},
+)
+LEVEL = {package: level for level, row in enumerate(LEVELS) for package in row}
+# Public modules that are the face of a package.
+FACES = {"workload": "_engine.workload", "schedules": "_schedule"}
+# Packages that are pure as a whole; elsewhere what is pure lies in a folder `pure/`.
+PURE = ("_charts", "_init", "results", "_engine.allocator")
+# Which package may import what is not torch or the standard library.
 THIRD_PARTY = {
-    "torch": (
-        "batchfit._torch",
-        "batchfit.workload",
-        "batchfit.testing",
-        "batchfit._predict.oracle",
-        "batchfit._predict.predict",
-        "batchfit._explain.explain",
-        "batchfit._find.find",
-        "batchfit._profile.profile",
-        "batchfit._profile.reasons",
-        "batchfit._microbatch.microbatcher",
-        "batchfit._noise.gradient_noise",
-        "batchfit._schedule.scheduler",
-        "batchfit._schedule.following_loader",
-        "batchfit._loader.loader",
-        "batchfit._rerun.run_largest",
-        "batchfit._sweep.sweep",
-        "batchfit._sweep.engines",
-        "batchfit._sweep.configuration",
-        "batchfit._cli",
-        "batchfit.integrations",
-    ),
-    "transformers": ("batchfit.integrations.transformers",),
-    "numpy": ("batchfit._engine.snapshot.snapshot", "batchfit._engine.snapshot.rng"),
-    "pydantic": (
-        "batchfit.results._base",
-        "batchfit.results._fit",
-        "batchfit.results._memory",
-        "batchfit.results._throughput",
-        "batchfit.schedules",
-        "batchfit._schedule.pure.config",
-        "batchfit._sweep.pure.result",
-    ),
-    "pandas": ("batchfit._sweep.pure.result",),
-    "yaml": ("batchfit._documents",),
-    "typer": ("batchfit._cli",),
-    "click": ("batchfit._cli",),
-    "rich": ("batchfit._cli",),
-    "matplotlib": ("batchfit._cli.png",),
-    "accelerate": ("batchfit.integrations.accelerate",),
-    "torchtune": ("batchfit.integrations.torchtune",),
-    "ray": ("batchfit.integrations.ray",),
-    "omegaconf": ("batchfit.integrations.torchtune",),
+    "pydantic": {"results", "_schedule"},
+    "pandas": {"results"},
+    "yaml": {"_documents"},
+    "numpy": {"_engine.snapshot"},
+    "typer": {"_cli"},
+    "click": {"_cli"},
+    "rich": {"_cli"},
+    "matplotlib": {"_cli"},
+    "transformers": {"integrations"},
+    "accelerate": {"integrations"},
+    "torchtune": {"integrations"},
+    "omegaconf": {"integrations"},
+    "ray": {"integrations"},
 }
+HAS_CODE_IN_INIT = {"", "_cli", "results", "integrations.lightning", "integrations.transformers"}
 
 
-def modules() -> list[tuple[str, Path]]:
-    found = []
+def modules() -> dict[str, Path]:
+    """Every module by its name without `batchfit.`; the package itself is the empty name."""
+    found = {}
     for path in sorted(SOURCE.rglob("*.py")):
-        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imports(path: Path, module: str) -> list[tuple[str, bool]]:
-    """(module imported, whether at import time) for every import statement in a file."""
+MODULES = modules()
+
+
+def package_of(module: str) -> str:
+    """The package a module belongs to, as `LEVELS` names it."""
+    parts = module.split(".")
+    name = ".".join(parts[:2]) if parts[0] == "_engine" else parts[0]
+    return FACES.get(name, name)
+
+
+def is_pure(module: str) -> bool:
+    return "pure" in module.split(".") or package_of(module) in PURE
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, when) of every import statement in a file; `when` is "now", "late" or "typing"."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    late: set[ast.AST] = set()
+    when: dict[ast.AST, str] = {}
     for node in ast.walk(tree):
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or typing_only:
-            late.update(ast.walk(node))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            when |= {inner: "late" for inner in ast.walk(node)}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            when |= {inner: "typing" for inner in ast.walk(node)}
     found = []
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}:{node.lineno}: relative imports hide the layer"
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the level"
             base = node.module or ""
             children = [f"{base}.{alias.name}" for alias in node.names]
-            names = [child if _is_module(child) else base for child in children]
-        found += [(name, node not in late) for name in names]
+            names = [child if child.removeprefix("batchfit.") in MODULES else base for child in children]
+        found += [(name, when.get(node, "now")) for name in names]
     return found
 
 
-def _is_module(name: str) -> bool:
-    path = SOURCE.parent.joinpath(*name.split("."))
-    return name.startswith("batchfit") and (path.is_dir() or path.with_suffix(".py").is_file())
+def ours(name: str) -> str | None:
+    """A module of ours by its short name; None for the package itself and for others' modules."""
+    return name.removeprefix("batchfit.") if name.startswith("batchfit.") else None
 
 
-def layer(module: str) -> int:
-    matches = [known for known in LAYERS if module == known or module.startswith(known + ".")]
-    assert matches, f"{module} has no layer: add it to LAYERS and to ARCHITECTURE.md"
-    best = max(matches, key=len)
-    assert best != "batchfit" or module == "batchfit", f"{module} has no layer of its own"
-    return LAYERS[best]
+every_module = pytest.mark.parametrize("module", [name for name in MODULES if name])
 
 
-@pytest.mark.parametrize(
-    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_imports_point_down(module: str, path: Path) -> None:
-    if module == "batchfit":  # names are loaded lazily; TYPE_CHECKING lists them for readers
+@every_module
+def test_imports_go_down(module: str) -> None:
+    """Names that only a type checker reads do not count."""
+    here = package_of(module)
+    if here == "_engine":  # its `__init__`
         return
-    for name, _ in imports(path, module):
-        if name.split(".")[0] == "batchfit":
-            assert layer(name) <= layer(module), f"{module} (layer {layer(module)}) imports {name}"
+    assert here in LEVEL, f"{here} is a new package: give it a level in LEVELS"
+    for name, when in imports(MODULES[module]):
+        target = ours(name)
+        if target is None or when == "typing" or package_of(target) == here:
+            continue
+        there = package_of(target)
+        assert LEVEL[there] < LEVEL[here], f"{module} (level {LEVEL[here]}) imports {name} ({LEVEL[there]})"
 
 
-@pytest.mark.parametrize(
-    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_third_party_packages_stay_in_their_place(module: str, path: Path) -> None:
-    for name, _ in imports(path, module):
+@every_module
+def test_the_engine_uses_no_feature(module: str) -> None:
+    shared = {
+        "errors",
+        "results",
+        "messages",
+        "testing",
+        "_arguments",
+        "_documents",
+        "_files",
+        "_units",
+        "_knobs",
+    }
+    if not module.startswith("_engine"):
+        return
+    for name, when in imports(MODULES[module]):
+        target = ours(name)
+        if target is not None and when != "typing":
+            there = package_of(target)
+            assert there.startswith("_engine") or there in shared, f"{module} imports {name}"
+
+
+@every_module
+def test_pure_modules_import_no_torch(module: str) -> None:
+    if not is_pure(module):
+        return
+    light = {package for row in LEVELS for package in row if not package.startswith("_engine")}
+    for name, when in imports(MODULES[module]):
+        assert name.split(".")[0] != "torch", f"{module} is pure and imports torch"
+        target = ours(name)
+        if target is not None and when != "typing":
+            plain = package_of(target) in light and "." not in target  # a shared module without torch
+            assert is_pure(target) or plain, f"{module} is pure and imports {name}, which is not"
+
+
+@every_module
+def test_third_party_packages_stay_in_their_place(module: str) -> None:
+    for name, _ in imports(MODULES[module]):
         top = name.split(".")[0]
-        if top in STDLIB or top == "batchfit":
+        if top in STDLIB or top in ("batchfit", "torch"):
             continue
         homes = THIRD_PARTY.get(top)
-        assert homes is not None, f"{module} imports {top}, which no layer allows"
-        assert any(module == home or module.startswith(home + ".") for home in homes), (
-            f"{module} imports {top}"
-        )
+        assert homes is not None, f"{module} imports {top}, which no package may"
+        assert package_of(module) in homes, f"{module} imports {top}"
 
 
-@pytest.mark.parametrize(
-    "module", [name for name, _ in modules() if name.startswith("batchfit.integrations")]
-)
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("integrations")])
 def test_integrations_use_public_names_only(module: str) -> None:
-    for name, _ in imports(dict(modules())[module], module):
-        if name.split(".")[0] == "batchfit":
+    for name, _ in imports(MODULES[module]):
+        if name.startswith("batchfit"):
             assert not any(part.startswith("_") for part in name.split(".")), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [name for name, _ in modules() if name.startswith("batchfit._cli")])
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("_cli")])
 def test_the_command_line_imports_nothing_heavy_at_import_time(module: str) -> None:
-    path = dict(modules())[module]
-    heavy = {
-        "torch",
-        "pydantic",
-        "batchfit.results",
-        "batchfit.results._base",
-        "batchfit.results._fit",
-        "batchfit.results._memory",
-        "batchfit.results._throughput",
-        "batchfit.schedules",
-        "batchfit._schedule.pure.config",
-        "batchfit._schedule.scheduler",
-        "batchfit._schedule.following_loader",
-        "batchfit._schedule.pure.run_plan",
-        "batchfit._predict.predict",
-        "batchfit._explain.explain",
-        "batchfit._find.find",
-        "batchfit._profile.profile",
-        "batchfit._profile.reasons",
-        "batchfit._sweep.sweep",
-        "batchfit._sweep.request",
-        "batchfit._sweep.run_state",
-        "batchfit._sweep.job",
-        "batchfit._sweep.measure",
-        "batchfit._sweep.configuration",
-        "batchfit._sweep.engines",
-        "batchfit._sweep.pure.result",
-        "batchfit.workload",
-        "batchfit.testing",
-        "matplotlib",
-    }
-    now = {name for name, at_import in imports(path, module) if at_import}
-    assert not {name for name in now if name in heavy or name.startswith("batchfit._torch")}, module
+    for name, when in imports(MODULES[module]):
+        target = ours(name)
+        if when != "now" or target is None:
+            assert when != "now" or name.split(".")[0] not in {"torch", "pydantic", "matplotlib"}
+            continue
+        there = package_of(target)
+        shared = there in LEVEL and "." not in target and there not in {"results", "_schedule", "testing"}
+        light = is_pure(target) and there not in THIRD_PARTY["pydantic"]
+        assert there == "_cli" or shared or light, f"{module} imports {name} at import time"
 
 
-def test_the_layer_check_sees_a_wrong_import(tmp_path: Path) -> None:
+def folders() -> list[Path]:
+    return sorted({path.parent for path in MODULES.values()})
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(SOURCE)))
+def test_a_package_is_a_docstring_and_at_most_16_modules(folder: Path) -> None:
+    tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{folder} does not say what it is"
+    if ".".join(folder.relative_to(SOURCE).parts) not in HAS_CODE_IN_INIT:
+        assert len(tree.body) == 1, f"{folder}/__init__.py holds code: the front door is a module"
+    assert len(list(folder.glob("*.py"))) - 1 <= 16, f"{folder} has too many modules"
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [name for name, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert not silent
+
+
+def test_the_check_sees_a_wrong_import(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from batchfit._torch import oom\n\ndef f():\n    import rich\n")
-    assert imports(wrong, "batchfit._decide.wrong") == [
-        ("batchfit._engine.device.oom", True),
-        ("rich", False),
+    wrong.write_text(
+        "from typing import TYPE_CHECKING\nfrom batchfit._engine.device import oom\n"
+        "if TYPE_CHECKING:\n    import torch\ndef f():\n    import rich\n"
+    )
+    assert imports(wrong)[1:] == [
+        ("batchfit._engine.device.oom", "now"),
+        ("torch", "typing"),
+        ("rich", "late"),
     ]
-    assert layer("batchfit._engine.device.oom") > layer("batchfit._decide.wrong")
+    assert LEVEL[package_of("_engine.device.oom")] < LEVEL[package_of("_find.find")]
+    assert package_of("workload") == package_of("_engine.workload.target")
+    assert is_pure("_find.pure.search")
+    assert not is_pure("_find.find")
+
+
+def test_one_class_name_means_one_thing() -> None:
+    homes = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
 def test_exports_are_exact() -> None:
@@ -287,7 +263,7 @@ def test_import_pulls_in_neither_torch_nor_pydantic(code: str) -> None:
 
 def test_no_forbidden_words_in_names() -> None:
     """One word for one thing: never bs, mbs, bsz; no module called utils, helpers, manager, handler."""
-    for module, path in modules():
+    for module, path in MODULES.items():
         stem = module.rsplit(".", 1)[-1]
         assert not any(word in stem for word in ("utils", "helper", "manager", "handler")), module
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -367,7 +367,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def rules(work: batchfit.Workload, card: Card | None = None) -> CudaRules:
         return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
 
-    for module in (_predict, _oracle):
+    for module in (_predict, _oracle, foresight):
         monkeypatch.setattr(module, "rules_for", rules)
 
 

@@ -25,10 +25,11 @@ from torch import nn
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
 from batchfit._engine.workload.target import Named
+from batchfit._knobs import key_of
 from batchfit._sweep import sweep as module
 from batchfit._sweep.configuration import run_configuration
 from batchfit._sweep.job import Job, here
-from batchfit._sweep.pure.grid import GridError, key_of
+from batchfit._sweep.pure.grid import GridError
 from batchfit._sweep.request import _plain
 from batchfit._sweep.run_state import Settings
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError

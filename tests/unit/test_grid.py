@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchfit._knobs import key_of, label
 from batchfit._sweep.pure.estimates import CROPS, TOP_K, estimate_of
-from batchfit._sweep.pure.grid import DONE, GridError, configurations, key_of, label, plan, without_done
+from batchfit._sweep.pure.grid import DONE, GridError, configurations, plan, without_done
 
 CROPS_RUN = [2, 4, 6, 8, 10, 12, 13, 14]
 names = st.text("abcde", min_size=1, max_size=3)

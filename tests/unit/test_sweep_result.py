@@ -13,9 +13,9 @@ import pytest
 import batchfit
 from batchfit import results
 from batchfit._sweep.pure.events import SweepEvent, event_line
-from batchfit._sweep.pure.result import TIMINGS, SkippedConfiguration, SweepRecord, SweepResult, in_order
 from batchfit.errors import ResultFileError
 from batchfit.results import Trial
+from batchfit.results._sweep import TIMINGS, SkippedConfiguration, SweepRecord, SweepResult, in_order
 
 
 def trial(size: int, outcome: Any = "fits", **more: Any) -> Trial:

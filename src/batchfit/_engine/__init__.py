@@ -1,1 +1,1 @@
-"""_engine."""
+"""What the features are made of: trials, snapshots, traces, devices. No package here imports a feature."""

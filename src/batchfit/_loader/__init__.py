@@ -1,1 +1,4 @@
-"""_loader."""
+"""`batchfit.ResizableLoader`: a DataLoader whose batch size changes while it runs.
+
+Front door: `loader.py`.
+"""

@@ -1,1 +1,4 @@
-"""_noise."""
+"""`batchfit.GradientNoise`: the gradient noise scale, and the batch size it speaks for.
+
+Front door: `gradient_noise.py`.
+"""

@@ -1,1 +1,4 @@
-"""_profile."""
+"""`batchfit.profile_throughput`: samples per second by batch size, the knee, the bottleneck.
+
+Front door: `profile.py`.
+"""

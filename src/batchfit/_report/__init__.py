@@ -1,1 +1,4 @@
-"""_report."""
+"""`batchfit.report`: results as one HTML file.
+
+Front door: `report.py`.
+"""

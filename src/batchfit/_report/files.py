@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchfit._documents import parse_json
-from batchfit._sweep.pure.result import SweepResult
 from batchfit.errors import ResultFileError
 from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
+from batchfit.results._sweep import SweepResult
 
 LARGEST_FILE_BYTES = 64 * 2**20
 

@@ -26,7 +26,6 @@ from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import Table, bars, card, figure, table_of
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
-from batchfit._sweep.pure.result import SweepResult
 from batchfit._units import format_bytes
 from batchfit.results import (
     TRIAL_COLUMNS,
@@ -38,6 +37,7 @@ from batchfit.results import (
     ThroughputProfile,
     trial_row,
 )
+from batchfit.results._sweep import SweepResult
 
 _MOST_HOLDERS = 8
 OneResult = TypeVar("OneResult", bound=Result)

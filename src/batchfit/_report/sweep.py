@@ -14,11 +14,10 @@ from typing import Any
 from batchfit._charts.scale import real
 from batchfit._charts.svg import Axis, Chart, Line, Mark, Series, Shape, escaped
 from batchfit._charts.throughput_page import format_rate
+from batchfit._knobs import key_of, label, short
 from batchfit._report.markup import Fact, Table, card, figure, table_of
-from batchfit._sweep.pure.events import short
-from batchfit._sweep.pure.grid import key_of, label
-from batchfit._sweep.pure.result import SweepRecord, SweepResult
 from batchfit._units import format_bytes
+from batchfit.results._sweep import SweepRecord, SweepResult
 
 _MOST_SERIES = 6
 _MOST_CHARTS = 8

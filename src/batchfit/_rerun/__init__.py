@@ -1,1 +1,4 @@
-"""_rerun."""
+"""`batchfit.run_largest`: a whole program, started again with a smaller batch after an OOM.
+
+Front door: `run_largest.py`.
+"""

@@ -1,1 +1,4 @@
-"""_sweep."""
+"""`batchfit.sweep`: a search and a measurement for every configuration of a grid.
+
+Front door: `sweep.py`.
+"""

@@ -42,13 +42,13 @@ from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._engine.workload.target import LoadedTarget, loaded, make_workload, parse_target, source_line
 from batchfit._engine.workload.user_errors import NOTE, last_users_line
 from batchfit._find.find import find_batch_size
+from batchfit._knobs import Configuration, key_of, label
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
-from batchfit._sweep.pure.grid import Configuration, key_of, label
-from batchfit._sweep.pure.result import SweepRecord
 from batchfit._sweep.run_state import Course, ListenerRaised, Measure, Settings
 from batchfit.results import FitResult
+from batchfit.results._sweep import SweepRecord
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")

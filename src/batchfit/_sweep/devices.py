@@ -22,9 +22,9 @@ from batchfit._sweep.configuration import DEAD
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
-from batchfit._sweep.pure.result import SweepRecord
 from batchfit._sweep.pure.visible_devices import Place
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
+from batchfit.results._sweep import SweepRecord
 
 log = logging.getLogger("batchfit")
 

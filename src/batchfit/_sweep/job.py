@@ -15,11 +15,12 @@ from typing import Protocol, final
 
 from batchfit import errors
 from batchfit._engine.workload.target import in_full
+from batchfit._knobs import Configuration
 from batchfit._sweep.configuration import DEAD, run_configuration
 from batchfit._sweep.pure.events import OnEvent
-from batchfit._sweep.pure.grid import Configuration, Entry
-from batchfit._sweep.pure.result import SweepRecord
+from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.run_state import Settings
+from batchfit.results._sweep import SweepRecord
 
 
 @final

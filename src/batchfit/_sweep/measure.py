@@ -24,10 +24,10 @@ from batchfit._engine.device.readings import recover
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.workload import loop
-from batchfit._sweep.pure.grid import Configuration
-from batchfit._sweep.pure.result import OWN_COLUMNS
+from batchfit._knobs import Configuration
 from batchfit._sweep.run_state import Course, Measure, Settings
 from batchfit.results import FitResult
+from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload
 
 # Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.

@@ -24,8 +24,8 @@ from batchfit._sweep.devices import TRIES
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
-from batchfit._sweep.pure.result import SweepRecord
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
+from batchfit.results._sweep import SweepRecord
 
 # For the children of the other ranks, once one has failed: they fail too, or wait for it for ever.
 PATIENCE_S = 5.0

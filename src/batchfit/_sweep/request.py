@@ -22,9 +22,9 @@ from batchfit._sweep.job import Job
 from batchfit._sweep.measure import wanted_knobs
 from batchfit._sweep.pure.estimates import EstimateFunction, estimate_of
 from batchfit._sweep.pure.grid import Entry, GridError, did_you_mean, plan
-from batchfit._sweep.pure.result import OWN_COLUMNS
 from batchfit._sweep.run_state import Settings
 from batchfit._units import parse_bytes
+from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload
 
 

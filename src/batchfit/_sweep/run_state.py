@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from batchfit._engine.device.resolve import Device
+from batchfit._knobs import Configuration
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
-from batchfit._sweep.pure.grid import Configuration
-from batchfit._sweep.pure.result import Stage
 from batchfit.results import Trial
+from batchfit.results._sweep import Stage
 
 # measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
 Measure = Callable[..., Mapping[str, Any]]

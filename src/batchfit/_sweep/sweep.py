@@ -27,21 +27,22 @@ from batchfit._arguments import check_callback, check_flag, checked_file
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._files import used_alone, write_whole
+from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent, tell
-from batchfit._sweep.pure.grid import Entry, key_of, without_done
-from batchfit._sweep.pure.result import (
+from batchfit._sweep.pure.grid import Entry, without_done
+from batchfit._sweep.request import Asked
+from batchfit._sweep.run_state import Measure, Settings
+from batchfit._units import format_bytes
+from batchfit.errors import ResultFileError, SettingsDifferError
+from batchfit.results._sweep import (
     SkippedConfiguration,
     SweepRecord,
     SweepResult,
     in_order,
 )
-from batchfit._sweep.request import Asked
-from batchfit._sweep.run_state import Measure, Settings
-from batchfit._units import format_bytes
-from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.workload import Workload
 
 EstimateSpec = str | Mapping[str, Any] | EstimateFunction

@@ -27,9 +27,9 @@ from batchfit._sweep.child_main import MODULE, packed, unpacked
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import SweepEvent
 from batchfit._sweep.pure.grid import Entry
-from batchfit._sweep.pure.result import Stage, SweepRecord
 from batchfit.errors import BatchfitError
 from batchfit.results import Trial
+from batchfit.results._sweep import Stage, SweepRecord
 
 _STAGES: dict[str, Stage] = {"begin": "factory", "measure": "measure", "measure_oom": "measure"}
 

@@ -3,7 +3,7 @@
 Rules: a field's name carries its unit (`peak_bytes`, `elapsed_s`); a file carries its schema version
 and is readable by later versions; a file that cannot be read says which field and why. This is the one place
 to import results from: each verb's stand in a module of their own (`results._fit`, `results._memory`,
-`results._throughput`, `_sweep.pure.result`), on what `results._base` says about all of them.
+`results._throughput`, `results._sweep`), on what `results._base` says about all of them.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class StepReport:
 
 
 if TYPE_CHECKING:
-    from batchfit._sweep.pure.result import SweepRecord as SweepRecord
-    from batchfit._sweep.pure.result import SweepResult as SweepResult
+    from batchfit.results._sweep import SweepRecord as SweepRecord
+    from batchfit.results._sweep import SweepResult as SweepResult
 else:
 
     def __getattr__(name: str) -> object:
         # These are results too; their module is made of what stands above, so it is loaded when asked for.
         if name in ("SweepRecord", "SweepResult"):
-            from batchfit._sweep.pure import result
+            from batchfit.results import _sweep as result
 
             return getattr(result, name)
         raise AttributeError(f"module 'batchfit.results' has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""commands."""
+"""The commands of `batchfit`, a module per command."""

@@ -28,9 +28,9 @@ from batchfit._sweep.pure.grid import Entry
 
 if TYPE_CHECKING:
     from batchfit._sweep.job import Engine
-    from batchfit._sweep.pure.result import SweepResult
     from batchfit._sweep.request import Asked
     from batchfit._sweep.sweep import Keeper
+    from batchfit.results._sweep import SweepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

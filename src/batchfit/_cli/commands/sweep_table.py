@@ -16,14 +16,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from batchfit._cli.progress import is_terminal, speaks
-from batchfit._sweep.pure.events import SweepEvent, event_line, short
-from batchfit._sweep.pure.grid import Entry, key_of
+from batchfit._knobs import key_of, short
+from batchfit._sweep.pure.events import SweepEvent, event_line
+from batchfit._sweep.pure.grid import Entry
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from batchfit._sweep.pure.result import SweepRecord
+    from batchfit.results._sweep import SweepRecord
 
 _EVERY_S = 0.12  # between two pictures
 _GAP = 2  # between two columns

@@ -1,1 +1,4 @@
-"""batch."""
+"""Batches: where they come from, how many samples they have, how they are cut and joined.
+
+Front door: `split.py`. A *piece* is one microbatch of a plan.
+"""

@@ -1,1 +1,1 @@
-"""cuda_model."""
+"""What CUDA kernels allocate, known without a GPU: dispatch, autocast, copies, workspaces."""

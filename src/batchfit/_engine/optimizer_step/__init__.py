@@ -1,1 +1,4 @@
-"""optimizer_step."""
+"""An optimizer step that is taken as a whole or not at all.
+
+Front door: `step.py`.
+"""

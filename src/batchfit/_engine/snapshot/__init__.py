@@ -1,1 +1,4 @@
-"""snapshot."""
+"""The user's state: taken before a trial or a retry, and restored bit for bit.
+
+Front door: `snapshot.py` (host copies, for trials); `rewind.py` undoes one backward pass.
+"""

@@ -1,1 +1,1 @@
-"""store."""
+"""Sizes found before, in a file: the key of a workload and the SQLite file that holds the answers."""

@@ -1,1 +1,4 @@
-"""virtual_memory."""
+"""A CPU that runs out of memory like a GPU.
+
+Front door: `memory.py` (`batchfit.virtual_memory`).
+"""

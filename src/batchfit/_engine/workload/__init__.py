@@ -1,1 +1,1 @@
-"""workload."""
+"""Workloads: what a step reaches, where it runs, how a target names it, whose error it was."""

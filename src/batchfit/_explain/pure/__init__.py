@@ -1,1 +1,1 @@
-"""pure."""
+"""Who holds memory at the peak, decided without torch."""

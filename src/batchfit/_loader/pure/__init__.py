@@ -1,1 +1,1 @@
-"""pure."""
+"""Which rank gets which samples, decided without torch."""

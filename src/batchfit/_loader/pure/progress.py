@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,14 @@ class Schedule(Protocol):
         """Whether it has a first size of its own."""
         ...
 
-    def bind(self, initial_batch_size: int | None = None, **run: Any) -> Plan:
-        """The plan of one run: its first size, `world_size` and `tokens_per_sample`."""
+    def bind(
+        self,
+        initial_batch_size: int | None = None,
+        *,
+        world_size: int = 1,
+        tokens_per_sample: int | None = None,
+    ) -> Plan:
+        """The plan of one run, for its first size and its number of ranks."""
         ...
 
 

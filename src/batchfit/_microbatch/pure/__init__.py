@@ -1,1 +1,1 @@
-"""pure."""
+"""Which losses can be cut into microbatches, decided without torch."""

@@ -1,1 +1,1 @@
-"""pure."""
+"""Estimates and decisions from gradient norms, without torch."""

@@ -1,1 +1,1 @@
-"""pure."""
+"""Knees, steady times and bottlenecks, decided without torch."""

@@ -1,1 +1,1 @@
-"""pure."""
+"""Which size a program is started with next, decided without torch."""

@@ -1,1 +1,1 @@
-"""pure."""
+"""Sizes as functions of progress, without torch."""

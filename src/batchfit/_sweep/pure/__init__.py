@@ -1,1 +1,1 @@
-"""pure."""
+"""Which configurations run, and where; without torch."""

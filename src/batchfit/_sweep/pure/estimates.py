@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-from batchfit._sweep.pure.grid import Configuration, GridError, did_you_mean, label
+from batchfit._knobs import Configuration, label
+from batchfit._sweep.pure.grid import GridError, did_you_mean
 
 EstimateFunction = Callable[[Configuration, int], int]
 

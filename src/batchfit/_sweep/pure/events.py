@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, final
 
-from batchfit._sweep.pure.grid import label
+from batchfit._knobs import label, short
 
 if TYPE_CHECKING:
-    from batchfit._sweep.pure.result import SweepRecord
     from batchfit.results import Trial
+    from batchfit.results._sweep import SweepRecord
 
 log = logging.getLogger("batchfit")
 
@@ -50,8 +50,6 @@ class SweepEvent:
         """`max_crops=12`."""
         return label(self.knobs)
 
-
-LONGEST_CELL = 40  # a list of a thousand numbers is for the file
 
 OnEvent = Callable[[SweepEvent], object]
 
@@ -106,14 +104,6 @@ def _record(event: SweepEvent) -> str:
         return ""
     told = ", ".join(f"{name}={short(value)}" for name, value in record.measures.items())
     return f"Measured {event.label} at batch size {record.batch_size_used}: {told}"
-
-
-def short(value: object) -> str:
-    """A value as a table shows it."""
-    if isinstance(value, bool) or value is None:
-        return "-" if value is None else str(value).lower()
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= LONGEST_CELL else text[: LONGEST_CELL - 3] + "..."
 
 
 _LINES: dict[str, Callable[[SweepEvent], str]] = {

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from batchfit._knobs import Configuration, key_of, label, value_text
+
 MODES = ("grid", "zip")
 
-Configuration = Mapping[str, Any]
 Knobs = Mapping[str, Sequence[Any]] | Sequence[Configuration]
 
 
@@ -87,7 +87,7 @@ def _of_mapping(knobs: Mapping[str, Sequence[Any]], mode: str) -> list[dict[str,
             raise GridError(f"the knob {name!r} must have at least one value, not none", "knobs", name)
         for index, value in enumerate(values):
             _check_value(name, value, "knobs", name, index)
-            same = [i for i in range(index) if _text(values[i]) == _text(value)]
+            same = [i for i in range(index) if value_text(values[i]) == value_text(value)]
             if same and mode == "grid":
                 raise GridError(
                     f"the knob {name!r} must have each value once, not {value!r} twice", "knobs", name, index
@@ -171,36 +171,6 @@ def _is_json(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(k, str) and _is_json(v) for k, v in value.items())
 
 
-def _plain(value: Any) -> Any:
-    """As a file gives it back: a tuple is a list; and 2.0 is 2."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return value
-
-
-def _text(value: Any) -> str:
-    """What values are compared by: in Python True would be 1."""
-    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
-
-
-def key_of(configuration: Configuration) -> str:
-    """What a configuration is known by, in any order of its knobs and whether or not it was in a file.
-
-    >>> key_of({"top_k": 2, "max_crops": 12.0}) == key_of({"max_crops": 12, "top_k": 2})
-    True
-    """
-    return _text(dict(configuration))
-
-
-def label(configuration: Configuration) -> str:
-    """`max_crops=12, top_k=2`, as lines and tables call a configuration."""
-    return ", ".join(f"{name}={value}" for name, value in configuration.items())
-
-
 def plan(knobs: Knobs, *, mode: str = "grid", start_from: object = None) -> tuple[Entry, ...]:
     """Every configuration, with the reason why it is not run where it is not.
 
@@ -233,7 +203,7 @@ def _before_start(
     start = _start(rows[0], start_from)
     told = f"it stands before {label(start)}"
     for name, value in start.items():
-        if not any(_text(row[name]) == _text(value) for row in rows):
+        if not any(value_text(row[name]) == value_text(value) for row in rows):
             known = list(dict.fromkeys(str(row[name]) for row in rows))
             raise GridError(
                 f"start_from must be among the values of {name!r} ({', '.join(known)}), not {value!r}",
@@ -241,18 +211,18 @@ def _before_start(
             )
     if isinstance(knobs, Mapping) and mode == "grid":
         places = {
-            name: next(i for i, one in enumerate(knobs[name]) if _text(one) == _text(value))
+            name: next(i for i, one in enumerate(knobs[name]) if value_text(one) == value_text(value))
             for name, value in start.items()
         }
-        early = {name: {_text(one) for one in knobs[name][:place]} for name, place in places.items()}
+        early = {name: {value_text(one) for one in knobs[name][:place]} for name, place in places.items()}
         return {
             index: told
             for index, row in enumerate(rows)
-            if any(_text(row[name]) in early[name] for name in start)
+            if any(value_text(row[name]) in early[name] for name in start)
         }
-    wanted = {name: _text(value) for name, value in start.items()}
+    wanted = {name: value_text(value) for name, value in start.items()}
     first = next(
-        (i for i, row in enumerate(rows) if all(_text(row[n]) == v for n, v in wanted.items())), None
+        (i for i, row in enumerate(rows) if all(value_text(row[n]) == v for n, v in wanted.items())), None
     )
     if first is None:
         raise GridError(f"start_from must be among the configurations, not {label(start)}", "start_from")

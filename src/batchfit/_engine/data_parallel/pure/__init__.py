@@ -1,1 +1,1 @@
-"""pure."""
+"""The protocol of the ranks, decided without torch."""

@@ -1,1 +1,1 @@
-"""pure."""
+"""What is known about microbatch sizes, decided without torch."""

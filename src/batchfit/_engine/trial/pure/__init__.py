@@ -1,1 +1,1 @@
-"""pure."""
+"""How long a stability check lasts, decided without torch."""

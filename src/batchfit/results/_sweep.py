@@ -19,8 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, computed_field
 
 from batchfit._files import write_whole
-from batchfit._sweep.pure.events import short
-from batchfit._sweep.pure.grid import key_of, label
+from batchfit._knobs import key_of, label, short
 from batchfit.results import SCHEMA_VERSION, Result, Trial, html_table, text_table
 
 # Seconds, wherever they stand in a file: another run has others.

@@ -1,0 +1,1 @@
+"""The allocator's state as a value, without torch."""
