@@ -23,7 +23,7 @@ _EXPORTS = {
     "IncreaseBatchSizeConfig": "batchfit.schedules",
     "LinearBatchSizeConfig": "batchfit.schedules",
     "MemoryExplanation": "batchfit.results",
-    "MicrobatchEvent": "batchfit._engine.sizing.pure.bounds",
+    "MicrobatchEvent": "batchfit._engine.sizing.pure.events",
     "Microbatcher": "batchfit._microbatch.microbatcher",
     "MilestoneBatchSizeConfig": "batchfit.schedules",
     "NoiseBatchSizeConfig": "batchfit.schedules",
