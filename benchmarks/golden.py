@@ -295,8 +295,10 @@ def knees(quick: bool) -> Answers:
 # --- plans of the Microbatcher ------------------------------------------------------------------------
 
 WORDS = 50
-MODES = ("virtual", "virtual and faults", "fake device", "fake device and faults", "faults", "ragged")
-MODES += ("ragged and faults", "ragged on a fake device")
+MODES = (
+    *("virtual", "virtual and faults", "fake device", "fake device and faults", "faults"),
+    *("ragged", "ragged and faults", "ragged on a fake device"),
+)
 
 
 class Reader(nn.Module):
@@ -341,6 +343,7 @@ class Case:
     def __post_init__(self) -> None:
         rng = self.rng = random.Random(f"golden/{self.mode}/{self.number}")
         self.ragged = "ragged" in self.mode
+        self.maps = not self.ragged and self.number % 7 == 3
         self.width = rng.choice((8, 32, 64))
         self.most = rng.choice((None, None, None, 8, 13))
         self.room = rng.choice((60, 150, 400, 1500)) * 2**10 * (8 if self.ragged else 1)
@@ -373,11 +376,13 @@ def run_case(case: Case, live: int) -> object:
 
     def loss_of(micro: Any) -> torch.Tensor:
         size = [len(micro["input_ids"]), micro["input_ids"].shape[1]] if case.ragged else [len(micro)]
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or case.maps:
             case.tried.append(size)
         if device is not None:
             device.use(each * math.prod(size) // (40 if case.ragged else 1))
         return model(micro) if case.ragged else model(micro).square().mean()
+
+    padding: dict[str, Any] = {"lengths": "attention_mask", "weight": counted} if case.ragged else {}
 
     def made() -> batchfit.Microbatcher:
         return batchfit.Microbatcher(
@@ -385,7 +390,7 @@ def run_case(case: Case, live: int) -> object:
             microbatch_size=case.most,
             device=device,
             on_event=lambda event: events.append([event.kind, event.size_before, event.size_after]),
-            **({"lengths": "attention_mask", "weight": counted} if case.ragged else {}),
+            **padding,
         )
 
     fn = testing.faulty(loss_of, case.faults)
@@ -404,11 +409,10 @@ def one_batch(
     case: Case, batcher: batchfit.Microbatcher, fn: Callable[[Any], Any], batch: Any, live: int
 ) -> object:
     case.tried.clear()
-    evaluates = not case.ragged and case.number % 7 == 3
     try:
-        if evaluates:
+        if case.maps:
             batcher.map(lambda micro: [fn(micro)] and micro.sum(1), batch)
-            return {"mapped": True}
+            return {"mapped": list(case.tried)}
         report = batcher.backward(fn, batch)
     except Exception as error:  # noqa: BLE001  where one sample does not fit
         return named(error) | {"tried": list(case.tried)}
@@ -441,7 +445,7 @@ def microbatches(quick: bool) -> Answers:
 
 
 def by_progress(progress: Any) -> int:
-    return 32 * (1 + progress.epoch // 7)
+    return 32 * (1 + int(progress.epoch) // 7)
 
 
 def by_epoch(epoch: int, current_batch_size: int) -> int:
@@ -550,8 +554,19 @@ class Noise:
     def reading(self) -> Any:
         self.asked += 1
         scale = 40.0 * 2 ** (5 * math.sin(self.asked / 6) + 2)
-        known = {"scale": scale, "low": 0.95 * scale, "high": 1.05 * scale, "noise": scale, "signal": 1.0}
-        errors = {"noise_error": 0.01 * scale, "signal_error": 0.01, "effective_steps": 100.0, "reason": ""}
+        known: dict[str, Any] = {
+            "scale": scale,
+            "low": 0.95 * scale,
+            "high": 1.05 * scale,
+            "noise": scale,
+            "signal": 1.0,
+        }
+        errors: dict[str, Any] = {
+            "noise_error": 0.01 * scale,
+            "signal_error": 0.01,
+            "effective_steps": 100.0,
+            "reason": "",
+        }
         return dataclasses.replace(
             self.empty, **known, **errors, steps=100 * self.asked, samples=6400.0 * self.asked
         )
@@ -576,12 +591,13 @@ def all_schedules(quick: bool) -> Answers:
             again = batchfit.load_schedule(text)
             assert again is not None
             yield f"{name}/json", {"json": json.loads(text), "again": again == config}
-    for name, settings in {
+    kinds: dict[str, dict[str, Any]] = {
         "plain": {},
         "eager": {"min_steps": 0, "hysteresis": 0.01},
         "bounded": {"min_batch_size": 32, "max_batch_size": 512, "ratio": 4, "use_bound": True},
         "grows": {"can_shrink": False, "target": 2.0},
-    }.items():
+    }
+    for name, settings in kinds.items():
         noise = schedules.NoiseBatchSizeConfig(**settings)
         yield f"noise/{name}/json", json.loads(noise.to_json())
         yield f"noise/{name}", by_noise(noise, None)
