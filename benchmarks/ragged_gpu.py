@@ -208,9 +208,9 @@ def parts(run: Run) -> Callable[[dict[str, Any], list[int]], bool]:
 
     from batchfit._engine.batch.trim import Trimmer, attention_without_plans
     from batchfit._engine.sizing.pure.memory_by_shape import MemoryModel
-    from batchfit._engine.sizing.pure.pack import Shapes, pack
+    from batchfit._engine.sizing.pure.pack import SeenShapes, pack
 
-    memory, shapes, layout = MemoryModel(), Shapes(), None
+    memory, shapes, layout = MemoryModel(), SeenShapes(), None
     on_gpu = run.device.type == "cuda"
 
     def step(batch: dict[str, Any], lengths: list[int]) -> bool:
@@ -326,10 +326,10 @@ def run_one(way: str, flags: str, *, tiny: bool, cap_gib: float) -> dict[str, An
 def simulate() -> None:
     """The plans of 20 steps, four draws, under the model of the GPU; tokens a second, cold and warm."""
     from batchfit._engine.sizing.pure.memory_by_shape import MemoryModel
-    from batchfit._engine.sizing.pure.pack import Shapes, pack
+    from batchfit._engine.sizing.pure.pack import SeenShapes, pack
 
     def learned() -> Callable[[list[int]], list[Shape]]:
-        state = {"memory": MemoryModel(), "shapes": Shapes()}
+        state = {"memory": MemoryModel(), "shapes": SeenShapes()}
 
         def plan(lengths: list[int]) -> list[Shape]:
             packs = pack(

@@ -52,7 +52,7 @@ class Replay:
 
     def mark(self) -> Any:
         """As `CudaDevice.mark` reads a real one."""
-        from batchfit._engine.device.pure.allocator_state import Mark, layout_of
+        from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 
         device = self.device
         every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]
@@ -64,19 +64,19 @@ class Replay:
             held_bytes=device.allocated_bytes,
             room_bytes=self.capacity_bytes - device.reserved_bytes,
         )
-        return Mark(layout, device.retries, self.steps, self.steps)  # each step asks for the same
+        return AllocatorState(layout, device.retries, self.steps, self.steps)  # each step asks for the same
 
 
 def ended(replay: Replay) -> tuple[int | None, str]:
     """After how many steps the soak ends, and how the size fares until step 200."""
-    from batchfit._engine.trial.pure.soak import goes_round
+    from batchfit._engine.trial.pure.soak import allocator_repeats
 
     marks: list[Any] = []
     for _ in range(MOST):
         if not replay.step():
             return None, f"ran out in step {replay.steps}"
         marks.append(replay.mark())
-        if goes_round(marks):
+        if allocator_repeats(marks):
             break
     else:
         return None, "runs on"

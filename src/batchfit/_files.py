@@ -18,7 +18,7 @@ if sys.platform != "win32":
     import fcntl
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a pipe or a device: nothing to put in its place
@@ -36,7 +36,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def used_alone(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Inside, no other search, here or in another process, is inside with the same path."""
     # Beside the file, since that one is replaced each time it is written.
     real = path.resolve()

@@ -97,8 +97,8 @@ def test_ranks_are_named_in_runs() -> None:
 # the races, with the store in hand
 
 
-def meeting(store: dist.Store, rank: int, world_size: int = 2) -> meetings.Meeting:
-    made = meetings.Meeting(store, rank=rank, world_size=world_size)
+def meeting(store: dist.Store, rank: int, world_size: int = 2) -> meetings.StoreConsensus:
+    made = meetings.StoreConsensus(store, rank=rank, world_size=world_size)
     made._generation = 0  # these live in one process, where each would count as another group
     return made
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from batchfit._engine.batch.pure.pieces import balanced, pieces
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
-from batchfit._engine.batch.split import Whole, joined
+from batchfit._engine.batch.split import Batch, joined
 from batchfit._engine.batch.user_split import Cutter
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -104,7 +104,7 @@ def test_pieces_of_any_structure_hold_every_sample_once(data: Any, n: int, at_mo
     batch = data.draw(batches(n))
     sizes = balanced(n, at_most)
     try:
-        whole = Whole.of(batch)
+        whole = Batch.of(batch)
     except AmbiguousBatchError:
         assert n <= 3  # two or three tensors alike, with as many rows: parts, or one per sample
         return
@@ -128,7 +128,7 @@ def test_joining_is_the_inverse_of_cutting(data: Any, n: int, at_most: int) -> N
         "nested": Pair(kinds[data.draw(st.integers(0, 4))], (kinds[data.draw(st.integers(0, 4))],)),
     }
     sizes = balanced(n, at_most)
-    assert same(joined(Whole.of(batch).cut(sizes), sizes), batch)
+    assert same(joined(Batch.of(batch).cut(sizes), sizes), batch)
 
 
 def test_containers_keep_their_kind_and_are_new() -> None:
@@ -137,13 +137,13 @@ def test_containers_keep_their_kind_and_are_new() -> None:
     output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.ones(3, 2))
     table = Table(torch.arange(3))
     batch = {"e": encoding, "o": output, "r": Record(torch.arange(3)), "d": OrderedDict(t=table)}
-    first, last = Whole.of(batch).cut([2, 1])
+    first, last = Batch.of(batch).cut([2, 1])
     assert [type(value) for value in first.values()] == [type(value) for value in batch.values()]
     assert last["e"]["input_ids"].tolist() == [[4, 5]]
     assert last["o"].last_hidden_state.shape == (1, 2)
     assert last["r"] == Record(last["r"].x, "a")
     assert last["d"]["t"].x.tolist() == [2]
-    (only,) = Whole.of(batch).cut([3])
+    (only,) = Batch.of(batch).cut([3])
     only.pop("e")  # what fn does to its microbatch does not reach the batch
     only["d"].clear()
     assert "e" in batch
@@ -154,37 +154,37 @@ def test_containers_of_samples_are_new_too() -> None:
     """Collate functions pop labels out of their samples; a second try must find them."""
     batch = [{"x": torch.ones(2), "y": i, "ids": [i], "more": ({"z": i},)} for i in range(4)]
     cutter = Cutter(count=len)
-    for micro in (*Whole.of(batch, cutter=cutter).cut([3, 1]), Whole.of(batch, cutter=cutter).take([2, 0])):
+    for micro in (*Batch.of(batch, cutter=cutter).cut([3, 1]), Batch.of(batch, cutter=cutter).take([2, 0])):
         for sample in micro:
             sample.pop("y")
             sample["ids"].append(7)
             sample["more"][0].clear()
     assert batch == [{"x": batch[i]["x"], "y": i, "ids": [i], "more": ({"z": i},)} for i in range(4)]
-    assert Whole.of(batch, cutter=cutter).cut([2, 2])[1][0]["x"] is batch[2]["x"]
+    assert Batch.of(batch, cutter=cutter).cut([2, 2])[1][0]["x"] is batch[2]["x"]
 
 
 def test_pieces_are_views() -> None:
     x = torch.arange(6)
-    assert Whole.of((x, x)).cut([4, 2])[1][0].data_ptr() == x[4:].data_ptr()
+    assert Batch.of((x, x)).cut([4, 2])[1][0].data_ptr() == x[4:].data_ptr()
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_sparse_and_nested_tensors_are_cut_too() -> None:
     sparse = torch.eye(4).to_sparse()
-    assert Whole.of(sparse).cut([3, 1])[1].to_dense().tolist() == [[0, 0, 0, 1]]
+    assert Batch.of(sparse).cut([3, 1])[1].to_dense().tolist() == [[0, 0, 0, 1]]
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3), torch.ones(1)], layout=torch.jagged)
-    assert [row.numel() for row in Whole.of({"x": nested}).cut([1, 2])[1]["x"].unbind()] == [3, 1]
+    assert [row.numel() for row in Batch.of({"x": nested}).cut([1, 2])[1]["x"].unbind()] == [3, 1]
     with pytest.raises(TypeError, match=r"one of layout torch\.sparse_csr"):
-        Whole.of(torch.eye(4).to_sparse_csr()).cut([2, 2])
+        Batch.of(torch.eye(4).to_sparse_csr()).cut([2, 2])
 
 
 def test_a_length_that_disagrees_is_named() -> None:
     with pytest.raises(ValueError, match=r"batch\['x'\] has 4, batch\['y'\]\[0\] has 3. Pass split="):
-        Whole.of({"x": torch.ones(4), "y": (torch.ones(3), torch.ones(4))})
+        Batch.of({"x": torch.ones(4), "y": (torch.ones(3), torch.ones(4))})
     with pytest.raises(TypeError, match="must hold tensors or lists with one row per sample, not dict"):
-        Whole.of({"x": 3})
+        Batch.of({"x": 3})
     with pytest.raises(TypeError, match=r"batch\[0\] is a PackedSequence"):
-        Whole.of((pack_sequence([torch.ones(2)]), torch.ones(1)))
+        Batch.of((pack_sequence([torch.ones(2)]), torch.ones(1)))
 
 
 class Opaque:
@@ -203,13 +203,13 @@ def sum_or_4(batch: Any) -> int:
     ],
 )
 def test_an_unknown_object_is_handed_whole_and_never_to_a_part(batch: Any, named: str) -> None:
-    whole = Whole.of(batch)
+    whole = Batch.of(batch)
     (same_batch,) = whole.cut([4])
     assert type(same_batch) is type(batch)
     with pytest.raises(TypeError, match=named):
         whole.cut([3, 1])
     cutter = Cutter(lambda batch, sizes: [sizes[at : at + 1] for at in range(len(sizes))], count=sum_or_4)
-    assert Whole.of(batch, cutter=cutter).cut([3, 1]) == [[3], [1]]
+    assert Batch.of(batch, cutter=cutter).cut([3, 1]) == [[3], [1]]
 
 
 def test_what_is_the_same_for_all_samples_goes_to_every_part() -> None:
@@ -224,10 +224,10 @@ def test_what_is_the_same_for_all_samples_goes_to_every_part() -> None:
         "nothing": None,
         "shape": torch.Size([2, 3]),
     }
-    for part in Whole.of({"x": torch.zeros(4), **common}).cut([3, 1]):
+    for part in Batch.of({"x": torch.zeros(4), **common}).cut([3, 1]):
         assert {name: value for name, value in part.items() if name != "x"} == common
     samples = [Opaque() for _ in range(4)]  # one a sample: it can be cut
-    assert Whole.of({"x": torch.zeros(4), "objects": samples}).cut([3, 1])[1]["objects"] == samples[3:]
+    assert Batch.of({"x": torch.zeros(4), "objects": samples}).cut([3, 1])[1]["objects"] == samples[3:]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -264,7 +264,7 @@ def test_block_masks_are_cut_with_their_rows(sizes: list[int], tables: str) -> N
     )
     dense = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=allowed[:, None])
     assert torch.allclose(expected, dense, atol=1e-5)  # else the comparison below says nothing
-    whole = Whole.of(batch)
+    whole = Batch.of(batch)
     assert whole.length == 5
     parts = whole.cut(sizes)
     assert torch.allclose(torch.cat([attended(part) for part in parts]), expected, atol=1e-6)
@@ -279,7 +279,7 @@ def test_a_block_mask_of_other_rows_is_named() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, 3, None, 16, 16, device="cpu", BLOCK_SIZE=16)
     with pytest.raises(ValueError, match=r"batch\['mask'\] has 3"):
-        Whole.of({"x": torch.zeros(4, 2), "mask": mask})
+        Batch.of({"x": torch.zeros(4, 2), "mask": mask})
 
 
 def test_a_users_split_cuts_what_we_cannot() -> None:
@@ -295,18 +295,18 @@ def test_a_users_split_cuts_what_we_cannot() -> None:
         return [Strange([next(items) for _ in range(size)]) for size in sizes]
 
     cutter = Cutter(split)
-    whole = Whole.of(Strange([1, 2, 3]), cutter=cutter)
+    whole = Batch.of(Strange([1, 2, 3]), cutter=cutter)
     assert [part.items for part in whole.cut([2, 1])] == [[1, 2], [3]]
     assert [part.items for part in whole.micros(pieces((1, 1), 1), pieces((1,)))] == [[2], [3]]
     with pytest.raises(ValueError, match="one microbatch for each of 2 sizes, not 1"):
-        Whole.of(Strange([1, 2]), cutter=Cutter(lambda batch, sizes: [batch])).cut([1, 1])
+        Batch.of(Strange([1, 2]), cutter=Cutter(lambda batch, sizes: [batch])).cut([1, 1])
     with pytest.raises(TypeError, match=r"object without a length\. Pass count="):
-        Whole.of(object(), cutter=Cutter(split))
+        Batch.of(object(), cutter=Cutter(split))
 
 
 def test_the_shape_is_that_of_a_sample() -> None:
     def shape(n: int, length: int, mode: str = "train", dtype: torch.dtype = torch.float32) -> Any:
-        return Whole.of({"x": torch.ones(n, length, dtype=dtype)}, mode=mode).shape
+        return Batch.of({"x": torch.ones(n, length, dtype=dtype)}, mode=mode).shape
 
     assert shape(4, 8) == shape(7, 8)
     assert shape(4, 8).elements == 8
@@ -316,7 +316,7 @@ def test_the_shape_is_that_of_a_sample() -> None:
     assert shape(4, 8).family != shape(4, 8, dtype=torch.float64).family
     cutter = Cutter(count=len)
     samples = [[{"x": torch.ones(k)} for _ in range(n)] for n, k in ((3, 8), (5, 7))]
-    of_samples = [Whole.of(batch, cutter=cutter).shape for batch in samples]
+    of_samples = [Batch.of(batch, cutter=cutter).shape for batch in samples]
     assert of_samples[0] == of_samples[1]
 
 

@@ -698,20 +698,20 @@ class TestReturned:
 
 class TestWatch:
     def test_a_watched_workload_is_the_same_workload(self) -> None:
-        from batchfit._cli.progress import Silent
-        from batchfit._cli.search_watch import Watch
+        from batchfit._cli.progress import NoProgress
+        from batchfit._cli.search_watch import SearchWatch
 
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         work = batchfit.training(model, optimizer, lambda m, b: m(b).mean(), torch.ones(1, 2))
-        watch = Watch(Silent())
+        watch = SearchWatch(NoProgress())
         twin = watch.over(work)
         for name in ("state", "declared", "kind", "model", "optimizer"):
             assert getattr(twin, name) is getattr(work, name) or getattr(twin, name) == getattr(work, name)
         assert not watch.started
         twin.step(2)
         assert watch.started
-        assert not Watch(Silent()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
+        assert not SearchWatch(NoProgress()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""

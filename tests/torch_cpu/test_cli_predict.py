@@ -25,7 +25,7 @@ from batchfit._cli.commands.predict import PredictSettings, Row, default_setting
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.target import NO_GPU, TOO_LARGE
 from batchfit._cli.traced import Delivery
-from batchfit._engine.allocator.gpus import CARDS
+from batchfit._engine.allocator.gpus import GPUS
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -236,8 +236,8 @@ class TestPredict:
     ) -> None:
         from batchfit._engine.allocator import gpus
 
-        tiny = gpus.Card("tiny", 40 * 2**20, (8, 0), 10)
-        monkeypatch.setitem(CARDS, "tiny", tiny)
+        tiny = gpus.Gpu("tiny", 40 * 2**20, (8, 0), 10)
+        monkeypatch.setitem(GPUS, "tiny", tiny)
         flags = {"gpu": ["H200", "h200", "tiny", "T4"], "max_size": 3000}
         assert predict_here("train.py:make", delivery=Delivery(output=Path("p.json")), **flags) == Code.FOUND
         out = capsys.readouterr().out

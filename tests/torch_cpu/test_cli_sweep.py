@@ -26,7 +26,7 @@ from batchfit import SweepEvent, SweepRecord, SweepResult
 from batchfit._cli.commands import sweep as command
 from batchfit._cli.commands.sweep import SweepFlags, sweep_file
 from batchfit._cli.commands.sweep_file import NEEDED, OPTIONAL, SweepFile
-from batchfit._cli.commands.sweep_table import Lines, Pace, Table, column_widths
+from batchfit._cli.commands.sweep_table import Pace, SweepLines, SweepTable, column_widths
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.grid import plan
@@ -369,7 +369,7 @@ def test_a_live_table_with_the_time_left() -> None:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=70, height=20, force_terminal=True, color_system=None)
-    table = Table(plan({"most": [3, 5, 7]}), [], console=console)
+    table = SweepTable(plan({"most": [3, 5, 7]}), [], console=console)
 
     def shown() -> list[list[str]]:
         with console.capture() as caught:
@@ -408,7 +408,7 @@ def test_a_wide_table_keeps_its_knobs_and_sizes() -> None:
     ]
     stream = io.StringIO()
     console = Console(file=stream, width=80, height=24, force_terminal=False)
-    console.print(Table(entries, done, console=console).picture())
+    console.print(SweepTable(entries, done, console=console).picture())
     head, first, second, foot = stream.getvalue().rstrip().splitlines()
     assert head.split()[:2] == ["learning_…", "width"]
     assert first.split()[:5] == ["0.1", "8", "12", "relu", "48"]
@@ -438,7 +438,7 @@ def test_a_long_sweep_shows_the_part_that_runs() -> None:
 
     console = Console(file=io.StringIO(), width=70, height=14, force_terminal=True, color_system=None)
     entries = plan({"most": list(range(100))})
-    table = Table(entries, [record(one, batch_size_used=1) for one in range(50)], console=console)
+    table = SweepTable(entries, [record(one, batch_size_used=1) for one in range(50)], console=console)
     with console.capture() as caught:
         console.print(table.picture())
     shown = [line.split()[0] for line in caught.get().splitlines()[1:-1]]
@@ -456,7 +456,7 @@ def test_time_left_in_words() -> None:
     assert pace.left == "about 68 min left"
     pace.ended(1.0)
     assert pace.left == ""
-    silent = Lines(None, total=1)
+    silent = SweepLines(None, total=1)
     silent.on_event(
         SweepEvent(kind="record", knobs={"most": 3}, record=record(3))
     )  # another rank says nothing

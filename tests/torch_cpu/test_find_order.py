@@ -17,7 +17,7 @@ from batchfit import FitResult
 from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import resolve_device
-from batchfit._engine.trial.in_process import Here
+from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find
 from batchfit._find.pure.search import Ask, Search, Told
 from batchfit._find.recall import Known, check_store, confirm
@@ -177,7 +177,7 @@ class TestGlimpse:
     def test_what_it_changes_is_put_back(self) -> None:
         writer = Writer()
         work = generates(writer)
-        here = Here(work, resolve_device("cpu"))
+        here = InProcess(work, resolve_device("cpu"))
         brief = work._brief(4)
         assert brief is not None
         with pytest.raises(RuntimeError, match="needs `trying`"):

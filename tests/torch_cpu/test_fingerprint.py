@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 import batchfit
 from batchfit._engine.device.resolve import CpuDevice, CudaDevice, MpsDevice
 from batchfit._engine.store import describe
-from batchfit._engine.store.describe import Reader, UndescribableError, digest_of
+from batchfit._engine.store.describe import UndescribableError, ValueReader, digest_of
 from batchfit._engine.store.key import described, environment, state_digest, workload_digest
 from batchfit.testing import FakeDevice
 
@@ -393,8 +393,8 @@ def exactly(value: Any) -> Any:
 @settings(deadline=None, max_examples=200)
 @given(PLAIN, PLAIN)
 def test_closure_values_are_told_apart(first: Any, second: Any) -> None:
-    read = Reader().read
-    same = digest_of(read(first)) == digest_of(Reader().read(second))
+    read = ValueReader().read
+    same = digest_of(read(first)) == digest_of(ValueReader().read(second))
     assert same == (exactly(first) == exactly(second))
 
 

@@ -19,9 +19,9 @@ import pytest
 import batchfit
 from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._engine.trial.in_children import Children, Factory, _ending
+from batchfit._engine.trial.in_children import Factory, InChildren, _ending
 from batchfit._engine.workload.user_errors import ChildTraceback
-from batchfit._files import used_alone
+from batchfit._files import locked
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
 from batchfit.results import FitResult, Trial
 
@@ -494,7 +494,7 @@ class TestAnswer:
     @pytest.mark.slow
     def test_the_next_child_starts_while_a_trial_runs_and_loads_nothing(self, diary: Path) -> None:
         before = children_of_this_process()  # a fork server, for one, of another file's tests
-        with Children(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
+        with InChildren(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
                 trial = run_one(2, steps=2, soak=False, may_settle=False, few=None, smallest=False)
             assert trial.fits
@@ -616,7 +616,7 @@ class TestCommand:
 
     def test_a_file_in_use_is_bad_usage(self) -> None:
         with (
-            used_alone(Path("search.json")),
+            locked(Path("search.json")),
             pytest.raises(CommandFailed, match="in use by another") as caught,
         ):
             self.find(TARGET, resume="search.json")

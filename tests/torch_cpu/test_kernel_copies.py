@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._engine.allocator.gpus import CARDS
+from batchfit._engine.allocator.gpus import GPUS
 from batchfit._engine.cuda_model.copies import BY_SOURCE, RULES, Extra
 from batchfit._engine.cuda_model.workspaces import extra_of
 from batchfit._engine.trace.trace import trace
@@ -54,7 +54,7 @@ def operation(name: str) -> Any:
 
 
 def told(row: dict[str, Any]) -> Extra:
-    return extra_of(operation(row["op"]), read(row["args"]), CARDS["h200"]) or Extra()
+    return extra_of(operation(row["op"]), read(row["args"]), GPUS["h200"]) or Extra()
 
 
 def beside(extra: Extra) -> int:
@@ -122,8 +122,8 @@ def test_odd_uses_are_traced(name: str) -> None:
 
 def test_a_loss_of_every_element_keeps_nothing() -> None:
     x = torch.empty(64, 64, device="meta")
-    whole = extra_of(aten.mse_loss.default, (x, x), CARDS["h200"])
-    each = extra_of(aten.mse_loss.default, (x, x, 0), CARDS["h200"])
+    whole = extra_of(aten.mse_loss.default, (x, x), GPUS["h200"])
+    each = extra_of(aten.mse_loss.default, (x, x, 0), GPUS["h200"])
     assert whole is not None
     assert whole.outputs == {0: 64 * 64 * 4}
     assert each is None or not each.outputs

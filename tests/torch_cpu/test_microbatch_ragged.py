@@ -229,7 +229,7 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
     """It ends bit for bit as a call that began with the final plan."""
     used: list[Any] = []
     forced: Any = None
-    real = ragged.Packing.plan
+    real = ragged.RaggedSizer.plan
 
     def plan(self: Any, call: Any, done: Any = ()) -> Any:
         if forced is not None:
@@ -237,7 +237,7 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
         used.append(real(self, call, done))
         return used[-1]
 
-    monkeypatch.setattr(ragged.Packing, "plan", plan)
+    monkeypatch.setattr(ragged.RaggedSizer, "plan", plan)
     world = World(kind)
     with count_operations() as seen:
         world.call()

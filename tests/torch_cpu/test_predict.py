@@ -12,7 +12,7 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import CARDS, DEFAULT, Card
+from batchfit._engine.allocator.gpus import DEFAULT, GPUS, Gpu
 from batchfit._engine.allocator.replay import Simulation, simulate, upper_bound
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
@@ -176,7 +176,7 @@ def test_a_size_that_is_none_has_no_peak(several: Prediction, size: Any) -> None
 def test_a_card_is_its_memory_and_its_kernels() -> None:
     found = predict(wide(), gpu="RTX 4090", max_size=10_000)
     assert (found.card, found.card_measured) == ("rtx4090", False)
-    assert found.budget_bytes == CARDS["rtx4090"].usable_bytes
+    assert found.budget_bytes == GPUS["rtx4090"].usable_bytes
     assert found.answers[0].name == "rtx4090"
     assert any("rtx4090" in note for note in found.unseen)
     assert found.batch_size == 10_000
@@ -364,7 +364,7 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workload looks as if it were on a GPU; its trace for a search is made without one all the same."""
 
-    def rules(work: batchfit.Workload, card: Card | None = None) -> CudaRules:
+    def rules(work: batchfit.Workload, card: Gpu | None = None) -> CudaRules:
         return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
 
     for module in (_predict, _oracle, foresight):
@@ -646,7 +646,7 @@ def test_no_size_is_answered_that_would_not_last_in_all_of_the_budget(
 ) -> None:
     """With more room memory falls into other pieces."""
     work = batchfit.training(nn.Linear(8, 8), None, lambda m, b: m(b).sum(), lambda n: torch.randn(n, 8))
-    rules = rules_for(work, CARDS["h200"])
+    rules = rules_for(work, GPUS["h200"])
     traced = trace_workload(work, rules=rules, budget_bytes=2**27)
     oracle = Oracle(traced, allocator_rules(), (0.0, 0.0))
     ends = {980: 293, 1000: 288}

@@ -20,7 +20,7 @@ from transformers import BatchEncoding
 from batchfit._engine.batch import trim
 from batchfit._engine.batch.pure.pieces import Pack
 from batchfit._engine.batch.trim import Trimmer, attention_without_plans, restored
-from batchfit._engine.sizing.pure.pack import Shapes, pack
+from batchfit._engine.sizing.pure.pack import SeenShapes, pack
 
 CUDA = torch.device("cuda", 0)
 
@@ -53,7 +53,7 @@ def test_no_token_is_lost_whatever_the_plan(
         most_samples=most,
         multiple=multiple,
         padded_length=trimmer.padded_length,
-        shapes=Shapes(),
+        shapes=SeenShapes(),
     )
     micros = [trimmer.take(one.indices, one.length) for one in packs]
     for micro, one in zip(micros, packs, strict=True):

@@ -26,8 +26,8 @@ from batchfit._engine.device import interface
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.trial import in_process as here_module
 from batchfit._engine.trial import trial as trial_module
-from batchfit._engine.trial.in_process import QuickCollections
-from batchfit._files import used_alone
+from batchfit._engine.trial.in_process import FrozenGarbage
+from batchfit._files import locked
 from batchfit._find import driver as trials_module
 from batchfit.errors import NothingFitsError, ResultFileError
 from batchfit.testing import FakeDevice
@@ -320,7 +320,7 @@ def test_garbage_does_not_hide_behind_large_weights(monkeypatch: pytest.MonkeyPa
 
 def test_collections_that_could_free_nothing_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(QuickCollections, "thorough", lambda _: done.append("after a trial"))
+    monkeypatch.setattr(FrozenGarbage, "thorough", lambda _: done.append("after a trial"))
     monkeypatch.setattr(here_module.gc, "collect", lambda: done.append("before"))
     cuda = FakeCuda()
     program = Program(cuda)
@@ -464,11 +464,11 @@ def test_a_killed_search_leaves_no_lock_in_the_way(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "inside\n"
-        with pytest.raises(ResultFileError, match="in use by another search"), used_alone(path):
+        with pytest.raises(ResultFileError, match="in use by another search"), locked(path):
             pass
         other.send_signal(signal.SIGKILL)
         other.wait(30)
     assert (tmp_path / ".search.json.lock").exists(), "it could not clean up"
-    with used_alone(path), pytest.raises(ResultFileError), used_alone(path):
+    with locked(path), pytest.raises(ResultFileError), locked(path):
         pass
     assert list(tmp_path.iterdir()) == []

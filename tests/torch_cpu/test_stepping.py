@@ -644,7 +644,7 @@ def test_wrong_arguments() -> None:
 @contextmanager
 def recorded() -> Iterator[list[int]]:
     found: list[int] = []
-    recorder = step_memory.Recorder()
+    recorder = step_memory.StorageRecorder()
     with recorder:
         yield found
     found.append(recorder.need([]).total_bytes)
@@ -661,7 +661,7 @@ def test_what_is_recorded_is_the_peak_of_all_but_the_state() -> None:
         del b, c
     assert found == [5120 + 2048]
 
-    recorder = step_memory.Recorder()
+    recorder = step_memory.StorageRecorder()
     with recorder:
         norm = torch.empty(7, dtype=torch.uint8)
         optimizer.state[optimizer.param_groups[0]["params"][0]] = {"sum": torch.empty(1000)}
@@ -685,7 +685,7 @@ def test_the_guess_is_never_low(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         )
         guessed = step_memory.guess(made.optimizers, small=False).total_bytes
         warm(optimizer)
-        recorder = step_memory.Recorder()
+        recorder = step_memory.StorageRecorder()
         with recorder:
             optimizer.step()
         scalars = 512 * 40  # left out of this guess: step counts, norms

@@ -24,14 +24,14 @@ from torch import nn
 
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult, Workload
-from batchfit._engine.workload.target import Named
+from batchfit._engine.workload.target import NamedFunction
 from batchfit._knobs import key_of
 from batchfit._sweep import sweep as module
 from batchfit._sweep.configuration import run_configuration
 from batchfit._sweep.job import Job, here
 from batchfit._sweep.pure.grid import GridError
 from batchfit._sweep.request import _plain
-from batchfit._sweep.run_state import Settings
+from batchfit._sweep.run_state import SweepSettings
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
 from batchfit.testing import count_operations, fail_at, simulated_oom
 
@@ -806,7 +806,7 @@ def test_a_factory_must_take_the_knobs_and_no_more() -> None:
 
 
 def test_a_job_travels_and_gives_the_same_record() -> None:
-    job = Job(made, Settings(batch_size=64, budget="1MiB", strategy="grow", steps=2, soak_steps=0))
+    job = Job(made, SweepSettings(batch_size=64, budget="1MiB", strategy="grow", steps=2, soak_steps=0))
     configuration = {"kib": 64}
     record = pickle.loads(pickle.dumps(job)).run(configuration)
     assert record.batch_size_used == 16
@@ -818,11 +818,14 @@ def test_a_job_travels_and_gives_the_same_record() -> None:
 
 def test_a_job_in_full_names_its_files_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    job = Job("here.py:make", Settings(batch_size=4, measure="pkg.there:measure", estimate=Named("x/e.py:f")))
+    job = Job(
+        "here.py:make",
+        SweepSettings(batch_size=4, measure="pkg.there:measure", estimate=NamedFunction("x/e.py:f")),
+    )
     whole = job.in_full()
     assert whole.factory == f"{tmp_path.resolve()}/here.py:make"
     assert whole.settings.measure == "pkg.there:measure"
-    assert whole.settings.estimate == Named(f"{tmp_path.resolve()}/x/e.py:f")
+    assert whole.settings.estimate == NamedFunction(f"{tmp_path.resolve()}/x/e.py:f")
     assert whole.in_full() == whole
 
 
@@ -831,9 +834,9 @@ def test_an_engine_in_any_order_gives_the_same_result() -> None:
         return here(job, list(reversed(waiting)), on_event)
 
     def run(engine: Any) -> SweepResult:
-        settings = Settings(batch_size=64, budget="1MiB", steps=2, soak_steps=0)
+        settings = SweepSettings(batch_size=64, budget="1MiB", steps=2, soak_steps=0)
         asked = module.Asked.of(made, {"kib": [8, 16, 64]}, settings)
-        return module.run_sweep(asked, module.Keeper(asked, None), engine=engine)
+        return module.run_sweep(asked, module.SweepRecords(asked, None), engine=engine)
 
     assert run(backwards).without_timings() == run(here).without_timings()
 

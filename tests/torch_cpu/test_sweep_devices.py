@@ -27,9 +27,9 @@ from batchfit._sweep.devices import Devices
 from batchfit._sweep.engines import Where
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.grid import plan
-from batchfit._sweep.pure.visible_devices import Place
-from batchfit._sweep.ranks import Answer, may_go_on, settle
-from batchfit._sweep.run_state import Settings
+from batchfit._sweep.pure.visible_devices import VisibleDevice
+from batchfit._sweep.ranks import RankAnswer, may_go_on, settle
+from batchfit._sweep.run_state import SweepSettings
 from batchfit._sweep.worker import Death
 from batchfit.errors import BatchfitError, SearchStoppedError
 
@@ -330,14 +330,14 @@ class Scripted:
 def test_whatever_dies_each_configuration_has_one_record(script: list[str], count: int, devices: int) -> None:
     Scripted.script, Scripted.begun = list(script), []
     entries = plan({"n": list(range(count))})
-    engine = Devices(tuple(Place("cpu") for _ in range(devices)))
+    engine = Devices(tuple(VisibleDevice("cpu") for _ in range(devices)))
     records: list[SweepRecord] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep_devices, "Worker", Scripted)
         patch.setattr(sweep_devices, "portable", lambda job: "")
         patch.setattr(sweep_devices, "wait_for_any", lambda children: None)
         try:
-            for record in engine(Job("x.py:make", Settings(batch_size=1)), entries, lambda event: None):
+            for record in engine(Job("x.py:make", SweepSettings(batch_size=1)), entries, lambda event: None):
                 records.append(record)
         except SearchStoppedError:
             assert "bad start" in script
@@ -352,8 +352,8 @@ def test_whatever_dies_each_configuration_has_one_record(script: list[str], coun
 # What all ranks answer is one record
 
 
-def answer(error: str | None = None, *, failed_in: Any = "factory", size: int = 4) -> Answer:
-    return Answer(
+def answer(error: str | None = None, *, failed_in: Any = "factory", size: int = 4) -> RankAnswer:
+    return RankAnswer(
         SweepRecord(knobs={"a": 1}, batch_size_used=size, error=error, failed_in=failed_in if error else None)
     )
 
@@ -364,15 +364,15 @@ def test_one_record_of_all_ranks() -> None:
     one = settle([answer(), answer("E: x")])
     assert one is not None
     assert one.error == "E: x (on rank 1)"
-    cut = settle([Answer(), answer("E: x")])
+    cut = settle([RankAnswer(), answer("E: x")])
     assert cut is not None
     assert cut.error == "E: x (on rank 1)"
     because = settle([answer("RankMissingError: rank 1"), answer("E: x")])
     assert because is not None
     assert because.error == "E: x (on rank 1)"
-    assert settle([answer(), Answer(death="was killed")]) is None
-    assert settle([answer("RankMissingError: rank 1"), Answer(death="was killed")]) is None
-    assert settle([answer(), Answer()]) is None
+    assert settle([answer(), RankAnswer(death="was killed")]) is None
+    assert settle([answer("RankMissingError: rank 1"), RankAnswer(death="was killed")]) is None
+    assert settle([answer(), RankAnswer()]) is None
 
 
 def test_children_go_on_only_where_all_are_as_before() -> None:
@@ -382,7 +382,7 @@ def test_children_go_on_only_where_all_are_as_before() -> None:
     assert not may_go_on([answer("E: x", failed_in="search")] * 2)
     assert not may_go_on([answer("E: x"), answer("E: y")])
     assert not may_go_on([answer(), answer("E: x")])
-    assert not may_go_on([answer(), Answer()])
+    assert not may_go_on([answer(), RankAnswer()])
     told = answer("E: x")
-    assert Answer.of(told.as_json()) == told
-    assert Answer.of(Answer(death="gone").as_json()) == Answer(death="gone")
+    assert RankAnswer.of(told.as_json()) == told
+    assert RankAnswer.of(RankAnswer(death="gone").as_json()) == RankAnswer(death="gone")

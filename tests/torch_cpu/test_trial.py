@@ -19,7 +19,7 @@ from batchfit._engine.device.tensors import optimizers_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload import phase
-from batchfit._find.outcome import told, worst
+from batchfit._find.outcome import observation_of, worst
 from batchfit.results import Trial
 from batchfit.testing import FakeDevice, simulated_oom
 
@@ -118,7 +118,7 @@ def test_the_largest_block_reaches_the_search_before_the_cache_is_gone() -> None
 
     trial = run_trial(step, 40, device=CudaDevice(0, backend=cuda), snapshot=Snapshot.take([]))
     assert trial.largest_bytes == 40 * MiB
-    assert told(trial).largest_bytes == 40 * MiB
+    assert observation_of(trial).largest_bytes == 40 * MiB
     other = trial.model_copy(update={"largest_bytes": 60 * MiB})
     assert worst([trial, other, trial]).largest_bytes == 60 * MiB
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._engine.allocator.gpus import CARDS
+from batchfit._engine.allocator.gpus import GPUS
 from batchfit._engine.cuda_model.workspaces import Extra, extra_of, is_gemm, reduction_bytes
 
 aten = torch.ops.aten
-H200 = CARDS["h200"]
+H200 = GPUS["h200"]
 DATA = Path(__file__).parents[1] / "data"
 
 
@@ -61,11 +61,11 @@ def test_few_indices_are_not_sorted_but_say_so() -> None:
     assert many.together[:6] == (8 * 3073,) * 6
 
 
-@given(st.integers(1, 10**7), st.integers(1, 10**5), st.booleans(), st.sampled_from(list(CARDS)))
+@given(st.integers(1, 10**7), st.integers(1, 10**5), st.booleans(), st.sampled_from(list(GPUS)))
 def test_a_reduction_never_needs_more_than_its_input(
     inputs: int, outputs: int, on_fastest: bool, card: str
 ) -> None:
-    found = reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=outputs == 1, card=CARDS[card])
+    found = reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=outputs == 1, card=GPUS[card])
     assert found >= 0
     # A block of threads takes 16 values or more for each number that it stages.
     assert found <= 4 * inputs * outputs

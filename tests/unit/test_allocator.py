@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.addresses import AddressSpace
-from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator, Replay, Rules, replay
+from batchfit._engine.allocator.caching import MIB, AllocatorSettings, Block, CachingAllocator, Replay, replay
 
-EXPANDABLE = Rules(expandable_segments=True)
-CAPPED = Rules(expandable_segments=True, capped=True)
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+CAPPED = AllocatorSettings(expandable_segments=True, capped=True)
 
 
 def take(device: CachingAllocator, size: int) -> Block:
@@ -248,33 +248,41 @@ def test_peaks_start_again_from_what_is_held() -> None:
 @pytest.mark.parametrize(
     ("text", "rules"),
     [
-        ("", Rules()),
+        ("", AllocatorSettings()),
         ("expandable_segments:True", EXPANDABLE),
-        ("expandable_segments:False, max_split_size_mb: 128", Rules(max_split_size_bytes=128 * MIB)),
+        (
+            "expandable_segments:False, max_split_size_mb: 128",
+            AllocatorSettings(max_split_size_bytes=128 * MIB),
+        ),
         (
             "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True",
-            Rules(garbage_collection_threshold=0.8),
+            AllocatorSettings(garbage_collection_threshold=0.8),
         ),
         ("per_process_memory_fraction:0.5,expandable_segments:True", CAPPED),
-        ("per_process_memory_fraction:1.0", Rules()),
-        ("roundup_power2_divisions:4", Rules(roundup_power2_divisions=(4,))),
+        ("per_process_memory_fraction:1.0", AllocatorSettings()),
+        ("roundup_power2_divisions:4", AllocatorSettings(roundup_power2_divisions=(4,))),
         # As torch 2.13 reads it: asked of its own library.
         (
             "roundup_power2_divisions:[64:8,128:2,256:4,512:2,1024:4,>:1],max_split_size_mb:64",
-            Rules(roundup_power2_divisions=(8,) * 7 + (2, 4, 2, 4) + (1,) * 5, max_split_size_bytes=64 * MIB),
+            AllocatorSettings(
+                roundup_power2_divisions=(8,) * 7 + (2, 4, 2, 4) + (1,) * 5, max_split_size_bytes=64 * MIB
+            ),
         ),
         (
             "roundup_power2_divisions:[256:2, 1024:4]",
-            Rules(roundup_power2_divisions=(2,) * 9 + (0, 4) + (0,) * 5),
+            AllocatorSettings(roundup_power2_divisions=(2,) * 9 + (0, 4) + (0,) * 5),
         ),
-        ("roundup_power2_divisions:[>:8]", Rules(roundup_power2_divisions=(0,) + (8,) * 15)),
-        ("roundup_power2_divisions:[1:2,65536:4]", Rules(roundup_power2_divisions=(2,) + (0,) * 14 + (4,))),
-        ("large_segment_size_mb:32", Rules(large_segment_bytes=32 * MIB)),
-        ("max_non_split_rounding_mb:40", Rules(max_non_split_rounding_bytes=40 * MIB)),
+        ("roundup_power2_divisions:[>:8]", AllocatorSettings(roundup_power2_divisions=(0,) + (8,) * 15)),
+        (
+            "roundup_power2_divisions:[1:2,65536:4]",
+            AllocatorSettings(roundup_power2_divisions=(2,) + (0,) * 14 + (4,)),
+        ),
+        ("large_segment_size_mb:32", AllocatorSettings(large_segment_bytes=32 * MIB)),
+        ("max_non_split_rounding_mb:40", AllocatorSettings(max_non_split_rounding_bytes=40 * MIB)),
     ],
 )
-def test_settings_are_read(text: str, rules: Rules) -> None:
-    assert Rules.from_environment(text) == rules
+def test_settings_are_read(text: str, rules: AllocatorSettings) -> None:
+    assert AllocatorSettings.from_environment(text) == rules
 
 
 @pytest.mark.parametrize(
@@ -292,12 +300,12 @@ def test_settings_are_read(text: str, rules: Rules) -> None:
 )
 def test_settings_that_pytorch_refuses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="allocator settings must be what PyTorch takes"):
-        Rules.from_environment(text)
+        AllocatorSettings.from_environment(text)
 
 
 def test_divisions_of_a_power_of_two() -> None:
     def rounded(requested: int, *divisions: int) -> int:
-        device = CachingAllocator(None, Rules(roundup_power2_divisions=divisions))
+        device = CachingAllocator(None, AllocatorSettings(roundup_power2_divisions=divisions))
         take(device, requested)
         return device.allocated_bytes
 
@@ -315,13 +323,13 @@ def test_divisions_of_a_power_of_two() -> None:
 
 
 def test_another_large_segment() -> None:
-    device = CachingAllocator(None, Rules(large_segment_bytes=33 * MIB))
+    device = CachingAllocator(None, AllocatorSettings(large_segment_bytes=33 * MIB))
     take(device, 2 * MIB)
     assert device.reserved_bytes == 33 * MIB
 
 
 def test_oversize_blocks_are_neither_split_nor_given_to_small_requests() -> None:
-    device = CachingAllocator(None, Rules(max_split_size_bytes=32 * MIB))
+    device = CachingAllocator(None, AllocatorSettings(max_split_size_bytes=32 * MIB))
     device.free(take(device, 40 * MIB))
     take(device, 12 * MIB)
     assert device.reserved_bytes == 52 * MIB, "40 MiB are oversize, 12 MiB may not have them"
@@ -337,7 +345,7 @@ def test_oversize_blocks_are_neither_split_nor_given_to_small_requests() -> None
 
 
 def test_an_oversize_block_goes_back_without_a_retry() -> None:
-    rules = Rules(max_split_size_bytes=32 * MIB)
+    rules = AllocatorSettings(max_split_size_bytes=32 * MIB)
     device = CachingAllocator(100 * MIB, rules)
     device.free(take(device, 64 * MIB))
     device.free(take(device, 12 * MIB))
@@ -368,7 +376,7 @@ def test_an_oversize_block_goes_back_without_a_retry() -> None:
 def test_garbage_is_collected_by_age_before_a_new_segment(
     capacity: int | None, threshold: float, reserved: int
 ) -> None:
-    rules = Rules(garbage_collection_threshold=threshold, capped=True)
+    rules = AllocatorSettings(garbage_collection_threshold=threshold, capped=True)
     device = CachingAllocator(None if capacity is None else capacity * MIB, rules)
     old, young, used = (take(device, size * MIB) for size in (20, 16, 18))
     device.free(old)
@@ -382,7 +390,7 @@ def test_garbage_is_collected_by_age_before_a_new_segment(
 
 def test_without_a_cap_no_garbage_is_collected() -> None:
     """torch does so only where `set_per_process_memory_fraction` was called with less than 1."""
-    device = CachingAllocator(100 * MIB, Rules(garbage_collection_threshold=0.1))
+    device = CachingAllocator(100 * MIB, AllocatorSettings(garbage_collection_threshold=0.1))
     device.free(take(device, 20 * MIB))
     take(device, 30 * MIB)
     assert device.reserved_bytes == 50 * MIB
@@ -509,7 +517,7 @@ SIZES = st.one_of(
     st.integers(10 * MIB, 90 * MIB),
 )
 RULES = st.builds(
-    Rules,
+    AllocatorSettings,
     expandable_segments=st.booleans(),
     max_split_size_bytes=st.sampled_from([None, 20 * MIB, 33 * MIB, 64 * MIB]),
     roundup_power2_divisions=st.sampled_from([(), (), (4,), (2,) * 5 + (8,) * 11]),
@@ -577,7 +585,7 @@ def _end(block: Block) -> int:
 @settings(deadline=None, max_examples=150)
 @given(histories(), RULES, CAPACITIES)
 def test_books_are_right_after_every_event(
-    history: tuple[list[int], list[int]], rules: Rules, capacity: int | None
+    history: tuple[list[int], list[int]], rules: AllocatorSettings, capacity: int | None
 ) -> None:
     sizes, events = history
     device = CachingAllocator(capacity, rules)
@@ -722,7 +730,9 @@ def test_a_plain_model_agrees(
         elif not plain.allocate(event, sizes[event]):
             failed_at = index
             break
-    seen = replay(sizes, events, capacity_bytes=capacity, rules=Rules(max_split_size_bytes=max_split))
+    seen = replay(
+        sizes, events, capacity_bytes=capacity, rules=AllocatorSettings(max_split_size_bytes=max_split)
+    )
     assert (seen.failed_at, seen.retries, seen.peak_reserved_bytes) == (failed_at, plain.retries, plain.peak)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfit._engine.allocator.gpus import CARDS, DEFAULT, GIB, MIB, Card, card_named
+from batchfit._engine.allocator.gpus import DEFAULT, GIB, GPUS, MIB, Gpu, card_named
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from batchfit._engine.allocator.gpus import CARDS, DEFAULT, GIB, MIB, Card, card
     ],
 )
 def test_a_card_is_found_however_it_is_written(written: str, name: str) -> None:
-    assert card_named(written) is CARDS[name]
+    assert card_named(written) is GPUS[name]
 
 
-@pytest.mark.parametrize("name", list(CARDS))
+@pytest.mark.parametrize("name", list(GPUS))
 def test_every_card_is_found_by_its_own_name(name: str) -> None:
     assert card_named(name).name == name
 
@@ -62,7 +62,7 @@ def test_every_card_is_found_by_its_own_name(name: str) -> None:
 )
 def test_a_gpu_is_found_as_nvidia_smi_prints_it(printed: str, name: str) -> None:
     found = card_named(printed)
-    assert found is CARDS[name]
+    assert found is GPUS[name]
     assert not found.note
 
 
@@ -79,7 +79,7 @@ def test_of_several_memories_the_smallest_is_taken_and_it_is_said(
     family: str, least: str, other: str
 ) -> None:
     found = card_named(family)
-    assert found == CARDS[least]
+    assert found == GPUS[least]
     assert found.note == found.caveats[0]
     assert repr(family) in found.note
     assert f"this is for {least}, not {other}" in found.note
@@ -107,8 +107,8 @@ def test_a_slice_of_a_gpu_is_not_taken_for_all_of_it() -> None:
         card_named("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_a_gpu_leaves_less_than_its_box_says_but_not_by_much(card: Card) -> None:
+@pytest.mark.parametrize("card", GPUS.values(), ids=GPUS)
+def test_a_gpu_leaves_less_than_its_box_says_but_not_by_much(card: Gpu) -> None:
     assert 0.83 * card.box_gb * 1e9 < card.usable_bytes < card.box_gb * GIB
     if card.name.endswith("gb"):
         assert card.name.endswith(f"-{card.box_gb}gb")
@@ -118,31 +118,31 @@ def test_a_nominal_figure_is_never_above_what_its_kind_was_seen_to_report() -> N
     """The shares that the module's rules name: whoever lowers one has to raise the figures behind it."""
     seen = {"rtx2080-ti": 10.57, "rtx3070": 7.78, "rtx2060": 5.79, "a4000": 15.61, "rtx5060-ti-16gb": 15.44}
     for name, gib in seen.items():
-        assert CARDS[name].box_gb * 0.96 <= gib + 0.001, name
+        assert GPUS[name].box_gb * 0.96 <= gib + 0.001, name
     for name, gib in {"t4": 14.56, "l4": 22.0, "l40s": 44.4, "a10g": 22.0}.items():
-        assert CARDS[name].box_gb * 0.91 <= gib, name
+        assert GPUS[name].box_gb * 0.91 <= gib, name
     for name, gib in {"h100": 79.1, "a100-40gb": 39.4, "a30": 23.53, "v100-16gb": 15.77}.items():
-        assert CARDS[name].box_gb * 0.98 <= gib, name
-    assert CARDS["rtx4070"].source == "nominal"
-    assert CARDS["rtx4070"].usable_bytes == round(12 * 0.96 * GIB) - 560 * MIB
-    assert any("derived from 12 GB nominal" in one for one in CARDS["rtx4070"].caveats)
-    assert any("what CUDA reports there" in one for one in CARDS["rtx4090"].caveats)
+        assert GPUS[name].box_gb * 0.98 <= gib, name
+    assert GPUS["rtx4070"].source == "nominal"
+    assert GPUS["rtx4070"].usable_bytes == round(12 * 0.96 * GIB) - 560 * MIB
+    assert any("derived from 12 GB nominal" in one for one in GPUS["rtx4070"].caveats)
+    assert any("what CUDA reports there" in one for one in GPUS["rtx4090"].caveats)
 
 
 def test_a_gpu_that_new_builds_have_no_kernels_for_says_so() -> None:
-    assert any("CUDA 13 has no kernels" in one for one in CARDS["p100-16gb"].caveats)
-    assert any("7.0" in one for one in CARDS["v100-16gb"].caveats)
-    assert not any("kernels" in one for one in CARDS["t4"].caveats)
+    assert any("CUDA 13 has no kernels" in one for one in GPUS["p100-16gb"].caveats)
+    assert any("7.0" in one for one in GPUS["v100-16gb"].caveats)
+    assert not any("kernels" in one for one in GPUS["t4"].caveats)
 
 
 def test_only_what_was_measured_says_so() -> None:
-    assert [name for name, card in CARDS.items() if card.measured] == ["h200"]
+    assert [name for name, card in GPUS.items() if card.measured] == ["h200"]
     assert DEFAULT.measured
     assert not DEFAULT.caveats
 
 
 def test_what_hopper_does_otherwise() -> None:
-    assert CARDS["h100"].blas_bytes == 32 * MIB
-    assert CARDS["a100-80gb"].blas_bytes == 8 * MIB + 128 * 1024
-    assert CARDS["h100"].prefers_cudnn_attention
-    assert not CARDS["rtx4090"].prefers_cudnn_attention
+    assert GPUS["h100"].blas_bytes == 32 * MIB
+    assert GPUS["a100-80gb"].blas_bytes == 8 * MIB + 128 * 1024
+    assert GPUS["h100"].prefers_cudnn_attention
+    assert not GPUS["rtx4090"].prefers_cudnn_attention

@@ -19,12 +19,12 @@ from batchfit._cli import help_texts
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.find_answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
-from batchfit._cli.output import check_writable, complain, write_whole
+from batchfit._cli.output import check_writable, complain, write_atomically
 from batchfit._cli.progress import (
     COLUMNS,
-    Lines,
     Live,
-    Silent,
+    NoProgress,
+    TrialLines,
     _layout,
     is_terminal,
     progress_here,
@@ -421,19 +421,19 @@ class TestFailure:
 class TestFiles:
     def test_whole_or_not_at_all(self, tmp_path: Path) -> None:
         path = tmp_path / "fit.json"
-        write_whole(path, "old")
-        write_whole(path, "new")
+        write_atomically(path, "old")
+        write_atomically(path, "new")
         assert path.read_text() == "new"
         with pytest.raises(UnicodeEncodeError):
-            write_whole(path, "new but broken \ud800")
+            write_atomically(path, "new but broken \ud800")
         assert path.read_text() == "new"
         assert [file.name for file in tmp_path.iterdir()] == ["fit.json"]
 
     def test_who_reads_the_old_file_still_reads_the_old_file(self, tmp_path: Path) -> None:
         path = tmp_path / "fit.json"
-        write_whole(path, "old")
+        write_atomically(path, "old")
         with path.open() as reader:
-            write_whole(path, "new")
+            write_atomically(path, "new")
             assert reader.read() == "old"
         assert path.read_text() == "new"
 
@@ -441,7 +441,7 @@ class TestFiles:
         real, link = tmp_path / "real.json", tmp_path / "link.json"
         real.write_text("old")
         link.symlink_to(real)
-        write_whole(link, "new")
+        write_atomically(link, "new")
         assert link.is_symlink()
         assert real.read_text() == "new"
 
@@ -453,7 +453,7 @@ class TestFiles:
         reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
         reader.start()
         check_writable(pipe)
-        write_whole(pipe, "through the pipe")
+        write_atomically(pipe, "through the pipe")
         reader.join(timeout=10)
         assert read == ["through the pipe"]
         assert pipe.is_fifo()
@@ -478,7 +478,7 @@ class TestFiles:
 
     def test_the_folder_is_made_on_demand(self, project: Path) -> None:
         check_writable(Path("a/b/fit.json"), make_folder=True)
-        write_whole(Path("a/b/fit.json"), "x")
+        write_atomically(Path("a/b/fit.json"), "x")
         (project / "file").write_text("")
         with pytest.raises(CommandFailed, match="; --output names another"):
             check_writable(Path("file/fit.json"), make_folder=True)
@@ -508,7 +508,7 @@ def fit(**more: object) -> FitResult:
 class TestProgress:
     def test_a_plain_line_has_the_numbers_and_no_codes(self) -> None:
         stream = io.StringIO()
-        with Lines(stream) as lines:
+        with TrialLines(stream) as lines:
             lines.doing("not shown")
             lines.step(24, 1)
             lines.trial(1, trial(), 24 * MIB)
@@ -526,11 +526,11 @@ class TestProgress:
     ) -> None:
         monkeypatch.setenv("RANK", "0")
         assert speaks()
-        assert isinstance(progress_here(steps=3, soak_steps=25), Lines)
+        assert isinstance(progress_here(steps=3, soak_steps=25), TrialLines)
         monkeypatch.setenv("RANK", "3")
         assert not speaks()
         progress = progress_here(steps=3, soak_steps=25)
-        assert type(progress) is Silent
+        assert type(progress) is NoProgress
         with progress:
             progress.note("a note")
             progress.trial(1, trial(), 24 * MIB)

@@ -19,7 +19,7 @@ from batchfit._cli.app import app
 from batchfit._cli.commands import schedule as command
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.schedule import ShowSettings, followed, schedule_lines
-from batchfit._cli.commands.schedule_room import Room
+from batchfit._cli.commands.schedule_room import ScheduleLimit
 from batchfit._cli.exits import Code
 
 STEP = '{"type": "step", "step_size": 20, "gamma": 2, "max_batch_size": 2048}'
@@ -87,7 +87,7 @@ def test_memory_of_each_phase_where_a_result_is_given(name: str, project: Path) 
 
 
 def test_memory_between_and_beyond_what_was_run() -> None:
-    room = Room(30, 4000, ((10, 1000), (20, 2000), (30, 4000)))
+    room = ScheduleLimit(30, 4000, ((10, 1000), (20, 2000), (30, 4000)))
     assert [room.peak_bytes_at(size) for size in (5, 10, 15, 20, 25, 30, 35)] == [
         500,
         1000,
@@ -97,9 +97,9 @@ def test_memory_between_and_beyond_what_was_run() -> None:
         4000,
         5000,
     ]
-    assert Room(30, 4000, ((30, 4000),)).peak_bytes_at(30) == 4000
-    assert Room(30, 4000, ((30, 4000),)).peak_bytes_at(31) is None
-    assert Room(30).peak_bytes_at(30) is None
+    assert ScheduleLimit(30, 4000, ((30, 4000),)).peak_bytes_at(30) == 4000
+    assert ScheduleLimit(30, 4000, ((30, 4000),)).peak_bytes_at(31) is None
+    assert ScheduleLimit(30).peak_bytes_at(30) is None
 
 
 def test_json_is_alone_on_stdout_and_in_the_file(project: Path) -> None:

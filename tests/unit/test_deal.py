@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._loader.pure.deal import Deal, Ledger, Tape, count_batches, cut, share
+from batchfit._loader.pure.deal import Deal, DealtSamples, Tape, count_batches, cut, share
 
 several = settings(deadline=None, max_examples=150)
 
@@ -108,7 +108,7 @@ def test_sizes_are_asked_for_by_number_and_position() -> None:
 @given(st.data(), st.integers(0, 200), st.integers(1, 8))
 def test_a_ledger_hands_out_every_sample_once_in_order(data: st.DataObject, length: int, depth: int) -> None:
     """A loader with `depth` batches in flight, cancelled at random: what it hands out is the epoch."""
-    ledger, size = Ledger(serial=7, void_below=7), 5
+    ledger, size = DealtSamples(serial=7, void_below=7), 5
     seen: list[int] = []
     serials: list[int] = []
     while True:
@@ -136,7 +136,7 @@ def test_a_ledger_hands_out_every_sample_once_in_order(data: st.DataObject, leng
 
 
 def test_what_failed_is_passed_over() -> None:
-    ledger = Ledger().deal(4).deal(4).deal(4)
+    ledger = DealtSamples().deal(4).deal(4).deal(4)
     later = ledger.arrived(1).hand()
     assert (later.handed, later.batches) == (8, 2)
     assert [deal.serial for deal in later.in_flight] == [2]
@@ -144,7 +144,7 @@ def test_what_failed_is_passed_over() -> None:
 
 
 def test_a_short_batch_moves_what_comes_after_it() -> None:
-    ledger = Ledger().deal(8).deal(8).hand_part(3)
+    ledger = DealtSamples().deal(8).deal(8).hand_part(3)
     assert (ledger.handed, ledger.batches, ledger.cursor, ledger.number) == (3, 1, 11, 2)
     assert ledger.in_flight == (Deal(1, 1, 3, 11),)
     none = ledger.hand_part(0)
@@ -152,8 +152,8 @@ def test_a_short_batch_moves_what_comes_after_it() -> None:
 
 
 def test_a_ledger_goes_on_and_begins_anew() -> None:
-    ledger = Ledger().deal(8).deal(8).hand()
-    assert ledger.next_epoch() == Ledger(serial=2, void_below=2)
+    ledger = DealtSamples().deal(8).deal(8).hand()
+    assert ledger.next_epoch() == DealtSamples(serial=2, void_below=2)
     on = ledger.resumed(100, 7).deal(5)
     assert on.in_flight == (Deal(2, 7, 100, 105),)
     assert not on.is_void(2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._profile.pure.diagnose import Facts, Loaded, Shapes, diagnose, ms
+from batchfit._profile.pure.diagnose import Facts, Loaded, ShapeTimes, diagnose, ms
 
 CLEAN = Facts(
     size=64,
@@ -37,7 +37,7 @@ def kinds(facts: Facts) -> list[str]:
         CLEAN,
         replace(CLEAN, loaded=LOADED),
         replace(CLEAN, own_s=[0.098, 0.1, 0.097, 0.099]),
-        replace(CLEAN, shapes=Shapes(steps=8, distinct=8, cold_s=0.82, warm_s=0.8)),
+        replace(CLEAN, shapes=ShapeTimes(steps=8, distinct=8, cold_s=0.82, warm_s=0.8)),
         replace(CLEAN, batch_s=0.09),  # hidden behind a busy device
         replace(CLEAN, alloc_retries=1),
         replace(CLEAN, cut_off_by_memory=True),  # memory ends where a doubling brings 5 %
@@ -100,10 +100,10 @@ def test_memory_that_ends_while_throughput_rises() -> None:
 
 
 def test_new_shapes() -> None:
-    (one,) = diagnose(replace(CLEAN, shapes=Shapes(steps=8, distinct=8, cold_s=1.6, warm_s=0.8)))
+    (one,) = diagnose(replace(CLEAN, shapes=ShapeTimes(steps=8, distinct=8, cold_s=1.6, warm_s=0.8)))
     assert (one.kind, one.share) == ("shape-bound", pytest.approx(0.5))
     ragged = replace(LOADED, batches=20, shapes=18)
-    first = Shapes(steps=1, distinct=1, cold_s=0.3, warm_s=0.11)
+    first = ShapeTimes(steps=1, distinct=1, cold_s=0.3, warm_s=0.11)
     assert kinds(replace(CLEAN, loaded=ragged, shapes=first)) == ["shape-bound"]
     assert kinds(replace(CLEAN, loaded=LOADED, shapes=first)) == ["compute-bound"]
     assert kinds(replace(CLEAN, loaded=ragged, shapes=replace(first, cold_s=0.12))) == ["compute-bound"]

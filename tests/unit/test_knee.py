@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._profile.pure.knee import Ask, Knee, Timed, grid, marginal_gains
+from batchfit._profile.pure.knee import Knee, Timed, TimingRequest, grid, marginal_gains
 from batchfit.errors import ResultFileError
 
 Curve = Callable[[int], float]
@@ -97,7 +97,7 @@ def test_a_brief_look_on_the_edge_is_timed_again_before_a_larger_size_is_taken(a
     for size, step_s in ((256, 0.1008), (384, times[384]), (494, times[494])):
         knee = knee.tell(Timed(size, step_s, 0.004))
     ask = knee.ask()
-    assert ask == Ask(256, True)
+    assert ask == TimingRequest(256, True)
     knee = knee.tell(Timed(256, again_s, 0.004, fine=True))
     while (ask := knee.ask()) is not None:
         knee = knee.tell(Timed(ask.size, times[ask.size], 0.004, fine=True))
@@ -247,7 +247,7 @@ def test_sizes_that_were_named_are_timed_in_order() -> None:
 
 def test_named_sizes_above_one_that_ran_out_are_left_out() -> None:
     knee = Knee(sizes=(8, 32, 64, 16)).tell(Timed(8, 1.0)).tell(Timed(32, fits=False))
-    assert knee.ask() == Ask(16, True)
+    assert knee.ask() == TimingRequest(16, True)
 
 
 def test_a_brief_look_is_not_the_answer() -> None:

@@ -7,14 +7,14 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchfit._microbatch.pure.loss_kind import Join, Reading, after, finite, is_noisy, kind_of
+from batchfit._microbatch.pure.loss_kind import Join, LossReading, after, finite, is_noisy, kind_of
 
 losses = st.floats(-100, 100)
 weights = st.floats(0.01, 100)
 
 
-def one(value: float) -> Reading:
-    return Reading((value,))
+def one(value: float) -> LossReading:
+    return LossReading((value,))
 
 
 def joins(loss_of: object, a: list[int], b: list[int]) -> list[Join]:
@@ -53,7 +53,7 @@ def test_in_batch_negatives_are_compared(scores: list[float], temperature: float
 
 @given(st.lists(st.floats(0.5, 1.5), min_size=8, max_size=8), st.floats(0.01, 0.5))
 def test_noise_alone_is_never_a_comparison(values: list[float], spread: float) -> None:
-    noisy = [Reading(tuple(1 + spread * (value - 1) for value in values)) for _ in range(3)]
+    noisy = [LossReading(tuple(1 + spread * (value - 1) for value in values)) for _ in range(3)]
     assert kind_of([Join((noisy[0], noisy[1]), noisy[2])]) in ("mean", "unclear")
 
 
@@ -67,6 +67,6 @@ def test_what_says_nothing_is_unclear() -> None:
 
 
 def test_more_readings_are_asked_for_where_noise_may_be_the_reason() -> None:
-    quiet, wide = Reading((1.0, 1.0)), Reading((0.5, 2.5))
+    quiet, wide = LossReading((1.0, 1.0)), LossReading((0.5, 2.5))
     assert is_noisy([Join((quiet, quiet), wide)])
     assert not is_noisy([Join((quiet, quiet), one(2.0))])

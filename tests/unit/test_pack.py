@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchfit._engine.batch.pure.pieces import Pack
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
-from batchfit._engine.sizing.pure.pack import Costs, Shapes, ladder, pack, useful_share
+from batchfit._engine.sizing.pure.pack import Costs, SeenShapes, ladder, pack, useful_share
 
 MIB = 2**20
 BUDGET = 20_000 * MIB
@@ -44,7 +44,7 @@ def test_every_sample_once_within_all_limits(
 
     padded = max(lengths, default=1) + extra
     ran = data.draw(st.lists(st.tuples(st.integers(1, 70), st.integers(1, 800)), max_size=8))
-    shapes = Shapes(tuple(dict.fromkeys(ran)), batches=len(ran))
+    shapes = SeenShapes(tuple(dict.fromkeys(ran)), batches=len(ran))
     limits = {"multiple": multiple, "max_shapes": max_shapes, "padded_length": max(padded, 1)}
     packs = pack(lengths, most_samples=most, shapes=shapes, **limits)  # type: ignore[arg-type]
     assert sorted(index for one in packs for index in one.indices) == list(range(len(lengths)))
@@ -76,7 +76,7 @@ def test_no_plan_of_equal_pieces_is_cheaper(lengths: list[int], size: int) -> No
 
 def test_shapes_recur_from_batch_to_batch() -> None:
     """Ten batches of lognormal lengths: fewer shapes than by hand (26), and less padding (72 % useful)."""
-    shapes, microbatches, padded, useful = Shapes(), 0, 0, 0
+    shapes, microbatches, padded, useful = SeenShapes(), 0, 0, 0
     for seed in range(10):
         lengths = lognormal(seed)
         packs = pack(lengths, most_samples=lambda length: 13_000 // length, padded_length=1024, shapes=shapes)
@@ -95,19 +95,19 @@ def test_a_shape_that_ran_is_preferred_to_a_new_one() -> None:
     (fresh, *rest) = pack(lengths, most_samples=None, padded_length=1024, costs=costs)
     assert fresh.length == 128
     assert len(rest) <= 1
-    ran = Shapes(((30, 192),), batches=3)
+    ran = SeenShapes(((30, 192),), batches=3)
     (only,) = pack(lengths, most_samples=None, padded_length=1024, shapes=ran, costs=costs)
     assert only.shape == (30, 192)
-    far = Shapes(((30, 1024),), batches=3)  # so long that a new shape is cheaper
+    far = SeenShapes(((30, 1024),), batches=3)  # so long that a new shape is cheaper
     packs = pack(lengths, most_samples=None, padded_length=1024, shapes=far, costs=costs)
     assert {one.length for one in packs} == {128}
 
 
 def test_a_known_shape_that_does_not_fit_any_more_is_left_alone() -> None:
-    shapes = Shapes(((30, 128), (5, 128)), batches=3)
+    shapes = SeenShapes(((30, 128), (5, 128)), batches=3)
     packs = pack([100] * 30, most_samples=10, padded_length=1024, shapes=shapes)
     assert max(len(one.indices) for one in packs) <= 10
-    longer = Shapes(((30, 256),), batches=3)  # than this batch is padded to
+    longer = SeenShapes(((30, 256),), batches=3)  # than this batch is padded to
     costs = Costs(launch=1000, each=100, new_shape=1e6)
     (only,) = pack([100] * 30, most_samples=None, padded_length=128, shapes=longer, costs=costs)[:1]
     assert only.length == 128
@@ -116,7 +116,7 @@ def test_a_known_shape_that_does_not_fit_any_more_is_left_alone() -> None:
 @pytest.mark.parametrize("capacity", [6_000, 13_000, 90_000])
 @pytest.mark.parametrize("limit", [2, 4, 8])
 def test_few_shapes_are_enough_where_each_is_compiled(limit: int, capacity: int) -> None:
-    shapes, padded, useful = Shapes(), 0, 0
+    shapes, padded, useful = SeenShapes(), 0, 0
     for seed in range(10):
         packs = pack(
             lognormal(seed),
@@ -174,10 +174,10 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_shapes_go_through_json_and_stay_few() -> None:
-    shapes = Shapes().ran([Pack((0, 1), 64), Pack((2,), 64)]).ran([Pack((0, 1), 64)])
-    assert shapes == Shapes(((2, 64), (1, 64)), 2)
-    assert Shapes.from_dict(json.loads(json.dumps(shapes.to_dict()))) == shapes
-    many = Shapes().ran(Pack((0,), length) for length in range(1, 3000))
+    shapes = SeenShapes().ran([Pack((0, 1), 64), Pack((2,), 64)]).ran([Pack((0, 1), 64)])
+    assert shapes == SeenShapes(((2, 64), (1, 64)), 2)
+    assert SeenShapes.from_dict(json.loads(json.dumps(shapes.to_dict()))) == shapes
+    many = SeenShapes().ran(Pack((0,), length) for length in range(1, 3000))
     assert len(many.seen) == 1024
     assert many.seen[-1] == (1, 2999)
 
@@ -401,7 +401,7 @@ def test_wrong_readings_are_named() -> None:
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 40))
 def test_no_more_samples_than_asked_for_however_many_fit(lengths: list[int], at_most: int, fits: int) -> None:
     for most in (None, fits, lambda length: None):
-        packs = pack(lengths, most_samples=most, at_most=at_most, shapes=Shapes(((12, 64), (3, 256))))
+        packs = pack(lengths, most_samples=most, at_most=at_most, shapes=SeenShapes(((12, 64), (3, 256))))
         assert max(len(one.indices) for one in packs) <= at_most
         assert sorted(index for one in packs for index in one.indices) == list(range(len(lengths)))
     with pytest.raises(ValueError, match="at_most must be positive, not 0"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchfit._engine.allocator import generation
 from batchfit._engine.allocator.footprint import Origin, ShapeChangedError, Trace
-from batchfit._engine.allocator.generation import Loop, with_all_passes
+from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Program:
         return found, self.spans
 
 
-def loop_of(spans: list[tuple[int, int]], numbers: list[int], count: int) -> Loop:
+def loop_of(spans: list[tuple[int, int]], numbers: list[int], count: int) -> TokenLoop:
     first, a, b, c, d = spans
-    return Loop(first, (a, b), (c, d), (numbers[2], numbers[4]), count)
+    return TokenLoop(first, (a, b), (c, d), (numbers[2], numbers[4]), count)
 
 
 @settings(deadline=None, max_examples=200)
@@ -128,7 +128,7 @@ def test_of_a_long_loop_the_last_passes_are_written_and_some_before_them(
 class TestRefused:
     NUMBERS = (1, 2, 3, 9, 10)
 
-    def few(self) -> tuple[Trace, Loop]:
+    def few(self) -> tuple[Trace, TokenLoop]:
         few, spans = Program([Block(10, 3, 9), Block(5, 0, 0)]).trace(list(self.NUMBERS))
         return few, loop_of(spans, list(self.NUMBERS), 12)
 
@@ -148,7 +148,7 @@ class TestRefused:
         late = (loop.late[0], (loop.late[1][0], loop.late[1][1] + 1))
         changed = Trace(few.size, few.sizes, few.origins, tuple(events), few.begins, (len(events),))
         with pytest.raises(ShapeChangedError, match="older than the pass before"):
-            with_all_passes(changed, [Loop(loop.first, loop.early, late, loop.numbers, loop.count)])
+            with_all_passes(changed, [TokenLoop(loop.first, loop.early, late, loop.numbers, loop.count)])
 
     def test_what_was_there_before_goes_between_the_passes(self) -> None:
         few, loop = self.few()
@@ -158,7 +158,7 @@ class TestRefused:
         changed = Trace(few.size, few.sizes, few.origins, tuple(events), few.begins, (len(events),))
         with pytest.raises(ShapeChangedError, match="frees late"):
             with_all_passes(
-                changed, [Loop(loop.first, loop.early, (late[0], late[1]), loop.numbers, loop.count)]
+                changed, [TokenLoop(loop.first, loop.early, (late[0], late[1]), loop.numbers, loop.count)]
             )
 
     def test_what_a_pass_between_made_is_freed_at_the_end(self) -> None:
@@ -172,5 +172,5 @@ class TestRefused:
         changed = Trace(few.size, few.sizes, few.origins, tuple(kept), few.begins, (len(kept),))
         with pytest.raises(ShapeChangedError, match="leaves behind"):
             with_all_passes(
-                changed, [Loop(loop.first, loop.early, (late[0], late[1]), loop.numbers, loop.count)]
+                changed, [TokenLoop(loop.first, loop.early, (late[0], late[1]), loop.numbers, loop.count)]
             )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._rerun.pure.rerun import Ask, Ending, Rerun, Told
+from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest
 
 
 def play(
@@ -27,7 +27,7 @@ def play(
             ending, steps = "oom", 0
         elif late_above is not None and ask.size > late_above and steps > steps_in_all // 2:
             ending, steps = "oom", steps_in_all // 2
-        runs = runs.tell(Told(ask, ending, steps))
+        runs = runs.tell(RunObservation(ask, ending, steps))
     raise AssertionError("it does not end")
 
 
@@ -115,9 +115,15 @@ def test_an_evaluation_before_the_training_misleads_twice_and_no_more() -> None:
 
 def test_a_program_without_steps_is_run_less_a_tenth_where_forwards_misled() -> None:
     runs = Rerun(start=128)
-    for ask, ending in [(Ask(128), "oom"), (Ask(64, 3, True), "cut"), (Ask(96, 3, True), "oom")]:
+    for ask, ending in [
+        (RunRequest(128), "oom"),
+        (RunRequest(64, 3, True), "cut"),
+        (RunRequest(96, 3, True), "oom"),
+    ]:
         assert runs.ask() == ask
-        runs = runs.tell(Told(ask, ending))
-    runs = runs.tell(Told(Ask(78, 3, True), "cut")).tell(Told(Ask(80, 3, True), "oom"))
-    assert runs.ask() == Ask(78)
-    assert runs.tell(Told(Ask(78), "oom")).ask() == Ask(71)
+        runs = runs.tell(RunObservation(ask, ending))
+    runs = runs.tell(RunObservation(RunRequest(78, 3, True), "cut")).tell(
+        RunObservation(RunRequest(80, 3, True), "oom")
+    )
+    assert runs.ask() == RunRequest(78)
+    assert runs.tell(RunObservation(RunRequest(78), "oom")).ask() == RunRequest(71)

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchfit._find.pure.search import Search, Told, run
-from batchfit._find.pure.shared_device import SLACK_BYTES, SLACK_SHARE, Room, under
+from batchfit._find.pure.shared_device import SLACK_BYTES, SLACK_SHARE, SharedBudget, under
 
 MiB = 2**20
 
 
-def room(budget_bytes: int) -> Room:
-    return Room(budget_bytes, budget_bytes)
+def room(budget_bytes: int) -> SharedBudget:
+    return SharedBudget(budget_bytes, budget_bytes)
 
 
 def test_a_little_less_is_no_less() -> None:

@@ -9,8 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator
-from batchfit._engine.device.pure.allocator_state import Mark, layout_of
-from batchfit._engine.trial.pure.soak import LEAST, goes_round
+from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
+from batchfit._engine.trial.pure.soak import LEAST, allocator_repeats
 
 KIB = 2**10
 
@@ -21,68 +21,78 @@ def marks(
     requests: Sequence[int] = (7,),
     retries_at: frozenset[int] = frozenset(),
     updates: Sequence[int] = (),
-) -> list[Mark]:
+) -> list[AllocatorState]:
     """`updates`: how many steps each optimizer waits from one move to the next."""
     found, asked, retries = [], 0, 0
     for step, layout in enumerate(layouts):
         asked += requests[step % len(requests)]
         retries += step in retries_at
         moved = tuple((step + 1) // every for every in updates)
-        found.append(Mark(layout, retries, asked, 100 * asked, moved))
+        found.append(AllocatorState(layout, retries, asked, 100 * asked, moved))
     return found
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_rounds_of_a_few_steps(steps: int) -> None:
-    assert goes_round(marks(number % steps for number in range(LEAST)))
-    assert not goes_round(marks(number % steps for number in range(LEAST - 1))), "too few"
+    assert allocator_repeats(marks(number % steps for number in range(LEAST)))
+    assert not allocator_repeats(marks(number % steps for number in range(LEAST - 1))), "too few"
 
 
 def test_a_round_may_have_five_steps_once_there_are_two_of_them() -> None:
-    assert not goes_round(marks(number % 5 for number in range(10))), "what the first step asked is not known"
-    assert goes_round(marks(number % 5 for number in range(11)))
-    assert not goes_round(marks(number % 6 for number in range(40))), "nobody waits for longer ones"
+    assert not allocator_repeats(marks(number % 5 for number in range(10))), (
+        "what the first step asked is not known"
+    )
+    assert allocator_repeats(marks(number % 5 for number in range(11)))
+    assert not allocator_repeats(marks(number % 6 for number in range(40))), "nobody waits for longer ones"
 
 
 def test_what_moves_on_does_not_go_round() -> None:
-    assert not goes_round(marks(range(25)))
-    assert not goes_round(marks([*[0] * 20, 1])), "the last step went elsewhere"
-    assert goes_round(marks([*range(7), *[7] * 6])), "how it began is no matter"
-    assert not goes_round(marks([*range(7), *[7] * 5])), "the first of the five came from elsewhere"
+    assert not allocator_repeats(marks(range(25)))
+    assert not allocator_repeats(marks([*[0] * 20, 1])), "the last step went elsewhere"
+    assert allocator_repeats(marks([*range(7), *[7] * 6])), "how it began is no matter"
+    assert not allocator_repeats(marks([*range(7), *[7] * 5])), "the first of the five came from elsewhere"
 
 
 def test_two_steps_alike_are_no_round() -> None:
     """The third one of three is large, and comes after two small ones."""
     found = marks([0] * 11, requests=[7, 7, 90])
-    assert goes_round(found), "as a round of three"
-    assert not goes_round([*found, Mark(5, 0, found[-1].requests + 7, found[-1].requested_bytes + 700)])
-    assert not goes_round(marks([0] * 25, requests=[*[7] * 5, 90])), "a round of six: not seen as one of one"
+    assert allocator_repeats(found), "as a round of three"
+    assert not allocator_repeats(
+        [*found, AllocatorState(5, 0, found[-1].requests + 7, found[-1].requested_bytes + 700)]
+    )
+    assert not allocator_repeats(marks([0] * 25, requests=[*[7] * 5, 90])), (
+        "a round of six: not seen as one of one"
+    )
 
 
 def test_steps_that_leave_the_same_but_ask_for_something_else() -> None:
     """Samples of other lengths: all is gone when the step ends, and the next one may need more."""
-    assert not goes_round(marks([0] * 25, requests=[7, 9, 8, 7, 6, 5, 9, 3, 11, 2, 4]))
-    assert goes_round(marks([0] * 25, requests=[7, 9])), "by turns: a round of two"
+    assert not allocator_repeats(marks([0] * 25, requests=[7, 9, 8, 7, 6, 5, 9, 3, 11, 2, 4]))
+    assert allocator_repeats(marks([0] * 25, requests=[7, 9])), "by turns: a round of two"
 
 
 def test_a_branch_that_is_taken_now_and_then_comes_again() -> None:
     often = [90, 7, 7, 90, 7, 90, 90, 7, 90, 7, 7, 7, 7, 7, 7, 90, 90, 7]
-    assert not any(goes_round(marks([0] * count, requests=often)) for count in range(len(often)))
+    assert not any(allocator_repeats(marks([0] * count, requests=often)) for count in range(len(often)))
     begins = [50, 50, 7, 60, *[7] * 11]  # the second of two kernels was compiled in the fourth step
-    assert [goes_round(marks([0] * count, requests=begins)) for count in (10, 13, 14)] == [False, False, True]
-    assert goes_round(marks([0] * 10, requests=[90, 80, *[7] * 8])), "the first two are the warm-up"
+    assert [allocator_repeats(marks([0] * count, requests=begins)) for count in (10, 13, 14)] == [
+        False,
+        False,
+        True,
+    ]
+    assert allocator_repeats(marks([0] * 10, requests=[90, 80, *[7] * 8])), "the first two are the warm-up"
 
 
 @pytest.mark.parametrize("every", [1, 4, 5, 6, 7, 16])
 def test_an_optimizer_that_waits_has_not_shown_what_it_needs(every: int) -> None:
     """While gradients are added up, all steps ask for the same; Adam makes its state in the last of them."""
-    assert goes_round(marks([0] * 14, updates=[1, every])) is (every <= 5)
-    assert goes_round(marks([0] * 14, updates=[])), "none, as in inference"
+    assert allocator_repeats(marks([0] * 14, updates=[1, every])) is (every <= 5)
+    assert allocator_repeats(marks([0] * 14, updates=[])), "none, as in inference"
 
 
 @pytest.mark.parametrize(("at", "goes"), [(3, True), (5, True), (6, False), (11, False)])
 def test_a_retry_in_a_round_comes_again_for_ever(at: int, goes: bool) -> None:
-    assert goes_round(marks([0] * 12, retries_at=frozenset({at}))) is goes
+    assert allocator_repeats(marks([0] * 12, retries_at=frozenset({at}))) is goes
 
 
 # Any program, on the simulated allocator: once it goes round, it goes on like that.
@@ -112,7 +122,7 @@ class Program:
         self.number += 1
         return True
 
-    def mark(self) -> Mark:
+    def mark(self) -> AllocatorState:
         """As `CudaDevice.mark` reads a real allocator."""
         device = self.device
         every = [block for _, block in self.live]
@@ -125,7 +135,7 @@ class Program:
             held_bytes=sum(one.size for one in every if one.live),
             room_bytes=self.capacity_bytes - device.reserved_bytes,
         )
-        return Mark(layout, device.retries, self.requests, self.requested_bytes)
+        return AllocatorState(layout, device.retries, self.requests, self.requested_bytes)
 
 
 sizes = st.one_of(
@@ -141,14 +151,14 @@ def test_what_goes_round_neither_runs_out_nor_retries_ever_again(
     steps: list[list[tuple[int, int]]], capacity: int
 ) -> None:
     program = Program(capacity * MIB, steps)
-    found: list[Mark] = []
-    while len(found) < 40 and not goes_round(found):
+    found: list[AllocatorState] = []
+    while len(found) < 40 and not allocator_repeats(found):
         if not program.step():
             event("ran out first")
             return
         found.append(program.mark())
-    event("goes round" if goes_round(found) else "does not within 40 steps")
-    if goes_round(found):
+    event("goes round" if allocator_repeats(found) else "does not within 40 steps")
+    if allocator_repeats(found):
         retries = program.device.retries
         assert all(program.step() for _ in range(120))
         assert program.device.retries == retries

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._engine.allocator.caching import CachingAllocator, Rules, replay
+from batchfit._engine.allocator.caching import AllocatorSettings, CachingAllocator, replay
 from batchfit._engine.allocator.footprint import OPTIONAL, Footprint, Origin
 from batchfit._engine.allocator.replay import STEPS, Simulation, largest, residual_of, simulate, upper_bound
 
@@ -223,7 +223,9 @@ def test_the_allocators_settings_are_used() -> None:
     events = (0, 1, ~0, ~1, 2, ~2, 3, 4, ~3, ~4, 5, ~5)
     footprint = Footprint(fixed, (0.0,) * 6, (HERE,) * 6, events, 0, (6, 12))
     plain = simulate(footprint, 1, capacity_bytes=70 * MIB)
-    joined = simulate(footprint, 1, capacity_bytes=70 * MIB, rules=Rules(expandable_segments=True))
+    joined = simulate(
+        footprint, 1, capacity_bytes=70 * MIB, rules=AllocatorSettings(expandable_segments=True)
+    )
     assert (plain.fits, plain.retries) == (False, 2)  # 25 of the 45 that it had to make room for are taken
     assert (joined.fits, joined.sustained) == (True, True)
 

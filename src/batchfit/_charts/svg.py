@@ -161,7 +161,7 @@ def key(one: Series) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ChartPlan:
     chart: Chart
     x: Scale
     y: Scale
@@ -172,7 +172,7 @@ class _Plan:
     log: bool
 
 
-def _plan(chart: Chart, width: int, height: int, log: bool) -> _Plan:
+def _plan(chart: Chart, width: int, height: int, log: bool) -> _ChartPlan:
     """Scales and ticks: the left margin is as wide as the numbers that stand there."""
     x_log = log if chart.x.switched else chart.x.log
     y_log = log if chart.y.switched else chart.y.log
@@ -187,7 +187,7 @@ def _plan(chart: Chart, width: int, height: int, log: bool) -> _Plan:
     x = scale_over(across, left, width - _RIGHT, log=x_log, headroom=0.03)
     widest = len(count_text(round(x.high))) + 2.5
     x_ticks = _ticks(x, min(12, int((width - left) / (widest * LETTER))), chart.x)
-    return _Plan(chart, x, y, tuple(x_ticks), tuple(y_ticks), width, height, log)
+    return _ChartPlan(chart, x, y, tuple(x_ticks), tuple(y_ticks), width, height, log)
 
 
 def _ticks(scale: Scale, most: int, axis: Axis) -> list[float]:
@@ -195,7 +195,7 @@ def _ticks(scale: Scale, most: int, axis: Axis) -> list[float]:
     return [tick for tick in found if tick == int(tick)] if axis.whole else found
 
 
-def _axes(plan: _Plan) -> str:
+def _axes(plan: _ChartPlan) -> str:
     """Grid, numbers and the names of both axes."""
     left, right, bottom = plan.x.begin, plan.x.end, plan.y.begin
     ups = [(plan.y.place(tick), count_text(tick)) for tick in plan.y_ticks]
@@ -213,7 +213,7 @@ def _axes(plan: _Plan) -> str:
     )
 
 
-def _line(plan: _Plan, number: int, one: Series) -> str:
+def _line(plan: _ChartPlan, number: int, one: Series) -> str:
     if not one.line or not one.marks:
         return ""
     places = [(plan.x.place(mark.x), plan.y.place(mark.y)) for mark in one.marks]
@@ -245,7 +245,7 @@ def _stairs(places: Sequence[tuple[float, float]], *, back: bool = False) -> str
     return "".join([*parts, f"H{_n(places[0][0])}"])
 
 
-def _marks(plan: _Plan, number: int, one: Series, labels: _Labels, *, tips: bool) -> str:
+def _marks(plan: _ChartPlan, number: int, one: Series, labels: _Labels, *, tips: bool) -> str:
     """Points, each with what it tells; one without a shape is there for the pointer only."""
     parts = []
     for mark in one.marks:
@@ -269,7 +269,7 @@ def _marks(plan: _Plan, number: int, one: Series, labels: _Labels, *, tips: bool
     return f'<g data-series="{number}" class="{one.role}">{"".join(parts)}</g>' if parts else ""
 
 
-def _rule(plan: _Plan, one: Rule, labels: _Labels) -> str:
+def _rule(plan: _ChartPlan, one: Rule, labels: _Labels) -> str:
     left, right, bottom = plan.x.begin, plan.x.end, plan.y.begin
     if one.axis == "y":
         at = plan.y.place(one.at)
@@ -280,7 +280,7 @@ def _rule(plan: _Plan, one: Rule, labels: _Labels) -> str:
     return f'<g class="rule {one.role}"><path d="M{_n(at)} {_n(_TOP)}V{_n(bottom)}"/>{text}</g>'
 
 
-def _end(plan: _Plan, number: int, one: Series, labels: _Labels) -> str:
+def _end(plan: _ChartPlan, number: int, one: Series, labels: _Labels) -> str:
     """A series' name at the end of its line, or beside it where there is room."""
     if not one.marks:
         return ""
@@ -296,7 +296,7 @@ def _end(plan: _Plan, number: int, one: Series, labels: _Labels) -> str:
 class _Labels:
     """Finds places for words: inside the chart, on no other word, mark or level; on no curve if it can be."""
 
-    plan: _Plan
+    plan: _ChartPlan
     taken: list[_Box] = field(default_factory=list)
     curves: list[_Box] = field(default_factory=list)
 
@@ -374,7 +374,7 @@ def _box(x: float, y: float, wide: float) -> _Box:
     return (x, y - 11, x + wide, y + 3)
 
 
-def _along(plan: _Plan, one: Series) -> list[_Box]:
+def _along(plan: _ChartPlan, one: Series) -> list[_Box]:
     """Small boxes along a curve."""
     places = [(plan.x.place(mark.x), plan.y.place(mark.y)) for mark in one.marks]
     found = []

@@ -19,7 +19,7 @@ from batchfit._units import format_bytes
 if TYPE_CHECKING:
     from batchfit._charts.svg import Chart, Series
     from batchfit._cli.commands.predict import Row
-    from batchfit._cli.commands.schedule import Shown
+    from batchfit._cli.commands.schedule import FollowedSchedule
     from batchfit.results import MemoryExplanation, Prediction, ThroughputProfile
 
 SUFFIXES = (".png", ".svg")
@@ -145,7 +145,7 @@ def draw_profile(told: ThroughputProfile, path: Path, *, title: str) -> None:
     _save(figure, path)
 
 
-def draw_schedule(shown: Shown, path: Path) -> None:
+def draw_schedule(shown: FollowedSchedule, path: Path) -> None:
     """Batch size over the epochs in stairs, and the learning rate where it follows."""
     figure, axes = _figure()
     ends = [phase.begins.samples for phase in shown.phases[1:]]

@@ -34,7 +34,7 @@ class Notes(Protocol):
     def note(self, line: str) -> None: ...
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Told what happens, shows it."""
 
     draws_rows: bool  # the trials stand on the terminal as a table: no need to print it again
@@ -49,13 +49,13 @@ class Progress(Protocol):
     def trial(self, number: int, trial: Trial, budget_bytes: int) -> None: ...  # trial `number` ended
 
 
-def progress_here(*, soak_steps: int | None, steps: int) -> Progress:
+def progress_here(*, soak_steps: int | None, steps: int) -> ProgressDisplay:
     """The progress that suits this process's stderr."""
     if not speaks():
-        return Silent()
+        return NoProgress()
     if is_terminal(sys.stderr):
         return Live(steps=steps, soak_steps=soak_steps)
-    return Lines()
+    return TrialLines()
 
 
 def speaks() -> bool:
@@ -93,7 +93,7 @@ def pass_on(text: str, is_error: bool) -> None:
     (sys.stderr if is_error else sys.stdout).write(text)
 
 
-class Silent:
+class NoProgress:
     """Says nothing (ranks other than 0)."""
 
     draws_rows = False
@@ -119,7 +119,7 @@ class Silent:
         return None
 
 
-class Lines(Silent):
+class TrialLines(NoProgress):
     """One plain line for each trial, for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from batchfit._cli.progress import Progress
+from batchfit._cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from batchfit._find.pure.search import Search
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 Step = Callable[[int], object]
 
 
-class Watch:
+class SearchWatch:
     """What is known of a search while it runs."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressDisplay) -> None:
         self.trials: list[Trial] = []
         self.budget_bytes = 0
         self.device = ""
@@ -50,7 +50,7 @@ class Watch:
 
         Nor where trials of an earlier run were read, and the device is not known yet: the file has them.
         """
-        from batchfit._find.find import fit_result, told
+        from batchfit._find.outcome import fit_result, observation_of
         from batchfit._find.pure.shared_device import under
         from batchfit.errors import SearchStoppedError
 
@@ -58,7 +58,7 @@ class Watch:
             return None
         search = replace(search, budget_bytes=self.budget_bytes)
         for trial in self.trials:
-            search = search.tell(told(trial))
+            search = search.tell(observation_of(trial))
         search = under(search, self.budget_bytes)  # what ran while there was more memory does not count
         try:
             return fit_result(

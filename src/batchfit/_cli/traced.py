@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 from batchfit import errors
 from batchfit._charts.text import Line, as_text
 from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
-from batchfit._cli.output import check_writable, stdout_for_results, write_whole
-from batchfit._cli.progress import Progress, is_terminal, own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.output import check_writable, stdout_for_results, write_atomically
+from batchfit._cli.progress import ProgressDisplay, is_terminal, own_warnings_as_notes, progress_here, speaks
 from batchfit._cli.target import Given
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of
@@ -63,7 +63,7 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RenderedAnswer:
     """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
 
     json: str
@@ -74,7 +74,7 @@ class Told:
 
 def tell(
     text: str,
-    work: Callable[[Workload, Progress], Told],
+    work: Callable[[Workload, ProgressDisplay], RenderedAnswer],
     *,
     command: str,
     flags: Iterable[str],
@@ -113,14 +113,14 @@ def wrong_flag(error: Exception, command: str) -> CommandFailed:
 
 
 def _answered(
-    work: Callable[[Workload, Progress], Told],
+    work: Callable[[Workload, ProgressDisplay], RenderedAnswer],
     workload: Workload,
-    progress: Progress,
+    progress: ProgressDisplay,
     given: Given,
     *,
     command: str,
     flags: Iterable[str],
-) -> Told:
+) -> RenderedAnswer:
     try:
         return work(workload, progress)
     except errors.UntraceableError as error:
@@ -144,11 +144,11 @@ def _answered(
         raise
 
 
-def deliver(told: Told, stdout: TextIO, delivery: Delivery) -> None:
+def deliver(told: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
     """Save and draw, then show; where a file fails the answer is shown all the same, and then the failure."""
     saved, lost = [], []
     for path, write in (
-        (delivery.output, lambda path: write_whole(path, told.json + "\n")),
+        (delivery.output, lambda path: write_atomically(path, told.json + "\n")),
         (delivery.plot, told.draw),
     ):
         if path is None:

@@ -20,20 +20,20 @@ from torch import nn
 
 import batchfit
 from batchfit._arguments import check_whole
-from batchfit._engine.allocator.caching import Rules
+from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
-from batchfit._engine.allocator.gpus import Card, card_named
+from batchfit._engine.allocator.gpus import Gpu, card_named
 from batchfit._engine.allocator.replay import largest, simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import Traced, rules_for, trace_workload, unseen
+from batchfit._engine.trace.workload import TracedWorkload, rules_for, trace_workload, unseen
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import parts_of
-from batchfit._explain.pure.holders import Held, Peak, by_kind, by_line, by_module, timeline
+from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.what_if import (
     Change,
-    Watch,
+    StepTraits,
     checkpointing,
     chunked_loss,
     lower_precision,
@@ -122,11 +122,11 @@ def explain_memory(
 
 @final
 @dataclass(frozen=True, slots=True)
-class Told:
+class TracedOutcome:
     """How the step fares, as it is or changed: its trace at the size in question, and the largest size."""
 
     at_size: Trace
-    traced: Traced | None  # for any size; None without a budget
+    traced: TracedWorkload | None  # for any size; None without a budget
     largest: int | None
 
     @property
@@ -153,11 +153,11 @@ class Study:
             capped = is_capped(device_to_run(workload), budget_bytes)
         self.settings = allocator_rules(capped=capped)
         self.notes = allocator_caveats(self.settings)
-        self._watch = Watch()
+        self._watch = StepTraits()
         self._at_size: dict[tuple[str, ...], Trace | None] = {}
         self.base = self._as_it_is(basis)
 
-    def _as_it_is(self, basis: Basis) -> Told:
+    def _as_it_is(self, basis: Basis) -> TracedOutcome:
         traced = None
         if self.budget_bytes is not None:
             traced = trace_workload(self.workload, rules=self.rules, budget_bytes=self.budget_bytes)
@@ -166,12 +166,12 @@ class Study:
             trace(self.workload, self.size, rules=self.rules, steps=1)
         at_size = trace(self.workload, self.size, rules=self.rules, changes=(self._watch,))
         try:
-            return Told(at_size, traced, self._largest(traced, self.settings))
+            return TracedOutcome(at_size, traced, self._largest(traced, self.settings))
         except UntraceableError as error:  # what holds the memory is known all the same
             self.notes.append(f"the largest batch: {error}")
-            return Told(at_size, traced, None)
+            return TracedOutcome(at_size, traced, None)
 
-    def _largest(self, traced: Traced | None, settings: Rules) -> int | None:
+    def _largest(self, traced: TracedWorkload | None, settings: AllocatorSettings) -> int | None:
         if traced is None or self.capacity is None:
             return None
         found = Oracle(traced, settings, self.residual).largest(self.capacity, None)
@@ -220,7 +220,7 @@ class Study:
         sizes = [Peak.of(one).size if one is not None else self.base.peak_bytes for one, _ in traces]
         return [levels[sizes.index(min(sizes))]]
 
-    def _pairs(self, single: list[tuple[Change, Told, WhatIf]]) -> list[WhatIf]:
+    def _pairs(self, single: list[tuple[Change, TracedOutcome, WhatIf]]) -> list[WhatIf]:
         """The best change together with the next best of another group, where that pays.
 
         A change that moves the peak to the optimizer's step goes with another way through that step.
@@ -287,7 +287,7 @@ class Study:
             )
         ]
 
-    def _what_if(self, changes: tuple[Change, ...], told: Told) -> WhatIf:
+    def _what_if(self, changes: tuple[Change, ...], told: TracedOutcome) -> WhatIf:
         return WhatIf(
             change=" and ".join(one.name for one in changes),
             how="; ".join(one.how for one in changes),
@@ -298,7 +298,7 @@ class Study:
             cost="; ".join(one.cost for one in changes if one.cost),
         )
 
-    def _in_optimizer(self, told: Told) -> bool:
+    def _in_optimizer(self, told: TracedOutcome) -> bool:
         """Whether another way through the optimizer's step could help, at this or the largest size."""
         if outside_share(told.at_size, told.at_size.sizes, "optimizer") * LEAST_GAIN < 1:
             return True
@@ -322,19 +322,19 @@ class Study:
 
     # -- traces of changed steps
 
-    def _tried(self, changes: tuple[Change, ...]) -> Told | None:
+    def _tried(self, changes: tuple[Change, ...]) -> TracedOutcome | None:
         """The changed step; None where it cannot be traced."""
         first = self._trace_at_size(changes)
         if first is None:
             return None
         if self.capacity is None:
-            return Told(first, None, None)
+            return TracedOutcome(first, None, None)
         try:
             traced = self._lines(first, changes)
         except (UntraceableError, ShapeChangedError) as error:
             self._note(changes, error)
             return None
-        return Told(first, traced, self._largest(traced, self.settings))
+        return TracedOutcome(first, traced, self._largest(traced, self.settings))
 
     def _trace_at_size(self, changes: tuple[Change, ...]) -> Trace | None:
         key = tuple(one.name for one in changes)
@@ -350,7 +350,7 @@ class Study:
         contexts = tuple(context for one in changes for context in one.contexts)
         return trace(self.workload, size, rules=self.rules, changes=contexts)
 
-    def _lines(self, first: Trace, changes: tuple[Change, ...]) -> Traced:
+    def _lines(self, first: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
         """Lines through the trace at the size in question and one where the end may be.
 
         With checkpointing the end moves far up: where it lies well beyond the second trace, it is traced
@@ -371,9 +371,9 @@ class Study:
             self._through(first, self._trace(further, changes), changes) if further != second.size else traced
         )
 
-    def _through(self, first: Trace, second: Trace, changes: tuple[Change, ...]) -> Traced:
+    def _through(self, first: Trace, second: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
         contexts = tuple(context for one in changes for context in one.contexts)
-        return Traced(
+        return TracedWorkload(
             self.workload,
             self.rules,
             Footprint.between(first, second),
@@ -419,7 +419,7 @@ def classes_of(workload: Workload) -> dict[str, str]:
     return found
 
 
-def _holders(held: Sequence[Held], peak_bytes: int) -> tuple[Holder, ...]:
+def _holders(held: Sequence[PeakPart], peak_bytes: int) -> tuple[Holder, ...]:
     return tuple(
         Holder(
             name=one.name,
@@ -436,7 +436,7 @@ def _holders(held: Sequence[Held], peak_bytes: int) -> tuple[Holder, ...]:
     )
 
 
-def _reserved(footprint: Footprint, size: int, budget_bytes: int | None, rules: Rules) -> int:
+def _reserved(footprint: Footprint, size: int, budget_bytes: int | None, rules: AllocatorSettings) -> int:
     """What the allocator takes for a size: where it fits, what it takes within the budget.
 
     It takes more where there is more: without an end, unused segments are never given back.
@@ -452,7 +452,7 @@ def _outside(workload: Workload) -> str:
     return "loss" if workload.kind == "training" else "outside modules"
 
 
-def _budget(given: int | None, card: Card | None, on_gpu: Workload | None) -> int | None:
+def _budget(given: int | None, card: Gpu | None, on_gpu: Workload | None) -> int | None:
     if given is not None:
         return given
     if card is not None:

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.batch.structure import children, rebuilt
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import parts_of
@@ -59,7 +59,7 @@ class Change:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Repeated:
+class RepeatedBlocks:
     """Blocks of one class, side by side in a ModuleList or Sequential."""
 
     kind: str
@@ -69,8 +69,8 @@ class Repeated:
 def checkpointing(workload: Workload, learning: Container[int] | None = None) -> list[Change]:
     """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
 
-    `learning` are the ids of the modules whose outputs need gradients in the step (`Watch.learning`): an EMA
-    copy or a teacher keeps no activations, so there is nothing to save.
+    `learning` are the ids of the modules whose outputs need gradients in the step (`StepTraits.learning`): an
+    EMA copy or a teacher keeps no activations, so there is nothing to save.
     """
     if workload.kind in ("inference", "generation"):
         return []
@@ -82,24 +82,24 @@ def checkpointing(workload: Workload, learning: Container[int] | None = None) ->
     while level:
         if learning is not None:
             kept = [(one, tuple(block for block in one.blocks if id(block) in learning)) for one in level]
-            level = [Repeated(one.kind, blocks) for one, blocks in kept if blocks]
+            level = [RepeatedBlocks(one.kind, blocks) for one, blocks in kept if blocks]
         if level:
             found.append(_checkpointing(level, workload.model))
         level = [inner for outer in level for block in outer.blocks for inner in repeated_blocks(block)]
     return found
 
 
-def repeated_blocks(root: nn.Module) -> list[Repeated]:
+def repeated_blocks(root: nn.Module) -> list[RepeatedBlocks]:
     """The outermost containers of two or more blocks of one class; a block has modules inside."""
     if isinstance(root, nn.ModuleList | nn.Sequential):
         classes = Counter(type(one) for one in root.children() if any(True for _ in one.children()))
         kind, count = classes.most_common(1)[0] if classes else (nn.Module, 0)
         if count > 1:
-            return [Repeated(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
+            return [RepeatedBlocks(kind.__name__, tuple(one for one in root.children() if type(one) is kind))]
     return [found for child in root.children() for found in repeated_blocks(child)]
 
 
-def _checkpointing(level: list[Repeated], model: Any) -> Change:
+def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
     blocks = [block for one in level for block in one.blocks]
     kinds = Counter(one.kind for one in level for _ in one.blocks)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -153,7 +153,7 @@ class _Checkpointed:
 # -- dtypes
 
 
-def lower_precision(workload: Workload, card: Card, *, uses_autocast: bool) -> list[Change]:
+def lower_precision(workload: Workload, card: Gpu, *, uses_autocast: bool) -> list[Change]:
     """Half precision by autocast and for parameters, where the program is in fp32.
 
     It is bf16 where the GPU has it. Before Ampere it is fp16, which needs a GradScaler to train with, and
@@ -370,7 +370,7 @@ def _optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
 
 
 def shorter_sequence(workload: Workload, length: int) -> list[Change]:
-    """Half of the sequence, where batches have integers of shape [n, length] (`Watch.length`)."""
+    """Half of the sequence, where batches have integers of shape [n, length] (`StepTraits.length`)."""
     if workload.kind != "training" or length < _SHORTEST or step_variable(workload, "source") is None:
         return []
     half = length // 2
@@ -428,7 +428,7 @@ def _mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 @final
-class Watch:
+class StepTraits:
     """Notes whether a traced step runs under autocast, how long its sequences are, and which modules' outputs
     need gradients (`learning`, by their id). Changes nothing.
     """

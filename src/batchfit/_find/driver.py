@@ -20,12 +20,12 @@ from typing import Self, final
 
 from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.trial.in_children import Children, RunOne
-from batchfit._engine.trial.in_process import Here
+from batchfit._engine.trial.in_children import InChildren, RunOne
+from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
-from batchfit._find.outcome import told, worst
+from batchfit._find.outcome import observation_of, worst
 from batchfit._find.pure.search import Ask, Search, Told
-from batchfit._find.pure.shared_device import Room, under
+from batchfit._find.pure.shared_device import SharedBudget, under
 from batchfit._units import format_bytes
 from batchfit.results import Trial
 
@@ -40,7 +40,7 @@ _PAUSE_S = 0.05
 
 
 @final
-class Trials:
+class SearchDriver:
     """The trials of one search, in this process or in children, on one rank or several.
 
     `search` forgets what no longer holds when memory goes; `keep` is given all that it was told.
@@ -50,7 +50,7 @@ class Trials:
         self,
         search: Search,
         trials: list[Trial],
-        runs: Here | Children,
+        runs: InProcess | InChildren,
         ranks: Ranks,
         *,
         steps: int,
@@ -62,7 +62,7 @@ class Trials:
     ) -> None:
         budget_bytes = search.budget_bytes or 0
         self.search = under(search, budget_bytes)
-        self.room = Room(budget_bytes, budget_bytes)
+        self.room = SharedBudget(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
         self._told, self._start, self._attempts = search.told, search.start, search.attempts
         self._min_size = search.min_size
@@ -176,7 +176,7 @@ class Trials:
         return trial, min(reachable for _, reachable in answers)
 
     def _tell(self, trial: Trial) -> Told:
-        learned = told(trial)
+        learned = observation_of(trial)
         self.trials.append(trial)
         self._told = (*self._told, learned)
         self.search = self.search.tell(learned)

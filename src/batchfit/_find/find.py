@@ -31,16 +31,15 @@ from batchfit._engine.device.resolve import Device, DeviceSpec
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
-from batchfit._engine.trial.in_children import Children, Factory
-from batchfit._engine.trial.in_process import Here
+from batchfit._engine.trial.in_children import Factory, InChildren
+from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
-from batchfit._files import used_alone
-from batchfit._find.driver import OnTrial, Trials
+from batchfit._files import locked
+from batchfit._find.driver import OnTrial, SearchDriver
 from batchfit._find.foresight import Foresight
 from batchfit._find.outcome import fit_result as fit_result
-from batchfit._find.outcome import told as told
 from batchfit._find.pure.search import Ask, Search
-from batchfit._find.pure.shared_device import Room
+from batchfit._find.pure.shared_device import SharedBudget
 from batchfit._find.recall import Known, Recall, check_store, confirm, recall
 from batchfit._find.resume import ResumeFile
 from batchfit._units import format_bytes, parse_bytes
@@ -155,15 +154,15 @@ def find_batch_size(
         asked["world_size"] = ranks.world_size
         text = ""
         if file is not None and ranks.is_main:
-            stack.enter_context(used_alone(file.path))
+            stack.enter_context(locked(file.path))
             text = file.read(search, asked)
         everyone.meet()
-        runs: Here | Children
+        runs: InProcess | InChildren
         if factory is not None:
             named = str(device) if type(device) is int else device
-            runs = stack.enter_context(Children(factory, device=named, timeout_s=timeout_s, ranks=ranks))
+            runs = stack.enter_context(InChildren(factory, device=named, timeout_s=timeout_s, ranks=ranks))
         elif work is not None:
-            runs = Here(work, device_to_run(work, device))
+            runs = InProcess(work, device_to_run(work, device))
         place = runs.place
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
@@ -190,10 +189,10 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
-        if isinstance(runs, Here) and search.ask() is not None:
+        if isinstance(runs, InProcess) and search.ask() is not None:
             runs.rehearse(ranks, search.sizes.to_rehearse())
         before = Recall()
-        if isinstance(runs, Here) and (store or key is not None):
+        if isinstance(runs, InProcess) and (store or key is not None):
             make_digest = partial(
                 rank_digest,
                 runs.work,
@@ -205,7 +204,7 @@ def find_batch_size(
             before = recall(
                 make_digest, search, ranks, fresh=fresh, steps=steps, soak_steps=soak_steps, predict=predict
             )
-        trying = Trials(
+        trying = SearchDriver(
             search,
             trials,
             runs,
@@ -225,7 +224,7 @@ def find_batch_size(
         return before.keep(fit)
 
 
-def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: float) -> FitResult:
+def _search(trying: SearchDriver, *, predict: bool, known: Known | None, earlier_s: float) -> FitResult:
     """Run the search to its end: what is known and what is predicted first."""
     runs, ranks, before = trying.runs, trying.ranks, len(trying.trials)
     with trying:
@@ -240,7 +239,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         if not confirmed:
             trying.to_the_end()
     ended, trials, room = trying.search, trying.trials, trying.room
-    samples = runs.work._samples if isinstance(runs, Here) else None
+    samples = runs.work._samples if isinstance(runs, InProcess) else None
     mine = [time.perf_counter() - trying.begun, runs.place.name, samples]
     ends = ranks.gather(mine, doing="the end of the search")
     # One result, the same on all ranks.
@@ -262,7 +261,7 @@ def _search(trying: Trials, *, predict: bool, known: Known | None, earlier_s: fl
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
-        state_bytes=runs.state_bytes if ended.best is None and isinstance(runs, Here) else None,
+        state_bytes=runs.state_bytes if ended.best is None and isinstance(runs, InProcess) else None,
     ).model_copy(update={"samples": samples})
     if known is None or not confirmed:
         return fit
@@ -275,10 +274,10 @@ def _traceable(work: Workload, place: Device) -> bool:
     return place.name.startswith("cuda") and own and work.declared
 
 
-def _foreseen(trying: Trials) -> Search:
+def _foreseen(trying: SearchDriver) -> Search:
     """The search with what is predicted, after a look whether the prediction is right."""
     search, runs = trying.search, trying.runs
-    if search.ask() is None or not (isinstance(runs, Here) and _traceable(runs.work, runs.place)):
+    if search.ask() is None or not (isinstance(runs, InProcess) and _traceable(runs.work, runs.place)):
         return search
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
     few = search.max_trials is not None and search.max_trials - len(search.told) < 3
@@ -308,7 +307,7 @@ def _foreseen(trying: Trials) -> Search:
     return search if found is None or found < search.sizes.first else replace(search, predicted=found)
 
 
-def _glimpsed(sight: Foresight, runs: Here, brief: Workload, look: int) -> Foresight | None:
+def _glimpsed(sight: Foresight, runs: InProcess, brief: Workload, look: int) -> Foresight | None:
     """A prediction of generation, compared with a real run of a few tokens; None where that tells nothing.
 
     A small trial would make every token, and the first call of `generate` at a size is slow, however small:
@@ -363,7 +362,7 @@ def _with_less(search: Search, budget_bytes: int, device: str) -> Search:
     One that has ended has its answer, and runs nothing.
     """
     begun_bytes = search.budget_bytes or 0
-    if search.ask() is None or not Room(begun_bytes, begun_bytes).lacks(budget_bytes):
+    if search.ask() is None or not SharedBudget(begun_bytes, begun_bytes).lacks(budget_bytes):
         return search
     log.warning(
         "%s are free on %s now, and %s were when the search was begun; searching on within what is free",

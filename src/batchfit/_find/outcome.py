@@ -80,7 +80,7 @@ def _why(trials: list[Trial]) -> str:
     return trials[-1].message
 
 
-def told(trial: Trial) -> Told:
+def observation_of(trial: Trial) -> Told:
     """What a trial teaches the search. A soak that still retries allocations is not sustained."""
     return Told(
         size=trial.size,

@@ -26,7 +26,7 @@ from batchfit.results import FitResult
 from batchfit.workload import Workload
 
 if TYPE_CHECKING:
-    from batchfit._engine.store.sqlite import Answer, Store
+    from batchfit._engine.store.sqlite import Store, StoredAnswer
 
 log = logging.getLogger("batchfit")
 
@@ -49,7 +49,7 @@ class Known:
     age_s: float
 
     @classmethod
-    def of(cls, answer: Answer) -> Known:
+    def of(cls, answer: StoredAnswer) -> Known:
         fit = answer.fit
         runs = [trial for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
         used = [trial.reserved_bytes or trial.peak_bytes for trial in runs]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, final
 
 from batchfit._documents import parse_json
-from batchfit._files import write_whole
+from batchfit._files import write_atomically
 from batchfit._find.pure.search import Search
 from batchfit._units import format_bytes
 from batchfit.errors import ResultFileError, SettingsDifferError
@@ -148,4 +148,4 @@ class ResumeFile:
             settings=self._settings,
             elapsed_s=self.earlier_s + elapsed_s,
         )
-        write_whole(self.path, kept.to_json())
+        write_atomically(self.path, kept.to_json())

@@ -21,13 +21,13 @@ import torch
 from batchfit._loader.fetch import (
     IndexTask,
     Number,
-    Place,
+    SampleLocation,
     StreamBatch,
     StreamTask,
     keeps_state,
     open_stream,
 )
-from batchfit._loader.pure.deal import Deal, Ledger, cut, share
+from batchfit._loader.pure.deal import Deal, DealtSamples, cut, share
 from batchfit._loader.pure.progress import Plan, Progress
 
 _log = logging.getLogger("batchfit")
@@ -49,7 +49,7 @@ def checked_size(name: str, value: SupportsIndex, world_size: int) -> int:
 
 
 @dataclass(slots=True)
-class Settings:
+class LoaderSettings:
     """What may change while a loader runs, and what its dealers must know."""
 
     batch_size: int
@@ -70,7 +70,7 @@ class Settings:
         )
 
 
-class Order(Protocol):
+class EpochOrder(Protocol):
     """The samples of an epoch, in order, the same on all ranks."""
 
     def left(self, position: int, most: int) -> int:
@@ -142,7 +142,9 @@ class SampledOrder:
             if not keeps_state(sampler):
                 self._begun["rng"] = torch.get_rng_state()
                 self._begun["generator"] = None if own is None else own.get_state()
-            self._tape = open_stream(sampler, Place(**saved["place"]) if saved is not None else Place())
+            self._tape = open_stream(
+                sampler, SampleLocation(**saved["place"]) if saved is not None else SampleLocation()
+            )
             self._tape.ready(1)  # so that what it draws to begin with is drawn now
         finally:
             if saved is not None and "rng" in saved:
@@ -161,7 +163,7 @@ class SampledOrder:
         self._tape.forget(position)
 
     def state(self, position: int) -> dict[str, Any] | None:
-        return {**self._begun, "place": Place(position, *self._tape.mark(position))._asdict()}
+        return {**self._begun, "place": SampleLocation(position, *self._tape.mark(position))._asdict()}
 
 
 class Dealer(Iterator[Any]):
@@ -169,9 +171,9 @@ class Dealer(Iterator[Any]):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LoaderSettings,
         begun: Progress,
-        ledger: Ledger,
+        ledger: DealtSamples,
         void_below: Number,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
@@ -181,7 +183,7 @@ class Dealer(Iterator[Any]):
         self.current: Deal | None = None  # what was handed out last
         self.current_progress: Progress | None = None  # when that began
         self.failure: Exception | None = None
-        self.order: Order = FixedOrder(0, None)  # until the epoch begins
+        self.order: EpochOrder = FixedOrder(0, None)  # until the epoch begins
         self.saved = saved  # what the state of the order was, until then
         self._void_below = void_below
         void_below.value = ledger.void_below
@@ -295,11 +297,11 @@ class StreamDealer(Dealer):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LoaderSettings,
         begun: Progress,
-        ledger: Ledger,
+        ledger: DealtSamples,
         void_below: Number,
-        places: Sequence[Place],
+        places: Sequence[SampleLocation],
     ) -> None:
         super().__init__(settings, begun, ledger, void_below)
         self.places = list(places)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from batchfit._arguments import check_whole
-from batchfit._loader.batch_sampler import Settings
+from batchfit._loader.batch_sampler import LoaderSettings
 from batchfit._loader.pure.progress import Progress, SizeLimits
 from batchfit._units import whole
 
@@ -91,7 +91,9 @@ def check_schedule(schedule: Any) -> None:
     raise TypeError(f"schedule must be one whose sizes are known beforehand, with size_at(progress), {way}")
 
 
-def look_ahead(settings: Settings, progress: Progress, length: Callable[[], int], *, stacklevel: int) -> None:
+def look_ahead(
+    settings: LoaderSettings, progress: Progress, length: Callable[[], int], *, stacklevel: int
+) -> None:
     """Warn if a schedule will leave a rank without a sample, as far as the beginnings of epochs show it."""
     schedule, each = settings.schedule, settings.tokens_per_sample
     if schedule is None or settings.world_size == 1:

@@ -47,7 +47,7 @@ class StreamTask(NamedTuple):
     handed: tuple[int, ...]  # samples that were handed to the user, of each worker
 
 
-class Place(NamedTuple):
+class SampleLocation(NamedTuple):
     """How far one worker has come in its part of an iterable dataset."""
 
     handed: int = 0
@@ -61,7 +61,7 @@ class StreamBatch(NamedTuple):
     worker: int
     got: int = 0
     ended: bool = False
-    place: Place | None = None
+    place: SampleLocation | None = None
     data: Any = None
 
 
@@ -139,7 +139,7 @@ class StreamFetch:
         void_below: Number,
         *,
         drop_last: bool,
-        places: Sequence[Place],
+        places: Sequence[SampleLocation],
         run: int,
     ) -> None:
         self.dataset = dataset
@@ -178,7 +178,7 @@ class StreamFetch:
         ended = len(samples) < task.wanted
         if not samples or (ended and self._drop_last):
             return StreamBatch(worker, ended=ended)
-        place = Place(tape.position, *tape.mark(tape.position))
+        place = SampleLocation(tape.position, *tape.mark(tape.position))
         try:
             data = self._collate_fn(samples)
         except StopIteration as error:
@@ -186,14 +186,14 @@ class StreamFetch:
         return StreamBatch(worker, len(samples), ended, place, data)
 
     def _begin(self, task: StreamTask, worker: int) -> None:
-        place = self._places[worker] if task.run == self._placed_run else Place()
+        place = self._places[worker] if task.run == self._placed_run else SampleLocation()
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(task.epoch)
         self._tape = open_stream(self.dataset, place)
         self._run, self._seen_void = task.run, task.void_below
 
 
-def open_stream(dataset: Iterable[Any], place: Place) -> Tape[Any]:
+def open_stream(dataset: Iterable[Any], place: SampleLocation) -> Tape[Any]:
     """The rest of a dataset from `place` on, by its own `load_state_dict` or else by reading up to there."""
     if place.state is not None and keeps_state(dataset):
         dataset.load_state_dict(place.state)  # type: ignore[attr-defined]

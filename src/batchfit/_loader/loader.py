@@ -30,8 +30,8 @@ from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._loader.batch_sampler import (
     Dealer,
     FixedOrder,
+    LoaderSettings,
     SampledOrder,
-    Settings,
     StreamDealer,
     checked_size,
 )
@@ -42,8 +42,16 @@ from batchfit._loader.checks import (
     look_ahead,
     place_among_ranks,
 )
-from batchfit._loader.fetch import Arrived, IndexFetch, Number, Place, StartWorker, StreamFetch, as_it_is
-from batchfit._loader.pure.deal import Deal, Ledger, count_batches, share
+from batchfit._loader.fetch import (
+    Arrived,
+    IndexFetch,
+    Number,
+    SampleLocation,
+    StartWorker,
+    StreamFetch,
+    as_it_is,
+)
+from batchfit._loader.pure.deal import Deal, DealtSamples, count_batches, share
 from batchfit._loader.pure.progress import Plan, Progress, Schedule
 from batchfit._units import whole
 
@@ -110,7 +118,7 @@ class ResizableLoader:
             ("defer", defer),
         ):
             check_flag(name, flag)
-        self._settings = Settings(size, None, rank, world_size, drop_last, tokens_per_sample)
+        self._settings = LoaderSettings(size, None, rank, world_size, drop_last, tokens_per_sample)
         self.dataset = dataset
         self.sampler = sampler
         self.defer = defer
@@ -135,7 +143,7 @@ class ResizableLoader:
             Number, multiprocessing.RawValue("q", 0) if num_workers else SimpleNamespace(value=0)
         )
         self._deals = _Deals()
-        self._dealer = self._new_dealer(Progress(), Ledger())
+        self._dealer = self._new_dealer(Progress(), DealtSamples())
         self._begun = False
         self._next_epoch: int | None = None
         self.schedule = schedule
@@ -311,11 +319,13 @@ class ResizableLoader:
         if not (self.defer if defer is None else defer):
             self._dealer.cancel()
 
-    def _new_dealer(self, begun: Progress, ledger: Ledger, state: Mapping[str, Any] | None = None) -> Dealer:
+    def _new_dealer(
+        self, begun: Progress, ledger: DealtSamples, state: Mapping[str, Any] | None = None
+    ) -> Dealer:
         state = {} if state is None else state
         if not self._streams:
             return Dealer(self._settings, begun, ledger, self._void_below, state.get("sampler"))
-        places = [Place(**place) for place in state.get("workers", ())] or [Place()] * max(
+        places = [SampleLocation(**place) for place in state.get("workers", ())] or [SampleLocation()] * max(
             1, self.num_workers
         )
         return StreamDealer(self._settings, begun, ledger, self._void_below, places)
@@ -379,7 +389,7 @@ class ResizableLoader:
             raise ValueError(f"state must be of a loader that is {self._order_name}, not {state['order']!r}")
         if state["length"] is not None and state["length"] != self._length():
             raise ValueError(f"state must be of {self._length()} samples, not {state['length']!r}")
-        places = tuple(Place(**place) for place in state.get("workers", ()))
+        places = tuple(SampleLocation(**place) for place in state.get("workers", ()))
         if self._streams and len(places) != max(1, self.num_workers):
             raise ValueError(
                 f"num_workers must be {len(places)} to go on in an iterable dataset, which each worker reads "

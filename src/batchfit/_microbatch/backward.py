@@ -16,39 +16,39 @@ from typing import Any, Literal
 
 from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.ddp import Outcome
-from batchfit._engine.data_parallel.fsdp import Sharded, code_of
-from batchfit._engine.data_parallel.fsdp import Turn as InStep
-from batchfit._engine.data_parallel.fsdp_batch import Work, sample_of
-from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.data_parallel.fsdp import FsdpBatch as InStep
+from batchfit._engine.data_parallel.fsdp import FsdpRanks, code_of
+from batchfit._engine.data_parallel.fsdp_batch import FsdpWork, sample_of
+from batchfit._engine.device.oom_guard import run_guarded
 from batchfit._engine.device.readings import read, recover
-from batchfit._engine.sizing.watch import NOBODY, Watch
+from batchfit._engine.sizing.watch import NOBODY, PassWatch
 from batchfit._engine.snapshot.coverage import modules_held
 from batchfit._engine.snapshot.rewind import Rewind
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.batch_norm import norms_in
 from batchfit._microbatch.checks import check_callable
-from batchfit._microbatch.context import CHANGED, AnyCall, Opened, Setting
+from batchfit._microbatch.context import CHANGED, AnyCall, MicrobatchContext, PreparedBatch
 from batchfit._microbatch.loss_check import LossCheck, LossLook
-from batchfit._microbatch.passes import Around, Planned
+from batchfit._microbatch.passes import Around, PlannedPass
 from batchfit.errors import BatchfitError
 
 Examine = Callable[[Sequence[Piece]], None]
 
 
 def run_batch(
-    setting: Setting,
+    setting: MicrobatchContext,
     batch: Any,
     kind: Literal["backward", "cached"],
     fns: Mapping[str, Callable[[Any], Any]],
     *,
     lengths: Lengths | None,
     scaler: Any,
-    make: Callable[[Whole, Sequence[Piece], Around], tuple[Any, float]],
+    make: Callable[[Batch, Sequence[Piece], Around], tuple[Any, float]],
     weigh_one: Callable[[Any], float],
     check: LossCheck | None = None,
-) -> tuple[Opened, tuple[Piece, ...], Any, Outcome]:
+) -> tuple[PreparedBatch, tuple[Piece, ...], Any, Outcome]:
     """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`).
 
     `check` looks at the loss before the batch is cut, where this function has not been looked at.
@@ -82,7 +82,7 @@ def run_batch(
                 nonlocal weight
                 assert call is not None
                 layers = setting.layers(call, opened.modules, plan)
-                watch: Watch = call.watch or NOBODY
+                watch: PassWatch = call.watch or NOBODY
                 if isinstance(turn, InStep):
                     watch = turn.watching(watch)
                 around = Around(
@@ -125,8 +125,8 @@ def run_batch(
 
 
 def _examining(
-    setting: Setting,
-    opened: Opened,
+    setting: MicrobatchContext,
+    opened: PreparedBatch,
     fn: Callable[[Any], Any],
     rewind: Rewind,
     refuse_sent: Callable[[], None],
@@ -140,8 +140,8 @@ def _examining(
 
 
 def _examine(
-    setting: Setting,
-    opened: Opened,
+    setting: MicrobatchContext,
+    opened: PreparedBatch,
     fn: Callable[[Any], Any],
     rewind: Rewind,
     refuse_sent: Callable[[], None],
@@ -153,7 +153,10 @@ def _examine(
     whole = opened.call.whole
     # A wrong cut is refused before `fn` sees any of it. One that does not fit is for the try itself.
     note = "batchfit: raised while the batch was cut"
-    if attempt(lambda: whole.micros(plan), device=setting.device, last=False, note=lambda: note) is not None:
+    if (
+        run_guarded(lambda: whole.micros(plan), device=setting.device, last=False, note=lambda: note)
+        is not None
+    ):
         recover(setting.device)
     check.run(
         LossLook(
@@ -173,7 +176,7 @@ def _examine(
 
 
 def _until_it_fits(
-    setting: Setting,
+    setting: MicrobatchContext,
     call: AnyCall,
     rewind: Rewind,
     make: Callable[[Sequence[Piece]], Any],
@@ -188,7 +191,7 @@ def _until_it_fits(
                 examine(plan)
                 examine = None
             versions = call.whole.versions()
-            run = Planned(make, plan)
+            run = PlannedPass(make, plan)
             failure = sizer.attempt(call, run)
             if failure is None:
                 if run.made is not None:
@@ -208,12 +211,12 @@ def _until_it_fits(
 
 
 def _overlapped(
-    setting: Setting, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
+    setting: MicrobatchContext, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
 ) -> tuple[tuple[Piece, ...], Any]:
     """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
     sizer = setting.sizer(call)
     plan = sizer.plan(call)
-    run = Planned(make, plan)
+    run = PlannedPass(make, plan)
     with setting.inside(call), turn.overlapping():
         failure = sizer.attempt(call, run)
         if failure is not None:
@@ -222,7 +225,7 @@ def _overlapped(
     return plan, run.made
 
 
-def _is_proven(setting: Setting, call: AnyCall | None, kind: str, examine: Examine | None) -> bool:
+def _is_proven(setting: MicrobatchContext, call: AnyCall | None, kind: str, examine: Examine | None) -> bool:
     """Whether a batch can be trusted to run without a second try."""
     if kind != "backward" or call is None:
         return False
@@ -233,15 +236,15 @@ def _is_proven(setting: Setting, call: AnyCall | None, kind: str, examine: Exami
 
 
 def work_in_step(
-    setting: Setting,
-    opened: Opened,
+    setting: MicrobatchContext,
+    opened: PreparedBatch,
     kind: str,
     fn: Callable[[Any], Any],
     rewind: Rewind,
     prepare: Callable[[Sequence[Piece]], Any],
     weigh: Callable[[], float],
     weigh_one: Callable[[Any], float] | None = None,
-) -> Work:
+) -> FsdpWork:
     """A batch as ranks run it that are in step; `weigh_one` weighs a sample, where there are gradients."""
     call, everybody = opened.call, setting.sync
     trains = kind != "map"
@@ -254,7 +257,7 @@ def work_in_step(
             return
         found, _ = loss_and_outputs(found)
         check_loss(found, "fn")
-        if isinstance(everybody, Sharded):
+        if isinstance(everybody, FsdpRanks):
             # Parameters that are known exist in a graph by their twins only.
             look = setting.coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
             if look is not None:
@@ -264,7 +267,7 @@ def work_in_step(
     def spare() -> Any:
         return None if call is None else sample_of(call.whole, weigh_one, times=least)
 
-    return Work(
+    return FsdpWork(
         key=(setting.mode(kind), len(shared), code_of(fn)),
         call=call,
         sizer=setting.sizer(call),

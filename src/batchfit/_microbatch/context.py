@@ -20,17 +20,17 @@ from torch import nn
 from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import attention_without_plans
 from batchfit._engine.batch.user_split import Cutter
-from batchfit._engine.data_parallel.ddp import Alone, Together
-from batchfit._engine.data_parallel.fsdp import Sharded
+from batchfit._engine.data_parallel.ddp import DdpRanks, SingleProcess
+from batchfit._engine.data_parallel.fsdp import FsdpRanks
 from batchfit._engine.device.compile import is_compiled
-from batchfit._engine.device.oom_guard import twice
+from batchfit._engine.device.oom_guard import run_twice
 from batchfit._engine.device.resolve import CudaDevice, Device
 from batchfit._engine.device.tensors import leaves_of
-from batchfit._engine.sizing.ragged import Packing, RaggedCall
-from batchfit._engine.sizing.uniform import Call, Sizing
+from batchfit._engine.sizing.ragged import RaggedCall, RaggedSizer
+from batchfit._engine.sizing.uniform import BatchCall, UniformSizer
 from batchfit._engine.snapshot.coverage import Coverage, generators_held
 from batchfit._engine.snapshot.rewind import Buffers, Rewind
 from batchfit._microbatch.batch_norm import BatchNorm, batch_norms, norms_in, told
@@ -38,7 +38,7 @@ from batchfit._microbatch.checks import generators_of
 from batchfit.errors import BatchfitError
 
 Tables = list[dict[str, Any]]
-AnyCall = Call | RaggedCall
+AnyCall = BatchCall | RaggedCall
 OnBatchNorm = Literal["warn", "error", "exact", "ignore"]
 
 CHANGED = (
@@ -47,7 +47,7 @@ CHANGED = (
 )
 
 
-class Opened(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch and the models, as a call finds them."""
 
     call: AnyCall | None  # None: this rank has no samples
@@ -59,7 +59,7 @@ class Opened(NamedTuple):
 
 
 @final
-class Setting:
+class MicrobatchContext:
     """What the calls of one Microbatcher have in common."""
 
     def __init__(
@@ -71,9 +71,9 @@ class Setting:
         cutter: Cutter,
         lengths: str | Callable[[Any], Any] | None,
         batch_norm: OnBatchNorm,
-        sizing: Sizing,
-        packing: Packing,
-        sync: Together | Sharded | Alone,
+        sizing: UniformSizer,
+        packing: RaggedSizer,
+        sync: DdpRanks | FsdpRanks | SingleProcess,
         generators: Sequence[object],
     ) -> None:
         self.device = device
@@ -95,7 +95,7 @@ class Setting:
         self._modules: list[nn.Module] = []
         self._norms: list[BatchNorm] = []
 
-    def open(self, batch: Any, kind: str, fns: Sequence[Any], lengths: Lengths | None) -> Opened:
+    def open(self, batch: Any, kind: str, fns: Sequence[Any], lengths: Lengths | None) -> PreparedBatch:
         """What every call begins with: look at the batch, the models and the device."""
         if isinstance(self.device, CudaDevice) and torch.cuda.is_current_stream_capturing():
             raise BatchfitError(
@@ -116,7 +116,7 @@ class Setting:
             self._leaf_count = shared
             leaves += [] if whole is None else whole.gradient_leaves()
         if whole is None or whole.length == 0:
-            return Opened(None, leaves, shared, tables, modules, [])
+            return PreparedBatch(None, leaves, shared, tables, modules, [])
         compiled = self.compiled or is_compiled(fns[0])
         lengths = self._lengths if lengths is None else lengths
         call: AnyCall
@@ -128,10 +128,12 @@ class Setting:
         else:
             trains, joins = kind != "map", kind != "backward"
             call = self._packing.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
-        return Opened(call, leaves, shared, tables, modules, [*self._generators, *generators_held(fns)])
+        return PreparedBatch(
+            call, leaves, shared, tables, modules, [*self._generators, *generators_held(fns)]
+        )
 
-    def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Whole:
-        look = partial(Whole.of, batch, cutter=self._cutter, mode=self.mode(kind))
+    def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Batch:
+        look = partial(Batch.of, batch, cutter=self._cutter, mode=self.mode(kind))
         if self._cutter.split is None:
             try:
                 return look()
@@ -142,7 +144,7 @@ class Setting:
                 return look(told=len(lengths(batch) if callable(lengths) else lengths))
         # A trial cut may need memory.
         note = "batchfit: raised while the samples of a batch were counted by what split returns"
-        return twice(look, device=self.device, note=note)
+        return run_twice(look, device=self.device, note=note)
 
     def _look_at(self, leaves: list[torch.Tensor]) -> None:
         """What gets gradients is not what it was: may it?"""
@@ -164,7 +166,7 @@ class Setting:
         with self.sizer(call).limited(call), self.attention(call.whole):
             yield
 
-    def attention(self, whole: Whole) -> AbstractContextManager[None]:
+    def attention(self, whole: Batch) -> AbstractContextManager[None]:
         """Ragged batches come in many shapes: no back-end that plans for each of them."""
         return nullcontext() if whole.trimmer is None else attention_without_plans(self.target)
 
@@ -195,12 +197,12 @@ class Setting:
         return mode
 
     def rewinding(
-        self, opened: Opened, leaves: list[torch.Tensor], scaler: Any, buffers: Buffers | None = None
+        self, opened: PreparedBatch, leaves: list[torch.Tensor], scaler: Any, buffers: Buffers | None = None
     ) -> Rewind:
         """A way back; without `leaves`, not for gradients."""
         if buffers is None:
             buffers = Buffers() if self.buffers.busy else self.buffers  # busy: `map` inside a `backward`, say
         note = "batchfit: raised while the models' buffers were copied"
-        twice(lambda: buffers.take(opened.tables), device=self.device, note=note)
-        more = twice(lambda: [take() for take in self.also], device=self.device, note=note)
+        run_twice(lambda: buffers.take(opened.tables), device=self.device, note=note)
+        more = run_twice(lambda: [take() for take in self.also], device=self.device, note=note)
         return Rewind(leaves, buffers=buffers, scaler=scaler, generators=opened.generators, more=more)

@@ -17,22 +17,24 @@ import torch
 
 from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
-from batchfit._engine.batch.split import Whole
-from batchfit._engine.data_parallel.fsdp import Sharded
-from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.batch.split import Batch
+from batchfit._engine.data_parallel.fsdp import FsdpRanks
+from batchfit._engine.device.oom_guard import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.sizing.watch import NOBODY
 from batchfit._engine.snapshot.rewind import Buffers, Rewind
 from batchfit._microbatch.backward import work_in_step
 from batchfit._microbatch.checks import check_callable
-from batchfit._microbatch.context import CHANGED, Setting
-from batchfit._microbatch.passes import MapTry
+from batchfit._microbatch.context import CHANGED, MicrobatchContext
+from batchfit._microbatch.passes import ForwardPass
 from batchfit.errors import BatchfitError
 
 
-def map_batch(setting: Setting, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None) -> Any:
+def map_batch(
+    setting: MicrobatchContext, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
+) -> Any:
     """The outputs of `fn` for the whole batch, in its order."""
-    if isinstance(setting.sync, Sharded):
+    if isinstance(setting.sync, FsdpRanks):
         return _map_in_step(setting, setting.sync, fn, batch, lengths)
     check_callable(fn, "fn")
     opened = setting.open(batch, "map", [fn], lengths)
@@ -56,7 +58,9 @@ def map_batch(setting: Setting, fn: Callable[[Any], Any], batch: Any, lengths: L
     ):
         while sum(piece.size for piece in done) < call.whole.length:
             plan = sizer.plan(call, done)
-            run = MapTry(fn, call.whole, plan, setting.target, begin, outputs, done, call.watch or NOBODY)
+            run = ForwardPass(
+                fn, call.whole, plan, setting.target, begin, outputs, done, call.watch or NOBODY
+            )
             failure = sizer.attempt(call, run)
             mark, at = run.mark, max(run.at, 0)
             del run
@@ -73,7 +77,11 @@ def map_batch(setting: Setting, fn: Callable[[Any], Any], batch: Any, lengths: L
 
 
 def _map_in_step(
-    setting: Setting, everybody: Sharded, fn: Callable[[Any], Any], batch: Any, lengths: Lengths | None
+    setting: MicrobatchContext,
+    everybody: FsdpRanks,
+    fn: Callable[[Any], Any],
+    batch: Any,
+    lengths: Lengths | None,
 ) -> Any:
     """`map` of a sharded model: all ranks call it, in as many microbatches; None for no samples."""
     with everybody.turn(setting.device) as turn:
@@ -83,12 +91,12 @@ def _map_in_step(
         outputs: list[Any] = []
         marks = Buffers()
 
-        def prepare(plan: Sequence[Piece]) -> MapTry:
+        def prepare(plan: Sequence[Piece]) -> ForwardPass:
             assert call is not None
             outputs.clear()
             watch = turn.watching(call.watch or NOBODY)
             begin = partial(setting.rewinding, opened, [], None, marks)
-            return MapTry(fn, call.whole, plan, setting.target, begin, outputs, [], watch)
+            return ForwardPass(fn, call.whole, plan, setting.target, begin, outputs, [], watch)
 
         def weigh() -> float:
             return 0.0 if call is None else float(call.whole.length)
@@ -101,12 +109,12 @@ def _map_in_step(
             return answer
 
 
-def _joined(setting: Setting, whole: Whole, outputs: list[Any], plan: Sequence[Piece]) -> Any:
+def _joined(setting: MicrobatchContext, whole: Batch, outputs: list[Any], plan: Sequence[Piece]) -> Any:
     """What all microbatches returned, as one; that takes memory, too."""
     answer: list[Any] = []
     why = ""
     for _ in range(2):
-        failure = attempt(
+        failure = run_guarded(
             lambda: answer.append(whole.joined(outputs, plan)),
             device=setting.device,
             last=True,

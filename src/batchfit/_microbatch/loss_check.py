@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from batchfit._engine.batch.pure.pieces import Piece
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.device.oom_guard import attempt
+from batchfit._engine.device.oom_guard import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.coverage import loss_key
@@ -35,7 +35,7 @@ from batchfit._microbatch.batch_norm import BatchNorm
 from batchfit._microbatch.pure.loss_kind import (
     Join,
     Kind,
-    Reading,
+    LossReading,
     after,
     differs,
     finite,
@@ -146,7 +146,7 @@ class LossLook:
     """Looks at one function with samples of one batch."""
 
     fn: Callable[[Any], Any]
-    whole: Whole
+    whole: Batch
     plan: Sequence[Piece]
     modules: Sequence[nn.Module]
     compiled: bool
@@ -172,7 +172,7 @@ class LossLook:
             found: list[Looked] = []
             try:
                 with _in_eval_mode(self.modules, only), _eagerly(self.compiled), torch.no_grad():
-                    failure = attempt(
+                    failure = run_guarded(
                         lambda into=found: into.append(self._looked(count)),  # type: ignore[misc]
                         device=self.device,
                         last=False,
@@ -199,20 +199,22 @@ class LossLook:
             for name, micro in sets.items():
                 while len(values[name]) < times:
                     values[name].append(self._loss(micro(), alone=name.isdecimal()))
-            return finite(_joins({name: Reading(tuple(found)) for name, found in values.items()}))
+            return finite(_joins({name: LossReading(tuple(found)) for name, found in values.items()}))
 
         values["ab"] = [self._loss(sets["ab"]()) for _ in range(2)]
-        joins = read(_READINGS if Reading(tuple(values["ab"])).is_random else 1)
+        joins = read(_READINGS if LossReading(tuple(values["ab"])).is_random else 1)
         if is_noisy(joins):
             joins = read(_MOST_READINGS)
-        means = {name: Reading(tuple(found)).mean for name, found in values.items()}
+        means = {name: LossReading(tuple(found)).mean for name, found in values.items()}
         losses = tuple(means[name] for name in ("a", "b", "ab", "abab", "abc") if name in means)
         kind, weighed = kind_of(joins), None
         if kind == "mean" and self.weigh is not None:
             shares = self.weigh([sets["a"](), sets["b"]()], [Piece(slice(0, count), count)] * 2)
             if shares is not None and all(map(math.isfinite, losses[:3])):
                 wanted = shares[0] * losses[0] + shares[1] * losses[1]
-                weighed = wanted if differs(Reading(tuple(values["ab"])), wanted, scale_of(joins)) else None
+                weighed = (
+                    wanted if differs(LossReading(tuple(values["ab"])), wanted, scale_of(joins)) else None
+                )
         return Looked(kind, 2 * count, losses, weighed)
 
     def _sets(self, count: int) -> dict[str, Callable[[], Any]]:
@@ -248,7 +250,7 @@ class LossLook:
         return found
 
 
-def _joins(read: dict[str, Reading]) -> list[Join]:
+def _joins(read: dict[str, LossReading]) -> list[Join]:
     a, b, ab = read["a"], read["b"], read["ab"]
     joins = [Join((a, b), ab)]
     if "abc" in read:
@@ -268,7 +270,7 @@ def _samples(piece: Piece, length: int) -> Sequence[int]:
     return range(length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
 
 
-def _cutting(whole: Whole, begin: int, end: int) -> Callable[[], Any]:
+def _cutting(whole: Batch, begin: int, end: int) -> Callable[[], Any]:
     sizes = [begin, end - begin, whole.length - end]
     return lambda: whole.cut([size for size in sizes if size])[1 if begin else 0]
 

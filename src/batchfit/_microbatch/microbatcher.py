@@ -6,7 +6,7 @@ Rules
 - A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
   ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
 - Nothing waits for the device in the steady state: no `.item()`, no `empty_cache`, one reading a batch.
-- A batch that ran is never repeated; what it taught (`Sizing`) is for the next one.
+- A batch that ran is never repeated; what it taught (`UniformSizer`) is for the next one.
 - Where splitting would change the result, that is said (BatchNorm) or refused (collectives, captured graphs).
 """
 
@@ -23,23 +23,23 @@ from torch.optim import Optimizer
 from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import Count
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.user_split import Cutter, Split
 from batchfit._engine.data_parallel.ddp import together
-from batchfit._engine.data_parallel.fsdp import Sharded
+from batchfit._engine.data_parallel.fsdp import FsdpRanks
 from batchfit._engine.device.resolve import Device, check_budget, resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
 from batchfit._engine.sizing.pure.events import MicrobatchEvent
-from batchfit._engine.sizing.ragged import Packing
+from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.shortage import owned_bytes
-from batchfit._engine.sizing.uniform import Sizing
+from batchfit._engine.sizing.uniform import UniformSizer
 from batchfit._microbatch.backward import run_batch
 from batchfit._microbatch.checks import check_generators, check_models, check_options, check_ragged, where
-from batchfit._microbatch.context import AnyCall, Setting
+from batchfit._microbatch.context import AnyCall, MicrobatchContext
 from batchfit._microbatch.evaluate import map_batch
 from batchfit._microbatch.loss_check import LossCheck
-from batchfit._microbatch.passes import Around, BackwardTry, CachedTry
+from batchfit._microbatch.passes import Around, BackwardPass, CachedBackwardPass
 from batchfit._microbatch.weights import Weighing, Weight, checked_advice
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit._units import parse_bytes
@@ -143,14 +143,14 @@ class Microbatcher:
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._noise = noise
         self._target = where(device, models)
-        self._sizing = Sizing(
+        self._sizing = UniformSizer(
             self._device,
             budget_bytes=budget_bytes,
             most=microbatch_size,
             on_event=on_event,
             models_bytes=lambda: owned_bytes(models, "cpu" if self._target is None else self._target.type),
         )
-        self._packing = Packing(
+        self._packing = RaggedSizer(
             self._sizing,
             most=microbatch_size,
             pad_keys=pad_keys,
@@ -158,14 +158,14 @@ class Microbatcher:
             padding_side=padding_side,
         )
         all_ranks = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
-        if isinstance(all_ranks, Sharded):
+        if isinstance(all_ranks, FsdpRanks):
             self._sizing.shards = all_ranks.ranks.world_size
         if noise is not None and all_ranks.in_step:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
                 "norm of its own batch's"
             )
-        self._setting = Setting(
+        self._setting = MicrobatchContext(
             models,
             device=self._device,
             target=self._target,
@@ -200,7 +200,7 @@ class Microbatcher:
         `Microbatcher`.
         """
 
-        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[BackwardTry | None, float]:
+        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[BackwardPass | None, float]:
             micros = whole.micros(plan)
             shares, weight = self._weighing.shares(micros, plan)
             if shares is None:
@@ -210,7 +210,7 @@ class Microbatcher:
                 factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
                 watch = self._noise.watching(around.watch, sizes, factors, scaler)
                 around = replace(around, watch=watch)
-            return BackwardTry(fn, whole, plan, micros, shares, around), weight
+            return BackwardPass(fn, whole, plan, micros, shares, around), weight
 
         opened, plan, done, outcome = run_batch(
             self._setting,
@@ -258,9 +258,9 @@ class Microbatcher:
         too: pass them to `Microbatcher`.
         """
 
-        def make(whole: Whole, plan: Sequence[Piece], around: Around) -> tuple[CachedTry, float]:
+        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[CachedBackwardPass, float]:
             again = _encoded_again(encode, whole, plan)
-            return CachedTry(again, loss_fn, whole, plan, around), float(whole.length)
+            return CachedBackwardPass(again, loss_fn, whole, plan, around), float(whole.length)
 
         fns = {"encode": encode, "loss_fn": loss_fn}
         opened, plan, done, outcome = run_batch(
@@ -343,7 +343,7 @@ class Microbatcher:
         self._sizing.learned.nothing_larger()
 
 
-def _encoded_again(encode: Callable[[Any], Any], whole: Whole, plan: Sequence[Piece]) -> Callable[[Any], Any]:
+def _encoded_again(encode: Callable[[Any], Any], whole: Batch, plan: Sequence[Piece]) -> Callable[[Any], Any]:
     """`encode`, which chunks call a second time: that must see the same batch."""
     if len(plan) == 1:
         return encode

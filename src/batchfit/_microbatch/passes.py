@@ -17,10 +17,10 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.pure.pieces import Piece
-from batchfit._engine.batch.split import Whole, check_one
+from batchfit._engine.batch.split import Batch, check_one
 from batchfit._engine.batch.structure import children, mapped
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.sizing.watch import Watch
+from batchfit._engine.sizing.watch import PassWatch
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.coverage import Look
 from batchfit._engine.snapshot.rewind import Rewind
@@ -31,7 +31,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 @final
-class Planned:
+class PlannedPass:
     """A try that is made where it runs: cutting a batch and weighing its parts may need memory too."""
 
     __slots__ = ("_make", "_plan", "made")
@@ -70,7 +70,7 @@ class Around:
     scaler: Any
     layers: Sequence[BatchNorm]
     look: Look | None
-    watch: Watch
+    watch: PassWatch
     in_step: bool  # other ranks are in the same microbatch: its backward sends
     alone: bool  # no other rank may have the gradients that this one lacks
 
@@ -98,7 +98,7 @@ class Around:
 
 
 @final
-class BackwardTry:
+class BackwardPass:
     """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight.
 
     A microbatch whose loss has no graph (all its rows are masked) adds nothing, where another one has one.
@@ -107,7 +107,7 @@ class BackwardTry:
     def __init__(
         self,
         fn: Callable[[Any], Any],
-        whole: Whole,
+        whole: Batch,
         plan: Sequence[Piece],
         micros: Sequence[Any],
         shares: Sequence[float],
@@ -192,7 +192,7 @@ def _detached(leaf: Any) -> Any:
 
 
 @final
-class CachedTry:
+class CachedBackwardPass:
     """A loss over the representations of the whole batch, with the encoder in chunks: exact.
 
     Every chunk runs forward twice: without a graph for the representations, and with one for the gradients,
@@ -203,7 +203,7 @@ class CachedTry:
         self,
         encode: Callable[[Any], Any],
         loss_fn: Callable[[Any], Any],
-        whole: Whole,
+        whole: Batch,
         plan: Sequence[Piece],
         around: Around,
     ) -> None:
@@ -337,19 +337,19 @@ def tensors_of(node: Any) -> list[torch.Tensor]:
 
 
 @final
-class MapTry:
+class ForwardPass:
     """Calls of `fn` for what is left of a batch; outputs are kept as they come."""
 
     def __init__(
         self,
         fn: Callable[[Any], Any],
-        whole: Whole,
+        whole: Batch,
         plan: Sequence[Piece],
         device: torch.device | None,
         begin: Callable[[], Rewind],
         outputs: list[Any],
         done: list[Piece],
-        watch: Watch,
+        watch: PassWatch,
     ) -> None:
         self._fn = fn
         self._whole = whole

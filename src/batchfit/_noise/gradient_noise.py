@@ -24,7 +24,7 @@ from batchfit._noise.gradient_norms import Later, Parts, RankNorms, together
 from batchfit._noise.pure.estimate import MIN_STEPS, NoiseReading, NoiseState, joined_reading, observe
 
 if TYPE_CHECKING:
-    from batchfit._engine.sizing.watch import Watch
+    from batchfit._engine.sizing.watch import PassWatch
 
 log = logging.getLogger("batchfit")
 
@@ -184,7 +184,9 @@ class GradientNoise:
 
     # ---- what Microbatcher calls
 
-    def watching(self, inner: Watch, sizes: Sequence[int], factors: Sequence[float], scaler: Any) -> Watching:
+    def watching(
+        self, inner: PassWatch, sizes: Sequence[int], factors: Sequence[float], scaler: Any
+    ) -> Watching:
         """Who looks at one try of a batch, in place of who looked at the try before."""
         self._watched = Watching(self, inner, sizes, factors, scaler)
         return self._watched
@@ -268,7 +270,7 @@ class Watching:
     def __init__(
         self,
         noise: GradientNoise,
-        inner: Watch,
+        inner: PassWatch,
         sizes: Sequence[int],
         factors: Sequence[float],
         scaler: Any,

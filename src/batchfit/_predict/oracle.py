@@ -15,12 +15,12 @@ from typing import Literal
 
 import torch
 
-from batchfit._engine.allocator.caching import Rules
-from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.allocator.caching import AllocatorSettings
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, simulate
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 from batchfit._engine.trace.trace import uncollected
-from batchfit._engine.trace.workload import Traced, trace_workload
+from batchfit._engine.trace.workload import TracedWorkload, trace_workload
 from batchfit._engine.workload.reachable import parts_of
 from batchfit.workload import Workload
 
@@ -40,8 +40,8 @@ Basis = Literal["no GPU", "GPU, not run", "calibrated"]
 class Oracle:
     """Answers for any size, from a trace and what a calibration added."""
 
-    traced: Traced
-    rules: Rules
+    traced: TracedWorkload
+    rules: AllocatorSettings
     residual: tuple[float, float]
 
     def run(self, size: int, capacity_bytes: int | None, *, bare: bool = False) -> Simulation:
@@ -135,20 +135,20 @@ class Oracles:
         return min(reach, key=lambda one: one.traced.sizes[-1], default=self.all[0])
 
 
-def margin_of(traced: Traced, basis: Basis) -> float:
+def margin_of(traced: TracedWorkload, basis: Basis) -> float:
     """The share of the budget to leave free."""
     if traced.workload.kind == "generation" and traced.footprint is None:
         return _RAGGED_MARGIN
     return _RECURRENT_MARGIN if is_recurrent(traced) else MARGINS[basis]
 
 
-def is_recurrent(traced: Traced) -> bool:
+def is_recurrent(traced: TracedWorkload) -> bool:
     """Whether cuDNN's recurrent layers run."""
     footprint = traced.footprint
     return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
 
 
-def held_beside(work: Workload, card: Card) -> tuple[int, int]:
+def held_beside(work: Workload, card: Gpu) -> tuple[int, int]:
     """Bytes that the program holds on the workload's GPU besides the workload's own state: known, and unsure.
 
     What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off. Where
@@ -165,16 +165,16 @@ def held_beside(work: Workload, card: Card) -> tuple[int, int]:
     return (known, unsure) if known > 0 else (0, 0)
 
 
-def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = False) -> Rules:
-    """The allocator's settings: the environment's, and what is asked for; `capped`: see `Rules`."""
+def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = False) -> AllocatorSettings:
+    """The environment's allocator settings with what is asked for; `capped` as in `AllocatorSettings`."""
     text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    rules = Rules.from_environment(text)
+    rules = AllocatorSettings.from_environment(text)
     if expandable_segments is None:
         expandable_segments = rules.expandable_segments
     return replace(rules, expandable_segments=expandable_segments, capped=rules.capped or capped)
 
 
-def allocator_caveats(rules: Rules) -> list[str]:
+def allocator_caveats(rules: AllocatorSettings) -> list[str]:
     """How the allocator is modelled, where that was compared with little on a GPU."""
     if not rules.expandable_segments:
         return []

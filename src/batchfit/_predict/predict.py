@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._engine.allocator.caching import Rules
+from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Card, card_named
+from batchfit._engine.allocator.gpus import Gpu, card_named
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trace.workload import STRAIGHT, Traced, rules_for, trace_workload
+from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._predict.oracle import (
@@ -98,7 +98,7 @@ def predict_batch_size(
 def _predicted(
     work: Workload,
     budget: Budget | Sequence[Budget] | None,
-    card: Card | None,
+    card: Gpu | None,
     max_size: int | None,
     margin: float | None,
     calibrate: bool | None,
@@ -137,7 +137,7 @@ def _predicted(
 
 
 def calibration(
-    traced: Traced, rules: Rules, *, budget_bytes: int
+    traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
 ) -> tuple[tuple[float, float], tuple[Trial, ...]]:
     """What two small real runs need beyond the trace: fixed bytes, and bytes a sample.
 
@@ -189,7 +189,7 @@ def _prediction(
     basis: Basis,
     margin: float,
     trials: Sequence[Trial],
-    card: Card | None,
+    card: Gpu | None,
     begun: float,
     most: int | None,
 ) -> Prediction:
@@ -283,7 +283,7 @@ def peak_of(footprint: Footprint, size: int) -> tuple[str, str]:
     return origin.phase, origin.operation
 
 
-def _unseen(traced: Traced) -> tuple[str, ...]:
+def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
     notes = list(traced.unseen)
     if traced.check > STRAIGHT:
         notes.append(
@@ -299,7 +299,7 @@ def _unseen(traced: Traced) -> tuple[str, ...]:
     return (*notes, *traced.rules.card.caveats)
 
 
-def _budgets(budget: Any, card: Card | None, on_gpu: Workload | None) -> list[int]:
+def _budgets(budget: Any, card: Gpu | None, on_gpu: Workload | None) -> list[int]:
     if budget is None:
         if card is not None:
             return [card.usable_bytes]

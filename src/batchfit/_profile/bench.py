@@ -29,7 +29,7 @@ from batchfit._engine.device.resolve import Device, Peaks
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trial.in_process import QuickCollections, collect_garbage
+from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import put_back, run_trial
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop, phase
@@ -37,7 +37,7 @@ from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
-from batchfit._profile.timing import UNCOUNTED, Run, Step, counts_memory, run_timed
+from batchfit._profile.timing import UNCOUNTED, Step, TimedRun, counts_memory, run_timed
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Bench:
         self.seen: dict[int, InputsSeen] = {}
         self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
-        self._memory: dict[int, Run] = {}
+        self._memory: dict[int, TimedRun] = {}
         self._readings: list[Reading] = []
         self._held_bytes: int | None = None  # the least that any size has held between steps
         self._stack = ExitStack()
@@ -68,7 +68,7 @@ class Bench:
         self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
         collect_garbage(self.work, self.place)
         with ExitStack() as stack:
-            self._collections = stack.enter_context(QuickCollections())
+            self._collections = stack.enter_context(FrozenGarbage())
             if counts_memory(self.place):
                 stack.enter_context(self.place.limit(self.budget_bytes))
             self._stack = stack.pop_all()
@@ -85,7 +85,7 @@ class Bench:
         smallest: bool = False,
         step: Step | None = None,
         count_flops: bool = False,
-    ) -> Run:
+    ) -> TimedRun:
         """Time steps at `size`; `step` stands for the workload's own.
 
         `count_flops`: one step more, after the timed ones, for `flops_per_sample`.
@@ -180,7 +180,7 @@ class Bench:
 
         return agree
 
-    def _of_all(self, run: Run) -> Run:
+    def _of_all(self, run: TimedRun) -> TimedRun:
         """One run that stands for all ranks': the slowest's times, the highest readings."""
         if self.ranks.world_size == 1:
             return run
@@ -188,7 +188,7 @@ class Bench:
         failed = next((one for one in told if one["outcome"] != "fits"), None)
         slowest = failed or max(told, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
         peaks = [one["peaks"] for one in told if one["peaks"] is not None]
-        merged = Run(**{**slowest, "peaks": None})
+        merged = TimedRun(**{**slowest, "peaks": None})
         merged.alloc_retries = max(one["alloc_retries"] for one in told)
         merged.held_bytes = min(
             (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
@@ -197,7 +197,7 @@ class Bench:
             merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
         return merged
 
-    def _memory_trial(self, size: int, *, smallest: bool) -> Run | None:
+    def _memory_trial(self, size: int, *, smallest: bool) -> TimedRun | None:
         """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
         if counts_memory(self.place):
             return None
@@ -215,12 +215,12 @@ class Bench:
             )
         outcome: Any = "too_large" if trial.outcome == "too_large" else "oom"
         if self.ranks.any(not trial.fits, doing=f"the memory of batch size {size}"):
-            return Run(size, outcome="oom" if trial.fits else outcome, message=trial.message)
-        run = Run(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
+            return TimedRun(size, outcome="oom" if trial.fits else outcome, message=trial.message)
+        run = TimedRun(size, peaks=Peaks(trial.peak_bytes or 0), held_bytes=trial.held_bytes)
         self._memory[size] = run
         return run
 
-    def _learn(self, run: Run) -> None:
+    def _learn(self, run: TimedRun) -> None:
         if not run.fits or run.peaks is None:
             return
         reading = Reading.of(

@@ -18,11 +18,11 @@ from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._profile.bench import Bench
 from batchfit._profile.model_inputs import watched_inputs
-from batchfit._profile.pure.diagnose import MAKING, BatchFrom, Facts, Loaded, Shapes, diagnose, ms
+from batchfit._profile.pure.diagnose import MAKING, BatchFrom, Facts, Loaded, ShapeTimes, diagnose, ms
 from batchfit._profile.pure.knee import Knee
 from batchfit._profile.pure.steady import FINE
 from batchfit._profile.readings import Busy, LoaderPace, batch_time, busy_time, fed_by, without_exchange
-from batchfit._profile.timing import Run
+from batchfit._profile.timing import TimedRun
 from batchfit.results import Bottleneck, ThroughputPoint
 
 _RAGGED_STEPS = 8
@@ -37,7 +37,7 @@ class Diagnosis:
 
     bench: Bench
     knee: Knee
-    runs: Mapping[int, Run]
+    runs: Mapping[int, TimedRun]
     loader: Iterable[Any] | None
     pace: LoaderPace | None
     cut_off_by_memory: bool
@@ -158,7 +158,7 @@ def _loaded(found: Diagnosis) -> Loaded | None:
     )
 
 
-def _shapes(found: Diagnosis, size: int) -> Shapes | None:
+def _shapes(found: Diagnosis, size: int) -> ShapeTimes | None:
     """The same steps twice, at a size that has not run: new shapes the first time, known ones the second.
 
     Putting state back puts generators back too, so the second pass draws the same shapes.
@@ -180,7 +180,7 @@ def _shapes(found: Diagnosis, size: int) -> Shapes | None:
     (cold, distinct), (warm, again) = passes
     if distinct != again:
         return None  # a generator that nobody put back: the two passes cannot be compared
-    return Shapes(steps=steps, distinct=max(distinct, 1), cold_s=sum(cold), warm_s=sum(warm))
+    return ShapeTimes(steps=steps, distinct=max(distinct, 1), cold_s=sum(cold), warm_s=sum(warm))
 
 
 def _one_pass(bench: Bench, size: int, steps: int) -> tuple[list[float], int]:

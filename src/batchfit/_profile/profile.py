@@ -32,12 +32,12 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._profile.bench import Bench
 from batchfit._profile.diagnosis import Diagnosis, diagnosed
-from batchfit._profile.pure.knee import Ask, Knee, Timed, marginal_gains
+from batchfit._profile.pure.knee import Knee, Timed, TimingRequest, marginal_gains
 from batchfit._profile.pure.peak_flops import peak_flops
 from batchfit._profile.pure.steady import FINE, LOOK, Timing, fine_after, is_fine, verdict
 from batchfit._profile.readings import PATIENCE_S, loader_pace
-from batchfit._profile.reasons import Room, accumulation, notes, reason
-from batchfit._profile.timing import Run
+from batchfit._profile.reasons import KnownSizes, accumulation, notes, reason
+from batchfit._profile.timing import TimedRun
 from batchfit._units import parse_bytes
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import Bottleneck, ThroughputPoint, ThroughputProfile
@@ -189,9 +189,9 @@ class _Measuring:
         self, bench: Bench, knee: Knee, largest: int | None, tokens: int | None, on_point: OnPoint | None
     ) -> None:
         self.bench, self.knee, self._largest = bench, knee, largest
-        self.runs: dict[int, Run] = {}  # the finest run of each size
+        self.runs: dict[int, TimedRun] = {}  # the finest run of each size
         self.pace: Any = None  # a loader's, where there is one
-        self._too_large: list[Run] = []
+        self._too_large: list[TimedRun] = []
         self._tokens_per_sample, self._on_point = tokens, on_point
         self._first_s: dict[int, float] = {}
         self._begun = time.perf_counter()
@@ -238,7 +238,7 @@ class _Measuring:
         self._aside = told.notes
         return told.bottlenecks
 
-    def _keep(self, run: Run, *, fine: bool) -> None:
+    def _keep(self, run: TimedRun, *, fine: bool) -> None:
         interval = run.interval
         fine = fine or is_fine(run.times_s)
         self.knee = self.knee.tell(Timed(run.size, interval.median, interval.spread, fine=fine))
@@ -256,7 +256,7 @@ class _Measuring:
         if self._on_point is not None and self.bench.ranks.is_main:
             self._on_point(point)
 
-    def _timing(self, ask: Ask) -> Timing:
+    def _timing(self, ask: TimingRequest) -> Timing:
         if self.knee.sizes:
             return FINE
         return fine_after(time.perf_counter() - self._begun) if ask.fine else LOOK
@@ -275,11 +275,11 @@ class _Measuring:
         known = [one for one in (self._largest, self.bench.limit()) if one is not None]
         return max(min(known), max(self.runs)) if known else None
 
-    def _room(self) -> Room:
+    def _room(self) -> KnownSizes:
         """What is known about the sizes that fit, whatever sizes the caller wanted timed."""
         failed = min((run.size for run in self._too_large), default=None)
         known = max(self.bench.limit() or 0, max(self.runs))
-        return Room(known if failed is None else min(known, failed - 1), failed)
+        return KnownSizes(known if failed is None else min(known, failed - 1), failed)
 
     def _nothing_ran(self) -> None:
         if not self._too_large:
@@ -314,7 +314,7 @@ class _Measuring:
         gains = marginal_gains({size: size / run.interval.median for size, run in self.runs.items()})
         return tuple(self._point(self.runs[size], gains.get(size)) for size in sorted(self.runs))
 
-    def _point(self, run: Run, gain: float | None) -> ThroughputPoint:
+    def _point(self, run: TimedRun, gain: float | None) -> ThroughputPoint:
         interval, world_size = run.interval, self.bench.ranks.world_size
         seen = self.bench.seen[run.size]
         tokens = self._tokens_per_sample

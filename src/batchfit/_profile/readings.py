@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.batch.sample_count import Reader
+from batchfit._engine.batch.sample_count import BatchReader
 from batchfit._engine.batch.structure import parts, sized
 from batchfit._engine.device.resolve import CudaDevice, Device
 from batchfit._profile.model_inputs import batch_shapes
@@ -152,7 +152,7 @@ def loader_pace(loader: Iterable[Any], *, patience_s: float = PATIENCE_S) -> Loa
 def batch_samples(batch: Any) -> int:
     """How many samples a batch holds."""
     with suppress(ValueError, TypeError):  # not certain: its first part says it
-        return Reader().look(batch).length
+        return BatchReader().look(batch).length
     found = sized(list(parts(batch)))
     if not found:
         raise ValueError(f"loader must give batches with tensors in them, not {type(batch).__name__}")

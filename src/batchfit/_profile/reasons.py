@@ -18,7 +18,7 @@ from batchfit._charts.throughput_page import format_rate
 from batchfit._engine.device.resolve import CpuDevice
 from batchfit._profile.bench import Bench
 from batchfit._profile.model_inputs import is_compiled
-from batchfit._profile.timing import Run, counts_memory
+from batchfit._profile.timing import TimedRun, counts_memory
 from batchfit.results import Accumulation, ThroughputPoint
 
 _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
@@ -30,7 +30,7 @@ _FAR, _SAME = (
 
 @final
 @dataclass(frozen=True, slots=True)
-class Room:
+class KnownSizes:
     """What is known of the sizes that fit: the largest, run or read off memory, and one that ran out."""
 
     known: int
@@ -79,7 +79,7 @@ def _below(share: float, limit: float) -> str:
 
 
 def accumulation(
-    points: Sequence[ThroughputPoint], chosen: int, target: int | None, room: Room, *, world_size: int
+    points: Sequence[ThroughputPoint], chosen: int, target: int | None, room: KnownSizes, *, world_size: int
 ) -> Accumulation | None:
     """How to make a batch that does not fit, as far as is known; None where it fits."""
     if target is None:
@@ -109,7 +109,7 @@ def accumulation(
 
 
 def notes(
-    bench: Bench, runs: Mapping[int, Run], points: Sequence[ThroughputPoint], *, stopped: str
+    bench: Bench, runs: Mapping[int, TimedRun], points: Sequence[ThroughputPoint], *, stopped: str
 ) -> Iterator[str]:
     """What a reader of the figures has to know."""
     why = {

@@ -52,7 +52,7 @@ class _PeerFailed(Exception):
 
 @final
 @dataclass(slots=True)
-class Run:
+class TimedRun:
     """What the steps at one size showed. Times are per step, in seconds."""
 
     size: int
@@ -97,13 +97,13 @@ def run_timed(
     around: AbstractContextManager[object] | None = None,
     after: Callable[[], bool] | None = None,
     parameters: Sequence[torch.Tensor] = (),
-) -> Run:
+) -> TimedRun:
     """Time steps of `size` samples; `deadline_s` is on `time.perf_counter`'s clock.
 
     `parameters` are those whose gradients a step may free: they do not count as held.
     `after` is called when all has been read, before the state is put back; False says that it was cut off.
     """
-    run = Run(size)
+    run = TimedRun(size)
     ended = True
     ambient = sys.exception()
     raised: BaseException | None = None
@@ -137,7 +137,7 @@ def run_timed(
 
 def _attempted(
     step: Step,
-    run: Run,
+    run: TimedRun,
     device: Device,
     timing: Timing,
     deadline_s: float | None,
@@ -164,7 +164,7 @@ def _attempted(
 
 
 def _take_steps(
-    step: Step, run: Run, device: Device, timing: Timing, deadline_s: float | None, agree: Agree
+    step: Step, run: TimedRun, device: Device, timing: Timing, deadline_s: float | None, agree: Agree
 ) -> None:
     def late() -> bool:
         return deadline_s is not None and time.perf_counter() >= deadline_s
@@ -200,7 +200,7 @@ def _take_steps(
     run.recompilations, run.late_recompilations = compilations() - compiled, compilations() - warmed
 
 
-def _waited_for(step: Step, run: Run, device: Device, count: int) -> None:
+def _waited_for(step: Step, run: TimedRun, device: Device, count: int) -> None:
     for _ in range(count):
         begun = time.perf_counter()
         _one(step, run.size)
@@ -208,7 +208,7 @@ def _waited_for(step: Step, run: Run, device: Device, count: int) -> None:
         run.times_s.append(time.perf_counter() - begun)
 
 
-def _on_cuda(step: Step, run: Run, device: Any, count: int) -> None:
+def _on_cuda(step: Step, run: TimedRun, device: Any, count: int) -> None:
     """A chunk of steps as a loop runs them: times between events, and how long the first took to issue."""
     event: Any = torch.cuda.Event
     with torch.cuda.device(device.index):

@@ -16,7 +16,7 @@ NARROW = (340, 270)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HtmlTable:
     """Cells under their names; columns in `words` are read as text, rows in `chosen` stand out."""
 
     columns: tuple[str, ...]
@@ -34,7 +34,7 @@ class Fact:
     more: str = ""
 
 
-def figure(chart: Chart, table: Table, *, name: str, note: str = "") -> str:
+def figure(chart: Chart, table: HtmlTable, *, name: str, note: str = "") -> str:
     """A chart in all its drawings, its switches, its legend and its numbers."""
     begins = "log" if chart.begins_log else "linear"
     both = (chart.begins_log, not chart.begins_log) if chart.is_switched else (chart.begins_log,)
@@ -61,7 +61,7 @@ def figure(chart: Chart, table: Table, *, name: str, note: str = "") -> str:
     )
 
 
-def table_of(table: Table) -> str:
+def table_of(table: HtmlTable) -> str:
     """A table that scrolls inside itself where the page is narrow."""
     classes = [' class="words"' if name in table.words else "" for name in table.columns]
     head = "".join(

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchfit._files import write_whole
+from batchfit._files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,7 +36,7 @@ def report(
     where = checked_path(path)
     if title is not None and not isinstance(title, str):
         raise TypeError(f"title must be text or None, not {title!r}")
-    write_whole(where, page(sources_of(result), title=title))
+    write_atomically(where, page(sources_of(result), title=title))
     return where
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from batchfit._charts.scale import real
 from batchfit._charts.svg import Axis, Chart, Mark, Series, escaped
 from batchfit._report.files import SchedulePhase, SchedulePlan
-from batchfit._report.markup import Table, figure
+from batchfit._report.markup import HtmlTable, figure
 
 _MOST_MARKS = 40  # phases that get a mark each; more would be a caterpillar
 
@@ -72,7 +72,7 @@ def _span(phase: SchedulePhase) -> str:
     return str(phase.from_epoch) if one else f"{phase.from_epoch}-{phase.to_epoch}"
 
 
-def _table(plan: SchedulePlan) -> Table:
+def _table(plan: SchedulePlan) -> HtmlTable:
     rows = tuple(
         (
             _span(phase),
@@ -84,4 +84,4 @@ def _table(plan: SchedulePlan) -> Table:
         for phase in plan.phases
     )
     rate = "LR" if any(phase.lr is not None for phase in plan.phases) else "LR factor"
-    return Table(("epochs", "from step", "batch size", "updates", rate), rows)
+    return HtmlTable(("epochs", "from step", "batch size", "updates", rate), rows)

@@ -23,7 +23,7 @@ from batchfit._charts.memory_page import operation_name
 from batchfit._charts.svg import Chart, escaped
 from batchfit._charts.throughput_page import format_rate, format_seconds
 from batchfit._report.files import NothingFits, SchedulePlan, Source
-from batchfit._report.markup import Table, bars, card, figure, table_of
+from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
 from batchfit._report.sweep import sweep_charts, sweep_sections
 from batchfit._units import format_bytes
@@ -135,7 +135,7 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
             yield card(f'<h3>What holds it back</h3><ul class="list">{items}</ul>')
 
 
-def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Table:
+def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:
     columns = ("size", "time/step", "±", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
@@ -157,7 +157,7 @@ def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Table:
                 )
             )
     keep = [n for n in range(len(columns)) if n < 4 or any(row[n] != "-" for row in rows)]
-    return Table(
+    return HtmlTable(
         tuple(columns[n] for n in keep), tuple(tuple(row[n] for n in keep) for row in rows), chosen=chosen
     )
 
@@ -194,7 +194,7 @@ def _memory_note(group: Memory) -> str:
     return " ".join(parts)
 
 
-def _memory_table(group: Memory) -> Table:
+def _memory_table(group: Memory) -> HtmlTable:
     rows: list[tuple[str, ...]] = []
     for name, fit in group.fits:
         for trial in fit.trials:
@@ -216,7 +216,7 @@ def _memory_table(group: Memory) -> Table:
     for name, why in group.explanations:
         amounts = (format_bytes(why.peak_bytes), format_bytes(why.reserved_bytes))
         rows.append((f"{why.batch_size:,}", f"{name}explained", *amounts))
-    return Table(("size", "from", "peak", "reserved"), tuple(rows), words=("from",))
+    return HtmlTable(("size", "from", "peak", "reserved"), tuple(rows), words=("from",))
 
 
 def _search(name: str, fit: FitResult, number: int) -> Iterator[str]:
@@ -231,7 +231,7 @@ def _search(name: str, fit: FitResult, number: int) -> Iterator[str]:
     yield f"<h2>{escaped(name)}Search</h2>"
     yield figure(
         path_chart(fit),
-        Table(columns, cut, words=("message",), chosen=chosen[-1:]),
+        HtmlTable(columns, cut, words=("message",), chosen=chosen[-1:]),
         name=f"search-{number}",
         note=f"Strategy {fit.strategy}; it stopped because {fit.reason}.{_asides(fit)}",
     )
@@ -267,7 +267,7 @@ def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]
             (str(m.at), m.phase, *(format_bytes(m.kinds.get(kind, 0)) for kind in kinds))
             for m in told.timeline[::every]
         )
-        table = Table(("event", "phase", *kinds), rows, words=("phase",))
+        table = HtmlTable(("event", "phase", *kinds), rows, words=("phase",))
         yield figure(timeline_chart(told), table, name=f"timeline-{number}")
     yield card(
         '<div class="columns">',
@@ -337,7 +337,7 @@ def _environment(sources: Sequence[Source]) -> str:
         )
     columns = ("result", "device", "budget", "torch", "batchfit", "took", "file")
     keep = [n for n in range(len(columns)) if any(row[n] != "-" for row in rows)]
-    table = Table(
+    table = HtmlTable(
         tuple(columns[n] for n in keep),
         tuple(tuple(row[n] for n in keep) for row in rows),
         words=("result", "device", "file"),

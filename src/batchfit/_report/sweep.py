@@ -15,7 +15,7 @@ from batchfit._charts.scale import real
 from batchfit._charts.svg import Axis, Chart, Line, Mark, Series, Shape, escaped
 from batchfit._charts.throughput_page import format_rate
 from batchfit._knobs import key_of, label, short
-from batchfit._report.markup import Fact, Table, card, figure, table_of
+from batchfit._report.markup import Fact, HtmlTable, card, figure, table_of
 from batchfit._units import format_bytes
 from batchfit.results._sweep import SweepRecord, SweepResult
 
@@ -121,7 +121,7 @@ def _knobs(sweep: SweepResult) -> list[str]:
     return list(dict.fromkeys(name for one in sweep.records for name in one.knobs))
 
 
-def _figures(sweep: SweepResult) -> list[tuple[Chart, Table]]:
+def _figures(sweep: SweepResult) -> list[tuple[Chart, HtmlTable]]:
     """Sizes over each knob; throughput and measures over the one with the most values."""
     knobs = _numeric_knobs(sweep)
     wanted: list[tuple[str, str, Value]] = [
@@ -131,7 +131,7 @@ def _figures(sweep: SweepResult) -> list[tuple[Chart, Table]]:
         wanted.append(("samples/s", knobs[0], lambda one: one.samples_per_s))
         measures = dict.fromkeys(name for one in sweep.records for name in one.measures)
         wanted += [(name, knobs[0], _measure(name)) for name in measures]
-    found: list[tuple[Chart, Table]] = []
+    found: list[tuple[Chart, HtmlTable]] = []
     for name, knob, value in wanted:
         records = [one for one in sweep.records if _number(value(one)) is not None][:_MOST_MARKS]
         if len({one.knobs[knob] for one in records}) > 1 and len(found) < _MOST_CHARTS:
@@ -186,10 +186,10 @@ def _said(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else short(value)
 
 
-def _table(name: str, value: Value, records: Sequence[SweepRecord]) -> Table:
+def _table(name: str, value: Value, records: Sequence[SweepRecord]) -> HtmlTable:
     knobs = list(dict.fromkeys(knob for one in records for knob in one.knobs))
     rows = ((*(_said(one.knobs.get(knob)) for knob in knobs), _said(value(one))) for one in records)
-    return Table((*knobs, name), tuple(rows))
+    return HtmlTable((*knobs, name), tuple(rows))
 
 
 def _heat(sweep: SweepResult) -> str:
@@ -228,7 +228,7 @@ def _shade(size: int, most: int) -> int:
     return min(_SHADES - 1, size * _SHADES // max(most, 1))
 
 
-def _everything(sweep: SweepResult) -> Table:
+def _everything(sweep: SweepResult) -> HtmlTable:
     """All configurations; columns in which nothing stands are left out."""
     knobs = _knobs(sweep)
     measures = list(dict.fromkeys(name for one in sweep.records for name in one.measures))
@@ -249,7 +249,7 @@ def _everything(sweep: SweepResult) -> Table:
             )
         )
     keep = [n for n, name in enumerate(columns) if name in knobs or any(row[n] != "-" for row in rows)]
-    return Table(
+    return HtmlTable(
         tuple(columns[n] for n in keep),
         tuple(tuple(row[n] for n in keep) for row in rows),
         words=("notes",),

@@ -39,7 +39,7 @@ from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.store.describe import digest_of
-from batchfit._rerun.pure.rerun import Ask, Ending, Rerun, Told
+from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest
 from batchfit._rerun.step_counter import EnoughSeen, counted
 from batchfit.errors import CollectivesError, NothingFitsError
 from batchfit.results import FitResult, Trial
@@ -141,7 +141,7 @@ def run_largest(
             ended = _agreed(_run(function, ask, ranks, f"{call}: {len(trials)} ran out"), ask, ranks)
             trials.append(_as_trial(ask, ended))
             assert ended.ending != "broken"  # all ranks have raised by then
-            runs = runs.tell(Told(ask, ended.ending, ended.steps))
+            runs = runs.tell(RunObservation(ask, ended.ending, ended.steps))
             if on_run is not None and ranks.is_main:
                 on_run(trials[-1])
             if ended.ending == "done":
@@ -160,7 +160,7 @@ def run_largest(
         )
 
 
-def _run(function: Callable[[int], Any], ask: Ask, ranks: Ranks, flag: str) -> _Ended:
+def _run(function: Callable[[int], Any], ask: RunRequest, ranks: Ranks, flag: str) -> _Ended:
     """One run; running out of memory is a value, and the frames that held the tensors are cleared.
 
     `flag` is raised by a rank that ran out, for those whose collectives break off because of it.
@@ -221,7 +221,7 @@ def _links(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _agreed(mine: _Ended, ask: Ask, ranks: Ranks) -> _Ended:
+def _agreed(mine: _Ended, ask: RunRequest, ranks: Ranks) -> _Ended:
     """How the run ended on all ranks together."""
     told = ranks.gather([mine.ending, mine.steps, mine.message], doing="how the run ended")
     endings = {one[0] for one in told}
@@ -243,7 +243,7 @@ def _agreed(mine: _Ended, ask: Ask, ranks: Ranks) -> _Ended:
     return mine
 
 
-def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> Ask | None:
+def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> RunRequest | None:
     failed = runs.failed
     if reduce is None or failed is None:
         return runs.ask()
@@ -253,7 +253,7 @@ def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> Ask | 
             f"reduce must return an integer from 0 up to below the {failed} that ran out, not {size!r}"
         )
     ranks.same(size, doing="the size that reduce returned")
-    return Ask(size) if size else None
+    return RunRequest(size) if size else None
 
 
 def _own_device(ranks: Ranks) -> str | None:
@@ -273,7 +273,7 @@ def _give_back(place: Device) -> None:
         place.reset()
 
 
-def _as_trial(ask: Ask, ended: _Ended) -> Trial:
+def _as_trial(ask: RunRequest, ended: _Ended) -> Trial:
     return Trial(
         size=ask.size,
         outcome="oom" if ended.ending == "oom" else "fits",
@@ -284,7 +284,7 @@ def _as_trial(ask: Ask, ended: _Ended) -> Trial:
     )
 
 
-def _tell(ask: Ask, ended: _Ended, follows: Ask | None) -> None:
+def _tell(ask: RunRequest, ended: _Ended, follows: RunRequest | None) -> None:
     what = "before its first optimizer step"
     if ended.steps:
         what = f"after {ended.steps} optimizer step{'s' * (ended.steps > 1)}"

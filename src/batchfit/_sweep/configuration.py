@@ -46,7 +46,7 @@ from batchfit._knobs import Configuration, key_of, label
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
-from batchfit._sweep.run_state import Course, ListenerRaised, Measure, Settings
+from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, Measure, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import SweepRecord
 from batchfit.workload import Workload, as_workload
@@ -86,13 +86,13 @@ def _own_random(configuration: Configuration) -> Iterator[None]:
 def run_configuration(
     factory: Callable[..., object] | str,
     configuration: Configuration,
-    settings: Settings,
+    settings: SweepSettings,
     *,
     on_event: OnEvent | None = None,
 ) -> SweepRecord:
     """Make the workload, find its size, measure; the record of it, errors included."""
     begun = time.perf_counter()
-    course = Course(configuration, on_event)
+    course = ConfigurationRun(configuration, on_event)
     ambient = sys.exception()
     try:
         course.tell("begin")
@@ -126,7 +126,7 @@ def run_configuration(
     return record
 
 
-def _told(error: BaseException, course: Course, ambient: BaseException | None) -> dict[str, Any]:
+def _told(error: BaseException, course: ConfigurationRun, ambient: BaseException | None) -> dict[str, Any]:
     """An error as fields of a record: its text, never itself."""
     text = str(error)
     if isinstance(error, errors.NothingFitsError) and error.detail:
@@ -146,7 +146,9 @@ def _told(error: BaseException, course: Course, ambient: BaseException | None) -
     }
 
 
-def _run(make: Callable[[], Workload], measure: Measure | None, settings: Settings, course: Course) -> None:
+def _run(
+    make: Callable[[], Workload], measure: Measure | None, settings: SweepSettings, course: ConfigurationRun
+) -> None:
     work = make()
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=_A_DAY_S)
@@ -197,7 +199,9 @@ def _made(given: Callable[..., object] | str, make: Any, configuration: Configur
     return as_workload(make(**configuration))
 
 
-def _start(work: Workload, settings: Settings, course: Course) -> tuple[int | None, int | None]:
+def _start(
+    work: Workload, settings: SweepSettings, course: ConfigurationRun
+) -> tuple[int | None, int | None]:
     """The estimate, and the size that the search begins with; None: as the strategy does."""
     most = settings.batch_size
     if not settings.auto:
@@ -216,7 +220,7 @@ def _start(work: Workload, settings: Settings, course: Course) -> tuple[int | No
     return predicted, max(settings.min_size, predicted) if predicted else most
 
 
-def _predicted(work: Workload, settings: Settings) -> int | None:
+def _predicted(work: Workload, settings: SweepSettings) -> int | None:
     """What a trace says; None where there is none to be had, since a search can do without."""
     try:
         device = device_to_run(work, settings.device)
@@ -229,7 +233,7 @@ def _predicted(work: Workload, settings: Settings) -> int | None:
         return None
 
 
-def _found(work: Workload, settings: Settings, course: Course, start: int | None) -> FitResult:
+def _found(work: Workload, settings: SweepSettings, course: ConfigurationRun, start: int | None) -> FitResult:
     def watched(batch_size: int) -> object:
         course.stepping(batch_size)
         return work.step(batch_size)

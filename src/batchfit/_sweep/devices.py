@@ -22,7 +22,7 @@ from batchfit._sweep.configuration import DEAD
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
-from batchfit._sweep.pure.visible_devices import Place
+from batchfit._sweep.pure.visible_devices import VisibleDevice
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
 from batchfit.results._sweep import SweepRecord
 
@@ -37,7 +37,7 @@ _MOST_BAD_STARTS = 3  # in a row, of children on one device
 class Devices:
     """The engine: `Devices(places)(job, waiting, on_event)`."""
 
-    places: tuple[Place, ...]
+    places: tuple[VisibleDevice, ...]
 
     @property
     def at_once(self) -> int:
@@ -78,14 +78,14 @@ class Devices:
 class _Desk:
     """A device, the process that works there, and what it has been given."""
 
-    place: Place
+    place: VisibleDevice
     worker: Worker
     entry: Entry | None = None
     number: int = 1  # how often this configuration has been given to a process
     bad_starts: int = 0
 
     @classmethod
-    def at(cls, place: Place, job: Job) -> _Desk:
+    def at(cls, place: VisibleDevice, job: Job) -> _Desk:
         here = Job(job.factory, replace(job.settings, device=place.device))
         return cls(place, Worker(portable(here), environment=place.environment))
 

@@ -19,7 +19,7 @@ from batchfit._knobs import Configuration
 from batchfit._sweep.configuration import DEAD, run_configuration
 from batchfit._sweep.pure.events import OnEvent
 from batchfit._sweep.pure.grid import Entry
-from batchfit._sweep.run_state import Settings
+from batchfit._sweep.run_state import SweepSettings
 from batchfit.results._sweep import SweepRecord
 
 
@@ -29,7 +29,7 @@ class Job:
     """What is run for each configuration; `factory` is a function of the knobs, or a target's text."""
 
     factory: Callable[..., object] | str
-    settings: Settings
+    settings: SweepSettings
 
     def run(self, configuration: Configuration, on_event: OnEvent | None = None) -> SweepRecord:
         """The record of one configuration."""

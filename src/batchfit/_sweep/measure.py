@@ -25,7 +25,7 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.workload import loop
 from batchfit._knobs import Configuration
-from batchfit._sweep.run_state import Course, Measure, Settings
+from batchfit._sweep.run_state import ConfigurationRun, Measure, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload
@@ -35,7 +35,12 @@ _LOWER = 0.8
 
 
 def run_measure(
-    measure: Measure, work: Workload, fit: FitResult, settings: Settings, course: Course, ranks: Ranks
+    measure: Measure,
+    work: Workload,
+    fit: FitResult,
+    settings: SweepSettings,
+    course: ConfigurationRun,
+    ranks: Ranks,
 ) -> None:
     """Measure at the size found; where that runs out of memory, lower."""
     size, sizes = fit.batch_size, list[int]()

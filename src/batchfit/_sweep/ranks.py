@@ -18,7 +18,7 @@ from typing import Any, final
 
 from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.trial.child_group import Company
+from batchfit._engine.trial.child_group import ChildGroup
 from batchfit._engine.trial.child_process import wait_for_any
 from batchfit._sweep.devices import TRIES
 from batchfit._sweep.job import Job
@@ -33,7 +33,7 @@ PATIENCE_S = 5.0
 
 @final
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """What one rank's child said: a record, or how it ended, or nothing because it was cut off."""
 
     record: SweepRecord | None = None
@@ -44,7 +44,7 @@ class Answer:
         return {"record": self.record and self.record.model_dump(mode="json"), "death": self.death}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Answer:
+    def of(cls, told: Mapping[str, Any]) -> RankAnswer:
         """What another rank has told."""
         record = told["record"]
         return cls(None if record is None else SweepRecord.model_validate(record), told["death"])
@@ -55,7 +55,7 @@ class Answer:
         return self.record is None or self.record.error is not None
 
 
-def settle(answers: Sequence[Answer]) -> SweepRecord | None:
+def settle(answers: Sequence[RankAnswer]) -> SweepRecord | None:
     """One record out of the answers of all ranks; None where a child died, and no record says why."""
     own = [(rank, one.record) for rank, one in enumerate(answers) if one.record is not None]
     failed = [(rank, record) for rank, record in own if record.error is not None]
@@ -75,7 +75,7 @@ def _because_of_others(error: str) -> bool:
     return error.startswith("RankMissingError") or reads_as_lost(error)
 
 
-def may_go_on(answers: Sequence[Answer]) -> bool:
+def may_go_on(answers: Sequence[RankAnswer]) -> bool:
     """Whether the children can be asked for more: none is gone, and what failed has failed on all alike."""
     records = [one.record for one in answers]
     if None in records:
@@ -102,7 +102,7 @@ class AllRanks:
         self, job: Job, waiting: Sequence[Entry], on_event: OnEvent
     ) -> Generator[SweepRecord, None, None]:
         check_may_have_children()
-        worker, company = Worker(portable(job)), Company(self.ranks)
+        worker, company = Worker(portable(job)), ChildGroup(self.ranks)
         ended = False
         try:
             for entry in waiting:
@@ -111,7 +111,7 @@ class AllRanks:
         finally:
             worker.end(gently=ended)
 
-    def _record(self, worker: Worker, company: Company, entry: Entry, on_event: OnEvent) -> SweepRecord:
+    def _record(self, worker: Worker, company: ChildGroup, entry: Entry, on_event: OnEvent) -> SweepRecord:
         for number in range(1, TRIES + 1):
             answers = self._try(worker, company, entry, on_event)
             record = settle(answers)
@@ -125,7 +125,7 @@ class AllRanks:
             entry, f"ChildDiedError: the process that ran it on rank {rank} {death}, {TRIES} times"
         )
 
-    def _try(self, worker: Worker, company: Company, entry: Entry, on_event: OnEvent) -> list[Answer]:
+    def _try(self, worker: Worker, company: ChildGroup, entry: Entry, on_event: OnEvent) -> list[RankAnswer]:
         """Have all ranks run a configuration once; what each of them has to say."""
         self._asked += 1
         doing = f"{entry.label}, number {self._asked}"
@@ -136,12 +136,12 @@ class AllRanks:
         worker.begin(entry, invitation)
         mine = self._answer(worker, on_event, flag=f"sweep {self._asked}")
         told = self.ranks.gather(mine.as_json(), doing=f"the record of {doing}")
-        answers = [Answer.of(one) for one in told]
+        answers = [RankAnswer.of(one) for one in told]
         if not may_go_on(answers):
             worker.end()
         return answers
 
-    def _answer(self, worker: Worker, on_event: OnEvent, *, flag: str) -> Answer:
+    def _answer(self, worker: Worker, on_event: OnEvent, *, flag: str) -> RankAnswer:
         """What this rank's child says, or nothing where another one has failed and ours goes on waiting."""
         deadline: float | None = None
         while worker.child is not None:
@@ -151,7 +151,7 @@ class AllRanks:
                     if self.ranks.is_main:
                         on_event(said)
                     continue
-                answer = Answer(death=said.text) if isinstance(said, Death) else Answer(said)
+                answer = RankAnswer(death=said.text) if isinstance(said, Death) else RankAnswer(said)
                 if answer.failed:
                     self.ranks.flag(flag)
                 return answer
@@ -159,4 +159,4 @@ class AllRanks:
                 deadline = time.monotonic() + PATIENCE_S
             if deadline is not None and time.monotonic() > deadline:
                 worker.end()
-        return Answer()
+        return RankAnswer()

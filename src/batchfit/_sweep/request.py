@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, final
 
 from batchfit._engine.device.resolve import resolve_device
-from batchfit._engine.workload.target import Named, loaded, source_line
+from batchfit._engine.workload.target import NamedFunction, loaded, source_line
 from batchfit._find.find import check_steps
 from batchfit._find.pure.search import Search
 from batchfit._sweep.configuration import SEED
@@ -22,7 +22,7 @@ from batchfit._sweep.job import Job
 from batchfit._sweep.measure import wanted_knobs
 from batchfit._sweep.pure.estimates import EstimateFunction, estimate_of
 from batchfit._sweep.pure.grid import Entry, GridError, did_you_mean, plan
-from batchfit._sweep.run_state import Settings
+from batchfit._sweep.run_state import SweepSettings
 from batchfit._units import parse_bytes
 from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload
@@ -42,7 +42,7 @@ class Asked:
         cls,
         factory: Any,
         knobs: Any,
-        settings: Settings,
+        settings: SweepSettings,
         *,
         mode: str = "grid",
         start_from: object = None,
@@ -95,7 +95,7 @@ def _estimate(spec: Any, entries: Sequence[Entry], batch_size: int | None) -> Es
         wanted = [entry.configuration for entry in entries if not entry.why_not]
         return estimate_of(spec, tuple(entries[0].configuration), wanted)
     if isinstance(spec, str):
-        return Named(spec)
+        return NamedFunction(spec)
     if not callable(spec):
         raise TypeError(
             "estimate must be a callable estimate(configuration, batch_size), a mapping of knobs, 'predict' "
@@ -105,7 +105,7 @@ def _estimate(spec: Any, entries: Sequence[Entry], batch_size: int | None) -> Es
     return function
 
 
-def _check_settings(settings: Settings) -> None:
+def _check_settings(settings: SweepSettings) -> None:
     size: Any = settings.batch_size
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(f"batch_size must be a positive integer or None, not {size!r}")

@@ -1,10 +1,10 @@
 """A configuration of a sweep on its way: how it is to be run, and what is known of it so far.
 
 Rules:
-- `Settings` are the same for every configuration, and plain values but for the user's functions: they travel
-  to other processes.
-- A `Course` collects the fields of a record as they become known, so that one that fails has all that was
-  found until then.
+- `SweepSettings` are the same for every configuration, and plain values but for the user's functions: they
+  travel to other processes.
+- A `ConfigurationRun` collects the fields of a record as they become known, so that one that fails has all
+  that was found until then.
 - A listener (`on_event`) that raises is not the user's configuration failing: its error is kept, and what is
   raised instead passes whoever takes errors of the user's code for the configuration's.
 """
@@ -28,7 +28,7 @@ Measure = Callable[..., Mapping[str, Any]]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SweepSettings:
     """How every configuration of a sweep is run; `estimate` None: what a prediction says."""
 
     batch_size: int | None
@@ -51,7 +51,7 @@ class ListenerRaised(BaseException):
 
 @final
 @dataclass(slots=True)
-class Course:
+class ConfigurationRun:
     """A configuration on its way."""
 
     configuration: Configuration

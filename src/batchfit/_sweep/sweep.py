@@ -26,7 +26,7 @@ import batchfit
 from batchfit._arguments import check_callback, check_flag, checked_file
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._files import used_alone, write_whole
+from batchfit._files import locked, write_atomically
 from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
@@ -34,7 +34,7 @@ from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent, tell
 from batchfit._sweep.pure.grid import Entry, without_done
 from batchfit._sweep.request import Asked
-from batchfit._sweep.run_state import Measure, Settings
+from batchfit._sweep.run_state import Measure, SweepSettings
 from batchfit._units import format_bytes
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results._sweep import (
@@ -127,7 +127,7 @@ def sweep(
 
     A configuration that fails is a record with its `error`, and the sweep goes on.
     """
-    settings = Settings(
+    settings = SweepSettings(
         batch_size=batch_size,
         min_size=min_size,
         auto=auto,
@@ -155,7 +155,7 @@ def sweep(
     )
     alone = where.engine_of(device=device)
     with all_ranks() as ranks, telling_others(ranks), contextlib.ExitStack() as stack:
-        keeper = Keeper.of(
+        keeper = SweepRecords.of(
             asked,
             output if ranks.is_main else None,
             resume=resume and ranks.is_main,
@@ -174,7 +174,7 @@ def sweep(
 
 
 @final
-class Keeper:
+class SweepRecords:
     """The file of a sweep while it runs, and the records in it; without a path, the records alone."""
 
     def __init__(
@@ -197,7 +197,7 @@ class Keeper:
         retry_failed: bool,
         overwrite: bool,
         stack: contextlib.ExitStack,
-    ) -> Keeper:
+    ) -> SweepRecords:
         """Open the file, or refuse it; `stack` closes it."""
         flags = {"resume": resume, "retry_failed": retry_failed, "overwrite": overwrite}
         for name, flag in flags.items():
@@ -210,7 +210,7 @@ class Keeper:
         if output is None:
             return cls(asked, None)
         path = checked_file("output", output)
-        stack.enter_context(used_alone(path))
+        stack.enter_context(locked(path))
         if not path.exists() or overwrite:
             return cls(asked, path, stale=path.exists())
         if not resume:
@@ -279,7 +279,7 @@ class Keeper:
     def save(self) -> None:
         """Write the file, whole."""
         if self.path is not None:
-            write_whole(self.path, self.result().to_json() + "\n")
+            write_atomically(self.path, self.result().to_json() + "\n")
         self.stale = False
 
     def result(self) -> SweepResult:
@@ -352,7 +352,7 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
 
 def run_sweep(
     asked: Asked,
-    keeper: Keeper,
+    keeper: SweepRecords,
     *,
     engine: Engine = here,
     on_record: Callable[[SweepRecord], object] | None = None,

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from batchfit._engine.trial import child_main as child_side
-from batchfit._engine.trial.child_process import Child, Silent
+from batchfit._engine.trial.child_process import Child, ChildSilent
 from batchfit._engine.trial.in_children import ending_text
-from batchfit._engine.workload.target import Named
+from batchfit._engine.workload.target import NamedFunction
 from batchfit._sweep.child_main import MODULE, packed, unpacked
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import SweepEvent
@@ -71,7 +71,7 @@ class Worker:
         while self.child is not None and self.entry is not None:
             try:
                 message = self.child.receive(0.0)
-            except Silent:
+            except ChildSilent:
                 return
             if message is None:
                 text = ending_text(self.child.exit_code())
@@ -130,13 +130,13 @@ def portable(job: Job) -> str:
     factory = job.factory
     target = _target("factory", factory)
     if target:
-        factory = Named(target)
+        factory = NamedFunction(target)
     target = _target("measure", settings.measure)
     if target:
         settings = replace(settings, measure=target)
     target = _target("estimate", settings.estimate)
     if target:
-        settings = replace(settings, estimate=Named(target))
+        settings = replace(settings, estimate=NamedFunction(target))
     for name, part in (("factory", factory), ("measure", settings.measure), ("estimate", settings.estimate)):
         try:
             pickled = pickle.dumps(part)

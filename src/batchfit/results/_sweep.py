@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
-from batchfit._files import write_whole
+from batchfit._files import write_atomically
 from batchfit._knobs import key_of, label, short
 from batchfit.results import SCHEMA_VERSION, Result, Trial, html_table, text_table
 
@@ -180,7 +180,7 @@ class SweepResult(Result):
         writer = csv.DictWriter(stream, self.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.summary)
-        write_whole(Path(path), stream.getvalue())
+        write_atomically(Path(path), stream.getvalue())
 
     def to_dataframe(self) -> Any:
         """The summary as a pandas DataFrame, with throughput, peak memory and the number of trials.

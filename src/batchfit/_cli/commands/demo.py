@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import throughput_lines
-from batchfit._cli.commands.find import Job, default_settings, run_job
+from batchfit._cli.commands.find import SearchJob, default_settings, run_job
 from batchfit._cli.commands.predict import default_settings as prediction_settings
 from batchfit._cli.commands.predict import predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
 from batchfit._cli.exits import Code, CommandFailed, load_torch
-from batchfit._cli.output import check_writable, write_whole
+from batchfit._cli.output import check_writable, write_atomically
 from batchfit._cli.progress import progress_here, speaks
 from batchfit._cli.traced import show
 from batchfit._units import parse_bytes
@@ -57,7 +57,7 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
     else:
         device, budget = "cpu", CPU_BUDGET
         where = f"on the CPU, in virtual memory of {budget} that runs out like a GPU's"
-    job = Job(
+    job = SearchJob(
         what="the small GPT",
         make=lambda: small_gpt_training(device),
         explain=_bug,
@@ -106,7 +106,7 @@ def _report_too(results: Sequence[Path | Prediction | ThroughputProfile], report
 
     where = report or Path(tempfile.mkdtemp(prefix="batchfit-")) / "batchfit-demo.html"
     try:
-        write_whole(where, page(sources_of(results), title="batchfit demo: a small GPT"))
+        write_atomically(where, page(sources_of(results), title="batchfit demo: a small GPT"))
     except OSError as error:
         raise CommandFailed(
             Code.BROKEN, f"the report could not be saved to {where}: {error.strerror or error}"

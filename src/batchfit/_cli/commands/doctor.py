@@ -76,7 +76,7 @@ def look_at_packages(findings: Findings) -> None:
 
 def allocator_notes(settings: dict[str, str]) -> list[str]:
     """What a person should know about the allocator's settings."""
-    from batchfit._engine.allocator.settings import Rules
+    from batchfit._engine.allocator.settings import AllocatorSettings
 
     notes = []
     if len(set(settings.values())) > 1:
@@ -88,7 +88,7 @@ def allocator_notes(settings: dict[str, str]) -> list[str]:
         )
     for name, value in settings.items():
         try:
-            Rules.from_environment(value)
+            AllocatorSettings.from_environment(value)
         except ValueError as error:
             notes.append(f"{name}: {error}")
     return notes

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from batchfit._charts.memory_page import memory_lines
 from batchfit._cli.exits import Code
-from batchfit._cli.progress import Progress
-from batchfit._cli.traced import Delivery, Told, tell, wrong_flag
+from batchfit._cli.progress import ProgressDisplay
+from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
 from batchfit._engine.allocator.gpus import card_named
 from batchfit._units import parse_bytes
 
@@ -43,12 +43,12 @@ def explain_target(
     checked_flags(settings)
     delivery.check()
 
-    def work(workload: Workload, progress: Progress) -> Told:
+    def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._explain.explain import explain_memory
 
         progress.doing(f"tracing {text} at batch size {settings['batch_size']}, and what would change it")
         told = explain_memory(workload, **settings)
-        return Told(
+        return RenderedAnswer(
             json=told.to_json(),
             lines=lambda width, plain: memory_lines(told, width=width, plain=plain),
             draw=lambda path: _draw_file(told, path, title=text),

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast
 from batchfit import errors
 from batchfit._cli.commands.find_answer import count_of, memory_label, show_answer
 from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
-from batchfit._cli.output import check_writable, stdout_for_results, write_whole
+from batchfit._cli.output import check_writable, stdout_for_results, write_atomically
 from batchfit._cli.progress import (
-    Progress,
+    ProgressDisplay,
     is_terminal,
     own_warnings_as_notes,
     pass_on,
     progress_here,
     speaks,
 )
-from batchfit._cli.search_watch import Watch
+from batchfit._cli.search_watch import SearchWatch
 from batchfit._cli.target import Given
 from batchfit._engine.workload import user_errors as failure
 from batchfit._units import parse_bytes
@@ -73,7 +73,7 @@ def default_settings() -> FindSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SearchJob:
     """A search to run: how its workload is made, and what to call it.
 
     `explain` turns an error of a step into what to say about it. `store_asked`: the store is not only on by
@@ -107,7 +107,7 @@ def find_target(
     if settings["resume"] is not None:
         check_writable(Path(settings["resume"]), name="resume")
     given = Given.parse(text, arguments, full_traceback=full_traceback)
-    job = Job(
+    job = SearchJob(
         what=text,
         make=given.load,
         explain=given.raised,
@@ -141,14 +141,14 @@ def checked_flags(settings: FindSettings) -> Search:
         raise _wrong_flag(error) from None
 
 
-def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
+def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
     search = checked_flags(job.settings)
     code = Code.FOUND
     fit: FitResult | None
     with stdout_for_results(alone=as_json) as stdout:
         progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
-        watch = Watch(progress)
+        watch = SearchWatch(progress)
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 fit = _search(job, watch, progress)
@@ -166,7 +166,7 @@ def run_job(job: Job, *, as_json: bool, output: Path | None) -> Code:
     return code
 
 
-def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
+def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> FitResult:
     settings = job.settings
     if job.intro:
         progress.note(job.intro)
@@ -247,7 +247,7 @@ def _search(job: Job, watch: Watch, progress: Progress) -> FitResult:
     return fit
 
 
-def _take_up(resume: str | None, watch: Watch, progress: Progress) -> None:
+def _take_up(resume: str | None, watch: SearchWatch, progress: ProgressDisplay) -> None:
     """Say what the file of an earlier run holds; an interrupt from now on loses none of it."""
     if resume is None:
         return
@@ -281,14 +281,14 @@ def stored_where_possible(
 
 
 def _deliver(
-    job: Job, fit: FitResult, stdout: TextIO, *, as_json: bool, output: Path | None, rows_stand: bool
+    job: SearchJob, fit: FitResult, stdout: TextIO, *, as_json: bool, output: Path | None, rows_stand: bool
 ) -> None:
     """Save, then show; where saving fails the result is shown all the same, and then the failure."""
     text = fit.to_json() + "\n"
     lost: OSError | None = None
     if output is not None:
         try:
-            write_whole(output, text)
+            write_atomically(output, text)
         except OSError as error:
             lost = error
     saved, kept = None if lost else output, job.settings["resume"]

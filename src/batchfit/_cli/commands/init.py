@@ -13,7 +13,7 @@ from pathlib import Path
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
-from batchfit._files import write_whole
+from batchfit._files import write_atomically
 from batchfit._init.advice import advise
 
 _NAMES = {
@@ -50,7 +50,7 @@ def propose(file: Path, *, write: bool) -> Code:
         ends = "\r\n" if "\r\n" in text else "\n"
         try:
             mode = stat.S_IMODE(file.stat().st_mode)
-            write_whole(file, mark + advice.text.replace("\n", ends))
+            write_atomically(file, mark + advice.text.replace("\n", ends))
             file.chmod(mode)
         except OSError as error:
             raise CommandFailed(

@@ -18,9 +18,9 @@ from batchfit._charts.memory_page import fact, operation_name
 from batchfit._charts.text import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.progress import Progress
-from batchfit._cli.traced import Delivery, Told, tell, wrong_flag
-from batchfit._engine.allocator.gpus import CARDS, card_named
+from batchfit._cli.progress import ProgressDisplay
+from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
+from batchfit._engine.allocator.gpus import GPUS, card_named
 from batchfit._units import format_bytes, parse_bytes
 from batchfit.errors import NothingFitsError
 
@@ -85,9 +85,9 @@ def predict_target(
     cards = checked_flags(settings)
     delivery.check()
 
-    def work(workload: Workload, progress: Progress) -> Told:
+    def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         found = predicted(workload, settings, cards, progress, text)
-        return Told(
+        return RenderedAnswer(
             json=as_json(found),
             lines=lambda width, plain: prediction_lines(
                 found, next_command=_next(found, text), width=width, plain=plain
@@ -132,7 +132,7 @@ def predicted(
     workload: Workload,
     settings: PredictSettings,
     cards: Sequence[str | None],
-    progress: Progress,
+    progress: ProgressDisplay,
     text: str,
 ) -> Predicted:
     """One prediction for each card."""
@@ -159,7 +159,7 @@ def predicted(
             if len(cards) == 1:
                 raise
             failures.append(error)
-            known = CARDS[error.device]
+            known = GPUS[error.device]
             rows.append(Row(error.device, known.measured, error.budget_bytes, 0, error.peak_bytes or 0))
             continue
         predictions.append(one)
@@ -287,7 +287,7 @@ def _next(found: Predicted, text: str) -> str:
         return ""
     memory = ""  # the GPU that is here
     if found.predictions[0].based_on == "no GPU":
-        whole = row.budget_bytes == CARDS[row.card].usable_bytes
+        whole = row.budget_bytes == GPUS[row.card].usable_bytes
         memory = (
             f" --gpu {row.card}" if whole else f" --budget {format_bytes(row.budget_bytes).replace(' ', '')}"
         )
@@ -317,9 +317,9 @@ def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
 
 def card_lines() -> list[Line]:
     """The cards that `--gpu` knows."""
-    wide = max(map(len, CARDS))
+    wide = max(map(len, GPUS))
     lines: list[Line] = [[(f"{'card':<{wide}}  {'usable':>9}  capability", "head")]]
-    for card in CARDS.values():
+    for card in GPUS.values():
         major, minor = card.capability
         lines.append(
             [

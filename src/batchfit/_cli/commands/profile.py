@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
 from batchfit._cli.exits import Code, Terminated
-from batchfit._cli.progress import Progress
-from batchfit._cli.traced import Delivery, Told, tell, wrong_flag
+from batchfit._cli.progress import ProgressDisplay
+from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
 from batchfit._profile.pure.knee import Knee
 from batchfit._units import format_bytes, parse_bytes
 
@@ -59,7 +59,7 @@ def profile_target(
     checked_flags(settings)
     delivery.check()
 
-    def work(workload: Workload, progress: Progress) -> Told:
+    def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._engine.workload.placement import device_to_run
         from batchfit._profile.profile import profile_throughput
 
@@ -76,7 +76,7 @@ def profile_target(
             if (timed := getattr(stop, "profile", None)) is None:
                 raise
             profile, code = timed, Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
-        return Told(
+        return RenderedAnswer(
             json=profile.to_json(),
             lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
             draw=lambda path: _draw_file(profile, path, title=text),
@@ -126,7 +126,7 @@ def point_line(point: ThroughputPoint) -> str:
     return f"size {point.size}: {format_seconds(point.step_s)} a step, {rate} samples/s{memory}{unsteady}"
 
 
-def _shown(progress: Progress) -> Callable[[ThroughputPoint], None]:
+def _shown(progress: ProgressDisplay) -> Callable[[ThroughputPoint], None]:
     def on_point(point: ThroughputPoint) -> None:
         progress.note(point_line(point))
         progress.doing("choosing the next size")
@@ -134,7 +134,7 @@ def _shown(progress: Progress) -> Callable[[ThroughputPoint], None]:
     return on_point
 
 
-def _watched(step: Callable[[int], object], progress: Progress) -> Callable[[int], object]:
+def _watched(step: Callable[[int], object], progress: ProgressDisplay) -> Callable[[int], object]:
     """The step, and what is timed now on the screen; told once a size, since telling takes time too."""
     last = 0
 

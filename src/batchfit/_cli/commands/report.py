@@ -14,7 +14,7 @@ from pathlib import Path
 from batchfit._charts.memory_page import fact
 from batchfit._charts.text import Line
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.output import check_writable, write_whole
+from batchfit._cli.output import check_writable, write_atomically
 from batchfit._cli.traced import show
 from batchfit.errors import ResultFileError
 
@@ -40,7 +40,7 @@ def write_report(
         raise CommandFailed(Code.USAGE, str(error)) from None
     saved = [output]
     try:
-        write_whole(output, page(sources, title=title))
+        write_atomically(output, page(sources, title=title))
         if plot is not None:
             from batchfit._cli.png import draw_charts
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.text import Line, bar
-from batchfit._cli.commands.schedule_room import Room
+from batchfit._cli.commands.schedule_room import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, Told, deliver
+from batchfit._cli.traced import Delivery, RenderedAnswer, deliver
 from batchfit._engine.batch.pure.pieces import balanced
 from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule
@@ -48,7 +48,7 @@ class ShowSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class FollowedSchedule:
     """A schedule followed to its end."""
 
     config: str
@@ -63,7 +63,7 @@ class Shown:
     over: tuple[str, ...] = field(default=())  # where it asks for more than fits, and what to do
     beyond: tuple[str, ...] = field(default=())  # where it asks for more than an epoch has
     world_size: int = 1
-    room: Room | None = None
+    room: ScheduleLimit | None = None
 
     def peak_bytes(self, phase: Phase) -> int | None:
         """What a rank's part of a batch of this phase takes at once, where that is known."""
@@ -125,7 +125,7 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
         raise CommandFailed(Code.USAGE, f"{error} (batchfit schedule show --help lists the flags)") from None
     except Exception as error:  # noqa: BLE001  the schedule's function may raise anything
         raise CommandFailed(Code.RAISED, _raised(error)) from None
-    told = Told(
+    told = RenderedAnswer(
         json=shown.to_json(),
         lines=lambda width, plain: schedule_lines(shown, width=width, plain=plain),
         draw=lambda path: _draw_file(shown, path),
@@ -134,7 +134,7 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
     return told.code
 
 
-def followed(config: str, settings: ShowSettings) -> Shown:
+def followed(config: str, settings: ShowSettings) -> FollowedSchedule:
     """The phases of a schedule, and what a constant size would do."""
     from batchfit.schedules import load_schedule
 
@@ -146,7 +146,7 @@ def followed(config: str, settings: ShowSettings) -> Shown:
         raise ValueError(f"lr must be more than 0, not {settings.lr!r}")
     samples = parse_count(settings.samples, name="samples", at_least=max(1, settings.world_size))
     rule = LRRule.parse(settings.lr_rule, name="lr_rule")
-    room = None if settings.fits is None else Room.of(settings.fits)
+    room = None if settings.fits is None else ScheduleLimit.of(settings.fits)
     try:
         schedule = load_schedule(config)
     except ValueError as error:
@@ -167,7 +167,7 @@ def followed(config: str, settings: ShowSettings) -> Shown:
             f"samples must be at least a batch of {found[0].size} with --drop-last, not {samples}: there "
             "would be no update at all"
         )
-    return Shown(
+    return FollowedSchedule(
         config=config,
         initial=initial,
         samples=samples,
@@ -236,7 +236,7 @@ def beyond_an_epoch(found: Sequence[Phase], samples: int) -> tuple[str, ...]:
     return tuple(told.values())
 
 
-def schedule_lines(shown: Shown, *, width: int, plain: bool) -> list[Line]:
+def schedule_lines(shown: FollowedSchedule, *, width: int, plain: bool) -> list[Line]:
     """The plan as a table: phases, then what they add up to."""
     rows = list(zip(shown.phases, shown.factors, strict=True))
     left_out = max(0, len(rows) - MOST_ROWS)
@@ -280,7 +280,7 @@ def _cells(phase: Phase, factor: float, lr: float | None, has_lr: bool) -> list[
     return [span, f"{phase.begins.step:,}", f"{phase.size:,}", f"{phase.updates:,}", *rate]
 
 
-def _memory(shown: Shown, phase: Phase) -> list[str]:
+def _memory(shown: FollowedSchedule, phase: Phase) -> list[str]:
     """A batch of this phase as one piece, and its share of the budget."""
     peak, budget = shown.peak_bytes(phase), shown.room and shown.room.budget_bytes
     if peak is None:
@@ -293,7 +293,7 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
 
 
-def _draw_file(shown: Shown, path: Path) -> None:
+def _draw_file(shown: FollowedSchedule, path: Path) -> None:
     from batchfit._cli.png import draw_schedule
 
     draw_schedule(shown, path)

@@ -14,7 +14,7 @@ from batchfit.errors import ResultFileError
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ScheduleLimit:
     """The largest batch of one process, and the memory that sizes take."""
 
     largest: int
@@ -22,7 +22,7 @@ class Room:
     points: tuple[tuple[int, int], ...] = ()  # (size, peak bytes), by size
 
     @classmethod
-    def of(cls, fits: str) -> Room:
+    def of(cls, fits: str) -> ScheduleLimit:
         """From what was given as `--fits`."""
         path = Path(fits)
         if not path.is_file():
@@ -35,7 +35,7 @@ class Room:
             raise ValueError(f"fits must be a result of find, predict or profile: {error}") from None
 
     @classmethod
-    def from_file(cls, path: Path) -> Room:
+    def from_file(cls, path: Path) -> ScheduleLimit:
         """From the first result in a file."""
         from batchfit._report.files import read_file
         from batchfit.results import FitResult, Prediction, ThroughputProfile

@@ -29,7 +29,7 @@ from batchfit._sweep.pure.grid import Entry
 if TYPE_CHECKING:
     from batchfit._sweep.job import Engine
     from batchfit._sweep.request import Asked
-    from batchfit._sweep.sweep import Keeper
+    from batchfit._sweep.sweep import SweepRecords
     from batchfit.results._sweep import SweepResult
 
 
@@ -86,7 +86,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep.engines import Where
     from batchfit._sweep.request import Asked
-    from batchfit._sweep.run_state import Settings
+    from batchfit._sweep.run_state import SweepSettings
 
     options: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
@@ -101,7 +101,7 @@ def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     around = {name: options.pop(name) for name in ("mode", "start_from") if name in options}
     try:
         _check_named(file)
-        settings = Settings(**{"batch_size": 64, **options})
+        settings = SweepSettings(**{"batch_size": 64, **options})
         asked = Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
         return asked, Where(**where).engine_of(device=settings.device)
     except (errors.TargetError, SyntaxError) as error:
@@ -147,15 +147,15 @@ def _raised(error: BaseException, factory: str, *, full: bool) -> CommandFailed:
 
 def _together(
     asked: Asked, alone: Engine, output: Path, flags: SweepFlags, stack: contextlib.ExitStack
-) -> tuple[Keeper, Engine]:
+) -> tuple[SweepRecords, Engine]:
     """The file and the engine; under torchrun rank 0 has the file, and all ranks what is in it."""
     from batchfit._engine.distributed.lost_ranks import telling_others
     from batchfit._sweep.engines import all_ranks, over_ranks
-    from batchfit._sweep.sweep import Keeper
+    from batchfit._sweep.sweep import SweepRecords
 
     ranks = stack.enter_context(all_ranks())
     stack.enter_context(telling_others(ranks))
-    keeper = _keeper(asked, output, flags, stack) if ranks.is_main else Keeper(asked, None)
+    keeper = _keeper(asked, output, flags, stack) if ranks.is_main else SweepRecords(asked, None)
     try:
         keeper.share(ranks)
     except errors.BatchfitError as error:
@@ -163,13 +163,13 @@ def _together(
     return keeper, over_ranks(ranks, alone)
 
 
-def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.ExitStack) -> Keeper:
-    from batchfit._sweep.sweep import Keeper
+def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.ExitStack) -> SweepRecords:
+    from batchfit._sweep.sweep import SweepRecords
 
     if flags.dry_run and not (flags.resume and output.exists()):
-        return Keeper(asked, None)
+        return SweepRecords(asked, None)
     try:
-        return Keeper.of(
+        return SweepRecords.of(
             asked,
             output,
             resume=flags.resume,
@@ -187,7 +187,7 @@ def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.Exi
         raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
 
 
-def _run(asked: Asked, keeper: Keeper, engine: Engine, heading: str) -> tuple[Code, str]:
+def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tuple[Code, str]:
     """Run what waits; how it ended, and why where it ended early."""
     from batchfit._sweep.sweep import run_sweep
 
@@ -269,7 +269,7 @@ def _begins_with(asked: Asked, entry: Entry) -> int | str | None:
         return f"{type(error).__name__}: {error}"
 
 
-def _show_plan(asked: Asked, keeper: Keeper, stdout: TextIO, *, as_json: bool) -> None:
+def _show_plan(asked: Asked, keeper: SweepRecords, stdout: TextIO, *, as_json: bool) -> None:
     """The configurations, what would be run, and where each search would begin."""
     from batchfit.results import text_table
 

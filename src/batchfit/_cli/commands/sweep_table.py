@@ -48,9 +48,9 @@ def screen_here(
 ) -> Screen:
     """The screen that suits this process's stderr; `at_once()` is how many configurations run at a time."""
     if speaks() and is_terminal(sys.stderr):
-        return Table(entries, records, at_once=at_once)
+        return SweepTable(entries, records, at_once=at_once)
     stream = sys.stderr if speaks() else None
-    return Lines(stream, total=len(entries), done=len(records), at_once=at_once)
+    return SweepLines(stream, total=len(entries), done=len(records), at_once=at_once)
 
 
 class Pace:
@@ -82,7 +82,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Lines:
+class SweepLines:
     """The log's lines, and after each configuration how far the sweep is."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Lines:
             self.note(f"{self._done} of {self._total} configurations{left}")
 
 
-class Table:
+class SweepTable:
     """One row a configuration, drawn again and again on a terminal."""
 
     def __init__(

@@ -12,10 +12,10 @@ Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.
   the lowest address with room, and unmapped in whole free pages. A request needs only the pages that are
   missing: the driver refuses the first page that the GPU has no memory for (`cuMemCreate` in
   `ExpandableSegment::map`), and of one stretch of pages all are mapped or none.
-- The capacity is the GPU's memory, or a cap (`Rules.capped`: `set_per_process_memory_fraction` is below 1).
-  They differ for expandable segments: `alloc_block` compares the cap with reserved + the whole request,
-  before it looks which pages are missing, and then maps pages without asking again. So under a cap less
-  fits, and reserved may pass the cap by less than a page. Garbage is collected only under a cap.
+- The capacity is the GPU's memory, or a cap (`AllocatorSettings.capped`: `set_per_process_memory_fraction` is
+  below 1). They differ for expandable segments: `alloc_block` compares the cap with reserved + the whole
+  request, before it looks which pages are missing, and then maps pages without asking again. So under a cap
+  less fits, and reserved may pass the cap by less than a page. Garbage is collected only under a cap.
 
 What is not known here is where the driver puts a new segment, and that decides which of two free blocks of
 equal size is taken: `AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
@@ -36,9 +36,9 @@ from typing import final
 
 from batchfit._engine.allocator.addresses import RANGE_BYTES, AddressSpace
 from batchfit._engine.allocator.pools import ADDRESS_BITS, Block, Pool, absorb, put_between
-from batchfit._engine.allocator.settings import DIVISION_STEPS, MIB, OWN_SEGMENT, Rules
+from batchfit._engine.allocator.settings import DIVISION_STEPS, MIB, OWN_SEGMENT, AllocatorSettings
 
-__all__ = ["MIB", "Block", "CachingAllocator", "Replay", "Rules", "replay"]
+__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Replay", "replay"]
 
 GRAIN = 512
 SMALL_REQUEST = MIB
@@ -58,7 +58,7 @@ class CachingAllocator:
     (3, 20)
     """
 
-    def __init__(self, capacity_bytes: int | None, rules: Rules = Rules()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, capacity_bytes: int | None, rules: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008 (frozen)
         if capacity_bytes is not None and capacity_bytes < 0:
             raise ValueError(f"capacity_bytes must be at least 0, not {capacity_bytes!r}")
         self.rules = rules
@@ -401,7 +401,7 @@ def replay(
     events: Sequence[int],
     *,
     capacity_bytes: int | None,
-    rules: Rules = Rules(),  # noqa: B008 (frozen)
+    rules: AllocatorSettings = AllocatorSettings(),  # noqa: B008 (frozen)
 ) -> Replay:
     """Run events through a fresh device: n >= 0 allocates block n of `sizes[n]` bytes, n < 0 frees block ~n.
 

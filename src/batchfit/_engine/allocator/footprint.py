@@ -136,7 +136,7 @@ class Line:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """One straight piece of the peak: from `size` on, the peak is at event `moment`."""
 
     size: float
@@ -245,7 +245,7 @@ class Footprint:
         ]
         return round(max(accumulate(live), default=0))
 
-    def pieces(self, largest: float = float("inf")) -> list[Piece]:
+    def pieces(self, largest: float = float("inf")) -> list[Segment]:
         """The straight pieces of the peak from size 1 up, exactly: the upper envelope of all moments."""
         fixed, slopes = self.live_lines()
         best: dict[float, int] = {}
@@ -270,7 +270,7 @@ class Footprint:
         for index, (slope, at_zero, moment) in enumerate(hull):
             ends = starts[index + 1] if index + 1 < len(hull) else float("inf")
             if ends > 1 and starts[index] <= largest:
-                found.append(Piece(max(1.0, starts[index]), moment, Line(at_zero, slope)))
+                found.append(Segment(max(1.0, starts[index]), moment, Line(at_zero, slope)))
         return found
 
     @property

@@ -21,7 +21,7 @@ _MOST_EVENTS = 100_000  # of all passes: a longer loop takes several of its earl
 
 @final
 @dataclass(frozen=True, slots=True)
-class Loop:
+class TokenLoop:
     """Which events of a trace are passes: (begin, end) of the first, and of two with the one before each.
 
     What lies between these is no part of the loop: it brings the program from one to the other. `numbers` are
@@ -37,7 +37,7 @@ class Loop:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _TokenPass:
     """What a pass does: an event allocates its next block (None), or frees one of its own or of the last."""
 
     events: tuple[tuple[bool, int] | None, ...]  # (whether it is the last one's, which)
@@ -49,7 +49,7 @@ class _Pass:
         return tuple(origin.operation for origin in self.origins)
 
 
-def with_all_passes(trace: Trace, loops: Sequence[Loop]) -> Trace:
+def with_all_passes(trace: Trace, loops: Sequence[TokenLoop]) -> Trace:
     """The trace in which every loop has all its passes."""
     return _Writer(trace).written(loops) if loops else trace
 
@@ -66,7 +66,7 @@ class _Writer:
         self._now: dict[int, int] = {}
         self._cuts = {0: 0}
 
-    def written(self, loops: Sequence[Loop]) -> Trace:
+    def written(self, loops: Sequence[TokenLoop]) -> Trace:
         position = 0
         for loop in loops:
             self._copy(position, loop.first[1])
@@ -98,7 +98,7 @@ class _Writer:
         self._events.append(block)
         return block
 
-    def _passes(self, loop: Loop) -> None:
+    def _passes(self, loop: TokenLoop) -> None:
         first = [event for event in self._trace.events[slice(*loop.first)] if event >= 0]
         early, late = (_pass(self._trace, *both) for both in (loop.early, loop.late))
         made = tuple(self._trace.origins[block].operation for block in first)
@@ -141,7 +141,7 @@ def _numbers(count: int, events: int) -> list[int]:
     return [*reversed(range(dense - stride, 1, -stride)), *range(dense, count + 1)]
 
 
-def _pass(trace: Trace, before: tuple[int, int], now: tuple[int, int]) -> _Pass:
+def _pass(trace: Trace, before: tuple[int, int], now: tuple[int, int]) -> _TokenPass:
     theirs = {event: which for which, event in enumerate(_allocated(trace, before))}
     mine = {event: which for which, event in enumerate(_allocated(trace, now))}
     if len(theirs) != len(mine):
@@ -160,7 +160,7 @@ def _pass(trace: Trace, before: tuple[int, int], now: tuple[int, int]) -> _Pass:
             raise ShapeChangedError("a pass of a loop frees what is older than the pass before")
     events += sorted(frees)
     blocks = list(mine)
-    return _Pass(
+    return _TokenPass(
         tuple(events),
         tuple(trace.sizes[block] for block in blocks),
         tuple(trace.origins[block] for block in blocks),

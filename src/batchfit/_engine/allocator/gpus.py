@@ -30,7 +30,7 @@ _NO_LONGER_BUILT = (7, 5)  # CUDA 13's compilers make no kernels for what is old
 
 @final
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """One kind of GPU."""
 
     name: str
@@ -84,17 +84,17 @@ def _card(
     *,
     reported: float | None = None,
     measured: bool = False,
-) -> Card:
+) -> Gpu:
     """`reported` is in GiB; without it the nominal figure counts, less what is lost of such memory."""
     gib = box_gb * (1 - _LOST[memory]) if reported is None else reported
     threads = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(capability, 2048)
     source: Source = "measured" if measured else "nominal" if reported is None else "reported"
     usable = round(gib * GIB) - _CONTEXT
-    return Card(name, usable, capability, multiprocessors, threads, measured, source, box_gb)
+    return Gpu(name, usable, capability, multiprocessors, threads, measured, source, box_gb)
 
 
 _PASCAL, _TURING, _AMPERE, _ADA, _BLACKWELL = (6, 1), (7, 5), (8, 6), (8, 9), (12, 0)
-CARDS = {
+GPUS = {
     card.name: card
     for card in (
         # Data centres
@@ -209,7 +209,7 @@ CARDS = {
         _card("gtx1070", 8, _PASCAL, 15),
     )
 }
-DEFAULT = CARDS["h200"]  # whose rules are measured: taken where no card is named
+DEFAULT = GPUS["h200"]  # whose rules are measured: taken where no card is named
 
 # What drivers print around a name ("NVIDIA H100 80GB HBM3", "NVIDIA RTX 6000 Ada Generation").
 _AROUND = {
@@ -227,7 +227,7 @@ _ALIASES = {
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?g(?:i?b)?(?![a-z0-9])")
 
 
-def card_named(name: str) -> Card:
+def card_named(name: str) -> Gpu:
     """The GPU of that name, as people or nvidia-smi write it: "H100", "RTX 4090", "NVIDIA A100-SXM4-80GB".
 
     Where a name leaves open which of several memories it has ("a100"), the smallest is taken and `note` says
@@ -245,9 +245,9 @@ def card_named(name: str) -> Card:
         if found:
             return _smallest(found, name)
     plain = "".join(words)
-    names = [known for known in CARDS if len(plain) > 1 and plain in _plain(known)]
-    near = get_close_matches(plain, map(_plain, CARDS), n=4, cutoff=0.7)
-    names = names or [known for known in CARDS if _plain(known) in near]
+    names = [known for known in GPUS if len(plain) > 1 and plain in _plain(known)]
+    near = get_close_matches(plain, map(_plain, GPUS), n=4, cutoff=0.7)
+    names = names or [known for known in GPUS if _plain(known) in near]
     hint = f" (like it: {', '.join(names)})" if names else ""
     raise ValueError(
         f"gpu must be one of those that `batchfit predict --list-gpus` lists, not {name!r}{hint}; budget "
@@ -259,21 +259,21 @@ def _plain(name: str) -> str:
     return name.replace("-", "")
 
 
-def _meant(plain: str, box_gb: int | None) -> list[Card]:
+def _meant(plain: str, box_gb: int | None) -> list[Gpu]:
     """The GPUs that a name without marks may mean: the one of that name, or all that differ by their size."""
     whole = plain if box_gb is None else f"{plain}{box_gb}gb"
     for spelling in (plain, f"rtx{plain}", f"gtx{plain}", plain.removeprefix("rtx")):
         if (alias := _ALIASES.get(whole)) is not None:
-            return [CARDS[alias]]
-        exact = [card for known, card in CARDS.items() if _plain(known) == spelling]
-        family = [card for known, card in CARDS.items() if _plain(re.sub(r"-\d+gb$", "", known)) == spelling]
+            return [GPUS[alias]]
+        exact = [card for known, card in GPUS.items() if _plain(known) == spelling]
+        family = [card for known, card in GPUS.items() if _plain(re.sub(r"-\d+gb$", "", known)) == spelling]
         found = family if box_gb is not None else exact or family
         if found:
             return [card for card in found if box_gb in (None, card.box_gb)]
     return []
 
 
-def _smallest(found: list[Card], name: str) -> Card:
+def _smallest(found: list[Gpu], name: str) -> Gpu:
     least = min(found, key=lambda card: card.usable_bytes)
     if len(found) == 1:
         return least

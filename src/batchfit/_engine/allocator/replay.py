@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from batchfit._engine.allocator.caching import Block, CachingAllocator, Rules
+from batchfit._engine.allocator.caching import AllocatorSettings, Block, CachingAllocator
 from batchfit._engine.allocator.footprint import Footprint
 
 STEPS = 12
@@ -42,7 +42,7 @@ def simulate(
     size: int,
     *,
     capacity_bytes: int | None,
-    rules: Rules = Rules(),  # noqa: B008  frozen
+    rules: AllocatorSettings = AllocatorSettings(),  # noqa: B008  frozen
     steps: int = STEPS,
     extra_bytes: float = 0.0,
     first_size: int | None = None,
@@ -140,7 +140,7 @@ def largest(
     footprint: Footprint,
     *,
     capacity_bytes: int,
-    rules: Rules = Rules(),  # noqa: B008  frozen
+    rules: AllocatorSettings = AllocatorSettings(),  # noqa: B008  frozen
     extra: tuple[float, float] = (0.0, 0.0),
     most: int | None = None,
     first_size: int | None = None,

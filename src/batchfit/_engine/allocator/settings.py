@@ -16,10 +16,11 @@ _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AllocatorSettings:
     """Allocator settings that change what fits (PYTORCH_CUDA_ALLOC_CONF).
 
-    >>> Rules.from_environment("expandable_segments:True,max_split_size_mb:128").max_split_size_bytes
+    >>>
+    AllocatorSettings.from_environment("expandable_segments:True,max_split_size_mb:128").max_split_size_bytes
     134217728
     """
 
@@ -53,7 +54,7 @@ class Rules:
             raise ValueError(f"garbage_collection_threshold must be from 0 to below 1, not {threshold!r}")
 
     @classmethod
-    def from_environment(cls, text: str) -> Rules:
+    def from_environment(cls, text: str) -> AllocatorSettings:
         """The rules that a value of PYTORCH_CUDA_ALLOC_CONF sets; other keys are passed over."""
         found = {key: value.strip() for key, value in _SETTING.findall(text)}
         try:

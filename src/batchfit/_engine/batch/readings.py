@@ -68,7 +68,7 @@ def candidates(batch: Any) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-class _Found(NamedTuple):
+class _FoundList(NamedTuple):
     """A list or tuple, and the path of what holds it."""
 
     path: str
@@ -84,9 +84,9 @@ class Try:
         self.count = count
         self._is_plain = not holds_rows(batch)
         self.roles: dict[str, Role] = {}
-        self.lists: list[_Found] = []  # of samples, with rows in them
-        self.both: list[_Found] = []  # as many items as rows
-        self.plain: list[_Found] = []  # without rows
+        self.lists: list[_FoundList] = []  # of samples, with rows in them
+        self.both: list[_FoundList] = []  # as many items as rows
+        self.plain: list[_FoundList] = []  # without rows
         self.rows: list[str] = []  # tensors with one row per sample, outside of lists of samples
         self.supported = False  # a list without tensors has as many items
         self.is_consistent = self._visit(batch, "batch", "")
@@ -106,7 +106,7 @@ class Try:
         if self._is_plain:
             return self._visit_plain(node, path)
         if not holds_rows(node):
-            self.plain.append(_Found(path, parent, node))
+            self.plain.append(_FoundList(path, parent, node))
             return True
         before = (dict(self.roles), list(self.lists), list(self.both), list(self.plain), list(self.rows))
         self.roles[path] = Role("parts", len(node))
@@ -115,11 +115,11 @@ class Try:
             return is_parts
         if is_parts:
             if _are_alike(node):
-                self.both.append(_Found(path, parent, node))
+                self.both.append(_FoundList(path, parent, node))
             return True
         self.roles, self.lists, self.both, self.plain, self.rows = before
         self.roles[path] = Role("samples", len(node))
-        self.lists.append(_Found(path, parent, node))
+        self.lists.append(_FoundList(path, parent, node))
         return True
 
     def _visit_plain(self, node: Any, path: str) -> bool:
@@ -135,12 +135,12 @@ class Try:
             self.roles[path] = Role("parts", len(node))
             self.roles |= {f"{path}[{i}]": Role("samples", self.count) for i in range(len(node))}
         else:
-            self.lists.append(_Found(path, "", node))
+            self.lists.append(_FoundList(path, "", node))
         is_open = any(isinstance(item, torch.Tensor) for item in node) or (
             columns and len(node) == self.count
         )
         if is_open:
-            self.both.append(_Found(path, "", node))
+            self.both.append(_FoundList(path, "", node))
         return True
 
     def _decide_beside(self) -> None:
@@ -160,7 +160,7 @@ class Try:
         for found in self.plain:
             self._decide_list(found, beside)
 
-    def _decide_list(self, found: _Found, beside: Set[str]) -> None:
+    def _decide_list(self, found: _FoundList, beside: Set[str]) -> None:
         path, parent, node = found
         has_values = any(isinstance(one, torch.Tensor) for one in node)
         is_common, is_text = _is_common(node), all(isinstance(one, str) for one in node)
@@ -201,11 +201,11 @@ class Try:
         )
 
 
-def _sequences_in(node: Any, path: str) -> Iterator[_Found]:
+def _sequences_in(node: Any, path: str) -> Iterator[_FoundList]:
     """The outermost lists and tuples in a container."""
     for label, value in children(node) or ():
         if is_sequence(value):
-            yield _Found(path + label, path, value)
+            yield _FoundList(path + label, path, value)
         else:
             yield from _sequences_in(value, path + label)
 

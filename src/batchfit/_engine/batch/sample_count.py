@@ -57,7 +57,7 @@ class Look:
 
 
 @final
-class Reader:
+class BatchReader:
     """Reads batches; what it found out about a structure holds for later batches of it."""
 
     def __init__(self, count: Count | None = None, *, choose: str = _CHOOSE) -> None:

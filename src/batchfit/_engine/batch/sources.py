@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from batchfit._engine.batch.readings import Try
 from batchfit._engine.batch.sample_cache import Samples
-from batchfit._engine.batch.sample_count import Look, Reader
+from batchfit._engine.batch.sample_count import BatchReader, Look
 from batchfit._engine.batch.structure import (
     Part,
     children,
@@ -114,7 +114,7 @@ def _is_dataset(given: list[Any]) -> bool:
 def _look(batch: Any) -> Look | None:
     """The batch as it is read to be cut; None where that is not certain."""
     try:
-        return Reader().look(batch)
+        return BatchReader().look(batch)
     except (ValueError, TypeError):
         return None
 

@@ -82,7 +82,7 @@ def _check_known(node: Any, path: str, samples: Set[str], *, trimmed: bool) -> N
 
 
 @final
-class Whole:
+class Batch:
     """A batch, how many samples it has, its shape, and its microbatches.
 
     >>> whole = Whole.of({"x": torch.zeros(5, 2), "scale": 0.1})
@@ -105,7 +105,7 @@ class Whole:
     @classmethod
     def of(
         cls, batch: Any, *, cutter: Cutter | None = None, mode: str = "", told: int | None = None
-    ) -> Whole:
+    ) -> Batch:
         """Look at a batch; a `ValueError` names parts that disagree. `cutter`: of its Microbatcher."""
         cutter = Cutter() if cutter is None else cutter
         return cls(batch, cutter.look(batch, told), cutter, mode)
@@ -191,7 +191,7 @@ def _shape(leaves: list[tuple[str, torch.Tensor]], length: int, mode: str) -> Sh
     return Shape("|".join(keys), "|".join(family), per_sample)
 
 
-def _taken(node: Any, samples: slice | Sequence[int], whole: Whole, path: str = "batch") -> Any:
+def _taken(node: Any, samples: slice | Sequence[int], whole: Batch, path: str = "batch") -> Any:
     if isinstance(node, torch.Tensor):
         return _tensor_rows(node, samples) if node.dim() > 0 else node
     if type(node) is dict:  # as below, without the labels

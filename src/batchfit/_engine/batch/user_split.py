@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from batchfit._engine.batch.sample_count import Count, Look, Reader, counted
+from batchfit._engine.batch.sample_count import BatchReader, Count, Look, counted
 from batchfit._engine.batch.structure import (
     children,
     is_array,
@@ -34,7 +34,7 @@ Split = Callable[[Any, list[int]], Sequence[Any]]
 _PASS_COUNT = "Pass count=, a callable that takes the batch and returns its number of samples"
 
 
-class _Rule(NamedTuple):
+class _CountRule(NamedTuple):
     """Where the number of samples of a structure stands."""
 
     path: str | None  # None: the `len` of the batch
@@ -48,8 +48,8 @@ class Cutter:
     def __init__(self, split: Split | None = None, count: Count | None = None) -> None:
         self.split = split
         self._count = count
-        self._reader = Reader(None if split is not None else count)
-        self._rules: dict[object, _Rule] = {}
+        self._reader = BatchReader(None if split is not None else count)
+        self._rules: dict[object, _CountRule] = {}
         self._checked: set[object] = set()
 
     def look(self, batch: Any, told: int | None = None) -> Look:
@@ -101,13 +101,13 @@ class Cutter:
         assert found is not None
         return found
 
-    def _rule(self, batch: Any) -> _Rule:
+    def _rule(self, batch: Any) -> _CountRule:
         """Where the number of samples is, found by trial cuts."""
         if _is_own(batch):
             count = _own_length(batch)
             parts = self._split(batch, [count] if count < 2 else [1, count - 1])
             self._check_counts(batch, parts, [count] if count < 2 else [1, count - 1])
-            return _Rule(None, None)
+            return _CountRule(None, None)
         found = {}
         for count in sorted(_sizes_in(batch)):
             sizes = [count] if count < 2 else [1, count - 1]
@@ -193,7 +193,7 @@ def _sizes_in(batch: Any) -> set[int]:
     return {size for _, node in _nodes(batch) for size in _extents(node)}
 
 
-def _measured(batch: Any, rule: _Rule) -> int | None:
+def _measured(batch: Any, rule: _CountRule) -> int | None:
     """The number of samples, from where it stood in an earlier batch of the structure."""
     if rule.path is None:
         return _own_length(batch)
@@ -204,9 +204,9 @@ def _measured(batch: Any, rule: _Rule) -> int | None:
     return None
 
 
-def _divided(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> _Rule | None:
+def _divided(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> _CountRule | None:
     """Where `parts` divide the batch in these sizes; None where they leave something out or differ."""
-    found: list[_Rule] = []
+    found: list[_CountRule] = []
 
     def visit(node: Any, pieces: Sequence[Any], path: str) -> bool:
         if any(type(piece) is not type(node) for piece in pieces):
@@ -214,12 +214,12 @@ def _divided(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> _Rule | 
         if isinstance(node, torch.Tensor) or is_array(node) or is_table(node):
             dim = _cut_dim(_extents(node), [_extents(piece) for piece in pieces], sizes)
             if dim is not None:
-                found.append(_Rule(path, dim))
+                found.append(_CountRule(path, dim))
             return dim is not None or all(_extents(piece) == _extents(node) for piece in pieces)
         if is_sequence(node):
             counts = [len(piece) for piece in pieces]
             if len(node) == sum(sizes) and counts == list(sizes):
-                found.append(_Rule(path, None))
+                found.append(_CountRule(path, None))
                 return True
             if any(count != len(node) for count in counts):
                 return False

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.autocast import cuda_lists
 
 aten: Any = torch.ops.aten
@@ -30,7 +30,7 @@ aten: Any = torch.ops.aten
 class CudaRules:
     """The device that a trace takes place on, and the card that it stands for."""
 
-    card: Card
+    card: Gpu
     device: torch.device
 
     @property

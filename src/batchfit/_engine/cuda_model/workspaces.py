@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.copies import RULES as COPIES
 from batchfit._engine.cuda_model.copies import Extra, copied, counted, expanded
 from batchfit._engine.device.tensors import bytes_of as _bytes
@@ -28,12 +28,12 @@ _FP32 = 4
 _LOW = (torch.float16, torch.bfloat16)
 
 
-def extra_rule(func: Any) -> Callable[[Any, Card], Extra | None] | None:
+def extra_rule(func: Any) -> Callable[[Any, Gpu], Extra | None] | None:
     """What tells, from arguments and card, what an operation takes beside its results; None for most."""
     return _RULES.get(func)
 
 
-def extra_of(func: Any, args: Any, card: Card) -> Extra | None:
+def extra_of(func: Any, args: Any, card: Gpu) -> Extra | None:
     """What an operation takes beside its results; None for most."""
     rule = extra_rule(func)
     return None if rule is None else rule(args, card)
@@ -59,7 +59,7 @@ _GEMMS = frozenset(
 
 
 def reduction_bytes(
-    outputs: int, inputs: int, *, on_fastest: bool, whole: bool, card: Card, aligned: int = 1
+    outputs: int, inputs: int, *, on_fastest: bool, whole: bool, card: Gpu, aligned: int = 1
 ) -> int:
     """The staging buffer of a reduction over thread blocks (aten/src/ATen/native/cuda/Reduce.cuh).
 
@@ -107,7 +107,7 @@ def _power(value: int, most: int) -> int:
     return most if value >= most else 1 << max(value.bit_length() - 1, 0)
 
 
-def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
+def _reduced(tensor: Tensor, dims: Any, card: Gpu) -> int:
     rank = tensor.dim()
     if rank == 0:
         return 0
@@ -128,12 +128,12 @@ def _reduced(tensor: Tensor, dims: Any, card: Card) -> int:
     return reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=whole, card=card, aligned=aligned)
 
 
-def _sum(args: Any, card: Card) -> Extra | None:
+def _sum(args: Any, card: Gpu) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
     return Extra((*counted(args[0]), _reduced(args[0], dims, card)))
 
 
-def _vector_norm(args: Any, card: Card) -> Extra | None:
+def _vector_norm(args: Any, card: Gpu) -> Extra | None:
     dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
     return Extra((_reduced(args[0], dims, card),))
 
@@ -141,7 +141,7 @@ def _vector_norm(args: Any, card: Card) -> Extra | None:
 # -- attention
 
 
-def _cudnn_attention_backward(args: Any, card: Card) -> Extra:
+def _cudnn_attention_backward(args: Any, card: Gpu) -> Extra:
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * length
@@ -151,7 +151,7 @@ def _cudnn_attention_backward(args: Any, card: Card) -> Extra:
     return Extra((*expanded(args[0]), size))
 
 
-def _efficient_attention_backward(args: Any, card: Card) -> Extra:
+def _efficient_attention_backward(args: Any, card: Gpu) -> Extra:
     query, mask = args[1], args[4]
     batch, heads, length, width = query.shape
     blocks = -(-length // 64)
@@ -167,7 +167,7 @@ def _efficient_attention_backward(args: Any, card: Card) -> Extra:
     return Extra(tuple(found), outputs=outputs)
 
 
-def _flash_attention_backward(args: Any, card: Card) -> Extra:
+def _flash_attention_backward(args: Any, card: Gpu) -> Extra:
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * (-(-length // 128) * 128)
@@ -206,7 +206,7 @@ def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride:
     return 0 if in_place else in_bytes + out_bytes
 
 
-def _convolution(args: Any, card: Card) -> Extra | None:
+def _convolution(args: Any, card: Gpu) -> Extra | None:
     tensor, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     layout = _layout(tensor, weight)
     if transposed:
@@ -230,7 +230,7 @@ def _convolution(args: Any, card: Card) -> Extra | None:
     return Extra((copied(tensor, layout), copied(weight, layout)), plans={0: plan})
 
 
-def _convolution_backward(args: Any, card: Card) -> Extra | None:
+def _convolution_backward(args: Any, card: Gpu) -> Extra | None:
     gradient, tensor, weight, _, stride = args[:5]
     groups, wanted = args[9], args[10]
     layout = _layout(tensor, weight)
@@ -286,7 +286,7 @@ def _rnn_workspace(tensor: Tensor, weights: Any, hx: Tensor, options: Any) -> in
     return sum(_bytes(one) for one in weights) + int(values) * tensor.element_size() + fixed
 
 
-def _rnn(args: Any, card: Card) -> Extra:
+def _rnn(args: Any, card: Gpu) -> Extra:
     """cuDNN's recurrent layers: gates and cells of each layer are kept, dropout between layers too."""
     tensor, weights, hx, options = args[0], args[1], args[4], args[6:15]
     mode, hidden, _, layers, _, dropout, train, both, batch_sizes = options
@@ -298,36 +298,36 @@ def _rnn(args: Any, card: Card) -> Extra:
     return Extra(before={3: _rnn_workspace(tensor, weights, hx, options)}, outputs={3: kept})
 
 
-def _rnn_backward(args: Any, card: Card) -> Extra:
+def _rnn_backward(args: Any, card: Gpu) -> Extra:
     """First the gradients of the data, then, in one buffer, those of the weights: a workspace for each."""
     size = _rnn_workspace(args[0], args[1], args[4], args[10:19])
     return Extra(after={2: size, 3: size})
 
 
-def _gru_cell_backward(args: Any, card: Card) -> Extra:
+def _gru_cell_backward(args: Any, card: Gpu) -> Extra:
     """A cell by itself sums the gradients of its gates up for the biases, inside the operation."""
     workspace, has_bias = args[1], args[2]
     takes = _summed_rows(workspace.shape[0], workspace.shape[1] // 5 * 3, card) if has_bias else 0
     return Extra(after={3: takes, 4: takes})
 
 
-def _lstm_cell_backward(args: Any, card: Card) -> Extra:
+def _lstm_cell_backward(args: Any, card: Gpu) -> Extra:
     workspace, has_bias = args[4], args[5]
     takes = _summed_rows(workspace.shape[0], workspace.shape[1], card) if has_bias else 0
     return Extra(after={2: takes})
 
 
-def _summed_rows(rows: int, columns: int, card: Card) -> int:
+def _summed_rows(rows: int, columns: int, card: Gpu) -> int:
     aligned = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
     return reduction_bytes(columns, rows, on_fastest=False, whole=False, card=card, aligned=aligned)
 
 
-def _ctc_backward(args: Any, card: Card) -> Extra:
+def _ctc_backward(args: Any, card: Gpu) -> Extra:
     """The probabilities from the other end, of the same shape as those from the beginning."""
     return Extra(before={0: _bytes(args[6])})
 
 
-_RULES: dict[Any, Callable[[Any, Card], Extra | None]] = {
+_RULES: dict[Any, Callable[[Any, Gpu], Extra | None]] = {
     **COPIES,
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,

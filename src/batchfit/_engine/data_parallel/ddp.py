@@ -10,7 +10,8 @@ Rules
   Losses are made as if all ranks had the same weight, and gradients are corrected after the vote where they
   have not: one agreement a batch, and no pass over the gradients in the usual case.
 - The user's `ddp.no_sync()` is honoured: gradients stay local until a call outside of it reduces them all.
-- In one process, and without DDP, `Alone` does nothing. Models under FSDP2 are another protocol (`lockstep`).
+- In one process, and without DDP, `SingleProcess` does nothing. Models under FSDP2 are another protocol
+  (`lockstep`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from batchfit._engine.data_parallel.all_reduce import Reduction
 from batchfit._engine.data_parallel.ddp_models import Wrapped
-from batchfit._engine.data_parallel.fsdp import Sharded
+from batchfit._engine.data_parallel.fsdp import FsdpRanks
 from batchfit._engine.data_parallel.pure.protocol import Settled, Vote, settle, settle_zeros, steps_differ
 from batchfit._engine.data_parallel.step_vote import STEP, StepTurn
 from batchfit._engine.data_parallel.steps_taken import StepsTaken, digest
 from batchfit._engine.device import oom
-from batchfit._engine.device.oom_guard import twice
+from batchfit._engine.device.oom_guard import run_twice
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed.collectives import begun_since, counts, is_lost_connection
@@ -58,7 +59,7 @@ _HOW: Final = "how to reduce a batch"
 
 
 @final
-class Alone:
+class SingleProcess:
     """One process, or models that are not wrapped: nobody to agree with."""
 
     in_step = False
@@ -90,7 +91,7 @@ class Alone:
         return nullcontext()
 
     @contextmanager
-    def turn(self, device: Device) -> Iterator[Alone]:
+    def turn(self, device: Device) -> Iterator[SingleProcess]:
         yield self
 
     @contextmanager
@@ -120,7 +121,7 @@ class Alone:
 
 
 @final
-class Together:
+class DdpRanks:
     """All ranks of the program, with models wrapped in DDP."""
 
     in_step = False
@@ -158,9 +159,9 @@ class Together:
         return self.wrapped.quiet()
 
     @contextmanager
-    def turn(self, device: Device) -> Iterator[Turn]:
+    def turn(self, device: Device) -> Iterator[DdpBatch]:
         """One batch: whatever happens inside, this rank votes."""
-        turn = Turn(self, device)
+        turn = DdpBatch(self, device)
         try:
             yield turn
         except BaseException as error:
@@ -181,10 +182,10 @@ class Together:
 
 
 @final
-class Turn:
+class DdpBatch:
     """One batch of one rank, from its first sample to the reduction."""
 
-    def __init__(self, together: Together, device: Device) -> None:
+    def __init__(self, together: DdpRanks, device: Device) -> None:
         self._all = together
         self._device = device
         self._voted = False
@@ -253,7 +254,7 @@ class Turn:
                 leaf.grad = _zeros(leaf)
         note = "batchfit: raised while the reduction's buckets were allocated"
         group, bucket_bytes = self._all.group, self._all.wrapped.bucket_bytes
-        self._reduction = twice(
+        self._reduction = run_twice(
             lambda: Reduction(leaves, self._buffers, group=group, cap_bytes=bucket_bytes),
             device=self._device,
             note=note,
@@ -461,7 +462,7 @@ class Turn:
 
 def together(
     modules: Sequence[nn.Module], *, sums: bool, sync: Sync, timeout_s: float | None
-) -> Together | Sharded | Alone:
+) -> DdpRanks | FsdpRanks | SingleProcess:
     """Who takes part, from the modules of a Microbatcher; refuses what cannot be done together."""
     if sync not in ("safe", "overlap"):
         raise ValueError(f"sync must be one of 'safe', 'overlap', not {sync!r}")
@@ -473,11 +474,11 @@ def together(
             raise ValueError(
                 f"sync must be 'safe' for models under FSDP2, which overlap anyhow, not {sync!r}"
             )
-        return Sharded(modules, sums=sums, timeout_s=limit_s)
+        return FsdpRanks(modules, sums=sums, timeout_s=limit_s)
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped:
-        return Alone()
-    return Together(wrapped, sums=sums, sync=sync, timeout_s=limit_s)
+        return SingleProcess()
+    return DdpRanks(wrapped, sums=sums, sync=sync, timeout_s=limit_s)
 
 
 def _zeros(leaf: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torch import nn
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.structure import mapped
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.data_parallel.fsdp_batch import Run, Work, cut, is_plain, learn, take_care
+from batchfit._engine.data_parallel.fsdp_batch import FsdpPass, FsdpWork, cut, is_plain, learn, take_care
 from batchfit._engine.data_parallel.fsdp_models import Shards
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, Tried, settle_offers, settle_try
 from batchfit._engine.data_parallel.step_vote import StepTurn
@@ -37,7 +37,7 @@ from batchfit._engine.device import oom_guard as trying
 from batchfit._engine.device import readings
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed import fsdp
-from batchfit._engine.distributed.collectives import Call as Sent
+from batchfit._engine.distributed.collectives import CollectiveCall as Sent
 from batchfit._engine.distributed.collectives import (
     StepSends,
     Unservable,
@@ -48,7 +48,7 @@ from batchfit._engine.distributed.collectives import (
 )
 from batchfit._engine.distributed.lost_ranks import broken
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.sizing.watch import Watch
+from batchfit._engine.sizing.watch import PassWatch
 from batchfit._engine.snapshot.coverage import Look, _code
 from batchfit._engine.snapshot.rewind import Rewind
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
@@ -60,7 +60,7 @@ _KINDS: Final = ("allgather", "all_gather", "reduce_scatter", "allreduce", "all_
 
 
 @final
-class Sharded:
+class FsdpRanks:
     """All ranks of the program, with models under FSDP2."""
 
     in_step = True
@@ -89,9 +89,9 @@ class Sharded:
         return nullcontext()
 
     @contextmanager
-    def turn(self, device: Device) -> Iterator[Turn]:
+    def turn(self, device: Device) -> Iterator[FsdpBatch]:
         """One batch: as long as others wait for this rank's vote, it votes."""
-        turn = Turn(self, device)
+        turn = FsdpBatch(self, device)
         try:
             self.models.check_flags()
             self.models.rest()
@@ -112,7 +112,7 @@ class Sharded:
 class Between:
     """Around each microbatch: the models are at rest when it begins."""
 
-    def __init__(self, everybody: Sharded, inner: Watch) -> None:
+    def __init__(self, everybody: FsdpRanks, inner: PassWatch) -> None:
         self._all = everybody
         self._inner = inner
 
@@ -125,14 +125,14 @@ class Between:
 
 
 @final
-class Turn:
+class FsdpBatch:
     """One batch of one rank."""
 
     overlapped = False
     is_alone = False
     last = staticmethod(nullcontext)
 
-    def __init__(self, everybody: Sharded, device: Device) -> None:
+    def __init__(self, everybody: FsdpRanks, device: Device) -> None:
         self._all = everybody
         self._device = device
         self._awaited = True  # the others wait for a vote of this rank
@@ -152,7 +152,7 @@ class Turn:
         """What a function sends is recorded before it runs."""
         return look
 
-    def watching(self, watch: Watch) -> Watch:
+    def watching(self, watch: PassWatch) -> PassWatch:
         """Who is told of each microbatch."""
         return Between(self._all, watch)
 
@@ -165,7 +165,7 @@ class Turn:
             rewind.keep()
         return self.outcome
 
-    def run(self, work: Work) -> tuple[tuple[Piece, ...], Any]:
+    def run(self, work: FsdpWork) -> tuple[tuple[Piece, ...], Any]:
         """Try until it fits on all ranks: (this rank's plan, its try), or (..., None) for no weight here."""
         while True:
             with work.inside():
@@ -180,7 +180,7 @@ class Turn:
                     self._rehearse(work)
                 plan, own = cut(work, agreed.count)
                 versions = None if work.call is None else work.call.whole.versions()
-                run = Run(
+                run = FsdpPass(
                     work,
                     plan if weight else (),
                     agreed.count,
@@ -205,7 +205,7 @@ class Turn:
                 )
             self._shrink(work, failure, at)
 
-    def _offer(self, work: Work) -> Offer:
+    def _offer(self, work: FsdpWork) -> Offer:
         """What this rank needs; cutting and weighing may need memory."""
         rehearsed = work.key in self._all.sends
         if not rehearsed:
@@ -216,9 +216,9 @@ class Turn:
         note = "batchfit: raised while a batch was cut and weighed"
         if not (fsdp.can_reset() or call.retries) and is_plain(call):
             take_care(work)
-        weight = trying.twice(work.weigh, device=self._device, note=note)
+        weight = trying.run_twice(work.weigh, device=self._device, note=note)
         if not rehearsed and work.key not in self._all.spares:
-            spare = trying.twice(work.spare, device=self._device, note=note)
+            spare = trying.run_twice(work.spare, device=self._device, note=note)
             if spare is not None:
                 if len(self._all.spares) >= _MOST_FUNCTIONS:
                     self._all.spares.clear()
@@ -237,7 +237,7 @@ class Turn:
             raise BatchfitError(agreed.why)
         return agreed
 
-    def _rehearse(self, work: Work) -> None:
+    def _rehearse(self, work: FsdpWork) -> None:
         """Record what a microbatch sends, with one sample. Who fails here cannot stand in for the rest."""
         before = counts()
         calls: list[Sent] = []
@@ -272,7 +272,7 @@ class Turn:
             return f"it talks to other ranks beside FSDP2 ({', '.join(odd)})"
         return "" if begun == Counter(call.group for call in calls) else "it has collectives out of sight"
 
-    def _try(self, work: Work, run: Run) -> tuple[Tried, Any, Exception | None]:
+    def _try(self, work: FsdpWork, run: FsdpPass) -> tuple[Tried, Any, Exception | None]:
         """One try; whatever becomes of it, this rank has sent all that the others wait for."""
         sends, before = self._all.sends[work.key], counts()
         failure: Any = None
@@ -280,7 +280,7 @@ class Turn:
         with self._told():
             try:
                 if work.call is None:
-                    failure = trying.attempt(run, device=self._device, last=True, note=lambda: run.note)
+                    failure = trying.run_guarded(run, device=self._device, last=True, note=lambda: run.note)
                 else:
                     failure = work.sizer.attempt(work.call, run)
             except Exception as error:
@@ -307,7 +307,7 @@ class Turn:
                 "expected from the first one: what fn sends to other ranks must not depend on the data"
             )
 
-    def _go_on(self, work: Work, tried: Tried, error: Exception | None) -> bool:
+    def _go_on(self, work: FsdpWork, tried: Tried, error: Exception | None) -> bool:
         """Vote: whether the try was right on all ranks; False to do it again, an error where nobody can."""
         votes = [Tried(**one) for one in self._all.ranks.gather(asdict(tried), doing=_BATCH)]
         action = settle_try(votes)
@@ -328,7 +328,7 @@ class Turn:
             "Start from a checkpoint, with a smaller microbatch_size"
         )
 
-    def _shrink(self, work: Work, failure: Any, at: int) -> None:
+    def _shrink(self, work: FsdpWork, failure: Any, at: int) -> None:
         """After a try that ran out somewhere."""
         if failure is None:
             if work.call is not None:

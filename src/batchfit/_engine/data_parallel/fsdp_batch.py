@@ -18,10 +18,10 @@ from typing import Any, Final, final
 import torch
 
 from batchfit._engine.batch.pure.pieces import Piece
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device import readings
-from batchfit._engine.sizing.uniform import Call, Sizing
+from batchfit._engine.sizing.uniform import BatchCall, UniformSizer
 from batchfit._engine.snapshot.rewind import Rewind
 
 _HEADROOM: Final = 0.05  # left free where a batch cannot be done again
@@ -30,13 +30,13 @@ _MOST_LOOKS: Final = 256  # samples among which one with weight is looked for
 
 @final
 @dataclass(slots=True)
-class Work:
+class FsdpWork:
     """A batch of this rank, and what the `Microbatcher` does with it."""
 
     key: Hashable  # the function that runs, and what decides on what it sends
     call: Any  # None: this rank has no samples
     sizer: Any
-    sizing: Sizing
+    sizing: UniformSizer
     rewind: Rewind
     prepare: Callable[[Sequence[Piece]], Any]  # a try of a plan; None: it has no weight
     weigh: Callable[[], float]
@@ -49,11 +49,11 @@ class Work:
 
 
 @final
-class Run:
+class FsdpPass:
     """All microbatches of a try: first those that count nothing, then this rank's own."""
 
     def __init__(
-        self, work: Work, plan: Sequence[Piece], count: int, *, spare: Any, rest: Callable[[], None]
+        self, work: FsdpWork, plan: Sequence[Piece], count: int, *, spare: Any, rest: Callable[[], None]
     ) -> None:
         self._work = work
         self._plan = plan
@@ -85,10 +85,10 @@ class Run:
 
 def is_plain(call: Any) -> bool:
     """Cut by samples, and not by lengths."""
-    return isinstance(call, Call)
+    return isinstance(call, BatchCall)
 
 
-def cut(work: Work, count: int) -> tuple[tuple[Piece, ...], int | None]:
+def cut(work: FsdpWork, count: int) -> tuple[tuple[Piece, ...], int | None]:
     """This rank's microbatches where all run `count`, and the size in use where others need finer ones."""
     call = work.call
     if call is None:
@@ -101,7 +101,7 @@ def cut(work: Work, count: int) -> tuple[tuple[Piece, ...], int | None]:
     return work.sizer.plan(call), own
 
 
-def learn(work: Work, plan: Sequence[Piece], own: int | None) -> None:
+def learn(work: FsdpWork, plan: Sequence[Piece], own: int | None) -> None:
     """A batch ran on all ranks. That others needed finer pieces says nothing about this rank's memory."""
     work.sizer.finish(work.call, plan)
     known = None if own is None else work.sizing.learned.of(work.call.whole.shape)
@@ -109,7 +109,7 @@ def learn(work: Work, plan: Sequence[Piece], own: int | None) -> None:
         work.sizing.learned.put(work.call.whole.shape, replace(known, size=own))
 
 
-def take_care(work: Work) -> None:
+def take_care(work: FsdpWork) -> None:
     """Where nothing can be done again: one sample first, then what the readings allow, with headroom."""
     call = work.call
     if call.held_bytes is None:  # the device does not tell: what the user has asked for
@@ -120,7 +120,7 @@ def take_care(work: Work) -> None:
     call.size = min(call.size, max(1, known, min(4 * known, 2 * known if most is None else most)))
 
 
-def sample_of(whole: Whole, weigh: Callable[[Any], float] | None, *, times: int) -> Any:
+def sample_of(whole: Batch, weigh: Callable[[Any], float] | None, *, times: int) -> Any:
     """A microbatch of one sample that has weight (its loss is a number then); None where none is found.
 
     `times`: how often it is there. Where samples cannot be picked, it is the first ones.

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from batchfit._engine.device.interface import Device, Peaks, _set_by_us, check_budget, fraction_of
-from batchfit._engine.device.pure.allocator_state import Mark, layout_of
+from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 from batchfit.errors import BatchfitError
 
 
@@ -34,7 +34,7 @@ def largest_bytes(device: Device) -> int | None:
     return device.largest_bytes() if isinstance(device, _CachingDevice) else None
 
 
-def allocator_mark(device: Device) -> Mark | None:
+def allocator_mark(device: Device) -> AllocatorState | None:
     """The caching allocator as it is now; None where there is none to be read."""
     return device.mark() if isinstance(device, _CachingDevice) else None
 
@@ -49,8 +49,8 @@ def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
     return system == "nt" or "microsoft" in (platform.release() if release is None else release).lower()
 
 
-# Of a `Mark`. Not `allocated_bytes`: a block of 10 MiB that is asked for 9 of them counts as 10 there, and
-# samples that grow longer step by step would look alike until they need another one.
+# Of a `AllocatorState`. Not `allocated_bytes`: a block of 10 MiB that is asked for 9 of them counts as 10
+# there, and samples that grow longer step by step would look alike until they need another one.
 _COUNTS = ("num_alloc_retries", "allocation.all.allocated", "requested_bytes.all.allocated")
 
 
@@ -110,7 +110,7 @@ class _CachingDevice:
             return None
         return max((int(one.get("total_size", 0)) for one in segments), default=None)
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> AllocatorState | None:
         """Where the large blocks are, and the counts; None where the allocator is not torch's own.
 
         Of all devices that the process uses: layers may lie on several, and any of them may run out.
@@ -125,14 +125,14 @@ class _CachingDevice:
         known = [one for one in marks if one is not None]
         if len(known) < len(marks):
             return None
-        return Mark(
+        return AllocatorState(
             hash(tuple(one.layout for one in known)),
             retries=sum(one.retries for one in known),
             requests=sum(one.requests for one in known),
             requested_bytes=sum(one.requested_bytes for one in known),
         )
 
-    def _mark_among(self, segments: list[dict[str, Any]]) -> Mark | None:
+    def _mark_among(self, segments: list[dict[str, Any]]) -> AllocatorState | None:
         """This device's mark."""
         own = [one for one in segments if one["device"] == self.index]
         stats = self.backend.memory_stats(self.index)
@@ -147,7 +147,7 @@ class _CachingDevice:
             room_bytes=self.budget_bytes() - int(self.backend.memory_reserved(self.index)),
         )
         retries, requests, requested_bytes = (int(stats[name]) for name in _COUNTS)
-        return Mark(layout, retries, requests, requested_bytes)
+        return AllocatorState(layout, retries, requests, requested_bytes)
 
     def _segments(self) -> list[dict[str, Any]] | None:
         """What the allocators of all devices have taken, block by block; None where nobody can tell."""

@@ -35,7 +35,7 @@ _CALL: Final = (
 _END: Final = r"(?=[.,:;!'\"]|\s*\(|\s*$)"  # "out of memory-efficient ..." is another sentence
 
 
-class _Rule(NamedTuple):
+class _OomRule(NamedTuple):
     verdict: Verdict
     types: tuple[type[BaseException], ...]
     pattern: str  # searched in the text, "" fits any
@@ -44,11 +44,11 @@ class _Rule(NamedTuple):
 _RUNTIME: Final = (RuntimeError,)
 _RULES: Final = (
     # --- by type: the caching allocators of CUDA, ROCm and XPU, cudaMallocAsync, virtual_memory
-    _Rule("oom", (torch.OutOfMemoryError,), ""),
+    _OomRule("oom", (torch.OutOfMemoryError,), ""),
     # Python itself, NumPy (_ArrayMemoryError), CuPy's pool, C++ bad_alloc through pybind11
-    _Rule("oom", (MemoryError,), ""),
+    _OomRule("oom", (MemoryError,), ""),
     # --- the context is dead: CUDA's sticky errors (driver documentation, cudaError_t 700 and on)
-    _Rule(
+    _OomRule(
         "fatal",
         _RUNTIME,
         _CALL + r"(?:an illegal memory access was encountered|device-side assert triggered|misaligned address"
@@ -57,76 +57,78 @@ _RULES: Final = (
         r"|the launch timed out and was terminated|uncorrectable ECC error encountered)",
     ),
     # the same of XPU (pytorch #177714)
-    _Rule("fatal", _RUNTIME, r"\bUR_RESULT_ERROR_DEVICE_LOST\b"),
+    _OomRule("fatal", _RUNTIME, r"\bUR_RESULT_ERROR_DEVICE_LOST\b"),
     # --- memory
     # allocators that raise a plain RuntimeError: torch < 2.4, MPS, torch_npu and other plug-ins
-    _Rule("oom", _RUNTIME, _DEVICE + " out of memory" + _END),
+    _OomRule("oom", _RUNTIME, _DEVICE + " out of memory" + _END),
     # cudaMallocAsync back-end, raised again by someone as a plain error (ComfyUI-Sharp #24)
-    _Rule("oom", _RUNTIME, r"would exceed allowed memory\. \(out of memory\)"),
+    _OomRule("oom", _RUNTIME, r"would exceed allowed memory\. \(out of memory\)"),
     # CUDA API calls before torch 2.8 (ComfyUI #13210), Triton launches, NCCL (lm-eval #2458)
-    _Rule("oom", _RUNTIME, _CALL + "out of memory" + _END),
+    _OomRule("oom", _RUNTIME, _CALL + "out of memory" + _END),
     # NCCL's and RCCL's own buffers (slime #956); the CUDA error itself is not in the text
-    _Rule("oom", _RUNTIME, r"Failed to CUDA (?:[cm]alloc|host alloc)\b"),
+    _OomRule("oom", _RUNTIME, r"Failed to CUDA (?:[cm]alloc|host alloc)\b"),
     # spconv (CMT #15), CTranslate2, and torch before 1.5
-    _Rule("oom", _RUNTIME, r"(?i:\bcuda (?:execution )?failed with error )(?:2 )?out of memory" + _END),
-    _Rule("oom", _RUNTIME, r"cuda runtime error \(2\) : out of memory"),
+    _OomRule("oom", _RUNTIME, r"(?i:\bcuda (?:execution )?failed with error )(?:2 )?out of memory" + _END),
+    _OomRule("oom", _RUNTIME, r"cuda runtime error \(2\) : out of memory"),
     # the same by its symbol: Thrust, CuPy's runtime, HIP, CUDA's driver
-    _Rule("oom", _RUNTIME, r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)\b"),
+    _OomRule(
+        "oom", _RUNTIME, r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)\b"
+    ),
     # CUDA's and ROCm's libraries: cuBLAS (pytorch #128601), cuDNN (9 says which side), cuFFT, cuSOLVER, ...
-    _Rule("oom", _RUNTIME, r"\b(?:CU|HIP)[A-Z]+_(?:STATUS_)?(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
+    _OomRule("oom", _RUNTIME, r"\b(?:CU|HIP)[A-Z]+_(?:STATUS_)?(?:\w+_)?ALLOC(?:ATION)?_FAILED\b"),
     # ROCm's: rocBLAS, MIOpen
-    _Rule("oom", _RUNTIME, r"\b(?:rocblas_status_memory_error|miopenStatusAllocFailed)\b"),
+    _OomRule("oom", _RUNTIME, r"\b(?:rocblas_status_memory_error|miopenStatusAllocFailed)\b"),
     # Metal's command buffers
-    _Rule("oom", _RUNTIME, r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b"),
+    _OomRule("oom", _RUNTIME, r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b"),
     # XPU: Unified Runtime, its predecessor PI, and Level Zero
-    _Rule("oom", _RUNTIME, r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
+    _OomRule("oom", _RUNTIME, r"\b(?:UR_RESULT|PI|ZE_RESULT)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b"),
     # Habana's device memory (Accelerate's detector)
-    _Rule("oom", _RUNTIME, r"MODULE:PT_DEVMEM Allocation failed"),
+    _OomRule("oom", _RUNTIME, r"MODULE:PT_DEVMEM Allocation failed"),
     # XLA; a quota of some service is RESOURCE_EXHAUSTED too
-    _Rule("oom", _RUNTIME, r"RESOURCE_EXHAUSTED: (?:Out of memory|Attempting to (?:allocate|reserve))"),
+    _OomRule("oom", _RUNTIME, r"RESOURCE_EXHAUSTED: (?:Out of memory|Attempting to (?:allocate|reserve))"),
     # torch's CPU allocator, Linux and Windows (c10/core/impl/alloc_cpu.cpp)
-    _Rule("oom", _RUNTIME, r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
+    _OomRule("oom", _RUNTIME, r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"),
     # torch turns a C++ exception that it does not know into a RuntimeError with its what()
-    _Rule("oom", _RUNTIME, r"\bstd::bad_alloc\b"),
+    _OomRule("oom", _RUNTIME, r"\bstd::bad_alloc\b"),
     # --- a limit on sizes, not on memory
     # one Metal buffer (torch-max-mem's detector)
-    _Rule("too_large", _RUNTIME, r"Invalid buffer size: "),
+    _OomRule("too_large", _RUNTIME, r"Invalid buffer size: "),
     # a grid dimension over 65535 (Lightning #20614, pytorch #142228)
-    _Rule("too_large", _RUNTIME, _CALL + "invalid configuration argument"),
+    _OomRule("too_large", _RUNTIME, _CALL + "invalid configuration argument"),
     # 32-bit indices in a kernel
-    _Rule(
+    _OomRule(
         "too_large", _RUNTIME, r"(?:more|larger|greater) than INT_MAX\b|INT_MAX elements|32-?bit index math"
     ),
     # sizes whose product overflows (c10 StorageImpl, alloc_cpu)
-    _Rule(
+    _OomRule(
         "too_large",
         _RUNTIME,
         r"Storage size calculation overflowed|alloc_cpu\(\) seems to have been called with negative",
     ),
     # --- memory or not: only a smaller size that runs can tell
     # cuDNN reports a workspace that it could not get in all of these ways (Lightning #5897, Ultralytics)
-    _Rule("ambiguous", _RUNTIME, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)"),
-    _Rule("ambiguous", _RUNTIME, r"unable to find an engine to execute this computation"),
-    _Rule("ambiguous", _RUNTIME, r"Unable to find a valid cuDNN algorithm"),
+    _OomRule("ambiguous", _RUNTIME, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)"),
+    _OomRule("ambiguous", _RUNTIME, r"unable to find an engine to execute this computation"),
+    _OomRule("ambiguous", _RUNTIME, r"Unable to find a valid cuDNN algorithm"),
     # a handle that could not get its workspace
-    _Rule("ambiguous", _RUNTIME, r"\bCUBLAS_STATUS_NOT_INITIALIZED\b|\bCUFFT_INTERNAL_ERROR\b"),
+    _OomRule("ambiguous", _RUNTIME, r"\bCUBLAS_STATUS_NOT_INITIALIZED\b|\bCUFFT_INTERNAL_ERROR\b"),
     # the allocator fell over its own bookkeeping, the driver could not answer (torch-max-mem's detector)
-    _Rule("ambiguous", _RUNTIME, r"INTERNAL ASSERT FAILED at .*CUDA(?:Caching|MallocAsync)Allocator"),
-    _Rule("ambiguous", _RUNTIME, r"CUDA driver error: device not ready"),
-    _Rule("ambiguous", _RUNTIME, r"\b(?:UR_RESULT|HSA_STATUS)_ERROR_OUT_OF_RESOURCES\b"),
-    _Rule("ambiguous", _RUNTIME, r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b"),
+    _OomRule("ambiguous", _RUNTIME, r"INTERNAL ASSERT FAILED at .*CUDA(?:Caching|MallocAsync)Allocator"),
+    _OomRule("ambiguous", _RUNTIME, r"CUDA driver error: device not ready"),
+    _OomRule("ambiguous", _RUNTIME, r"\b(?:UR_RESULT|HSA_STATUS)_ERROR_OUT_OF_RESOURCES\b"),
+    _OomRule("ambiguous", _RUNTIME, r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b"),
     # a worker ended by the kernel: the OOM killer, or shared memory ran out (bus error)
-    _Rule(
+    _OomRule(
         "ambiguous",
         _RUNTIME,
         r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) is killed by signal: (?:Killed|Bus error)",
     ),
-    _Rule("ambiguous", _RUNTIME, r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) exited unexpectedly"),
+    _OomRule("ambiguous", _RUNTIME, r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) exited unexpectedly"),
     # host memory, as mmap, fork and shared memory report it
-    _Rule(
+    _OomRule(
         "ambiguous", _RUNTIME, r"unable to (?:mmap|allocate shared memory|resize|write).*(?:\(12\)|\(28\))"
     ),
-    _Rule("ambiguous", (OSError,), r"^\[Errno 12\]"),
+    _OomRule("ambiguous", (OSError,), r"^\[Errno 12\]"),
 )
 _COMPILED: Final = tuple((rule, re.compile(rule.pattern, re.MULTILINE)) for rule in _RULES)
 
@@ -142,7 +144,7 @@ _CODES: Final[dict[int, Verdict]] = {
 _LONGEST: Final = 200
 
 
-class _Found(NamedTuple):
+class _FoundOom(NamedTuple):
     verdict: Verdict
     error: BaseException
     line: str  # the line of the text that decided, "" where the type did
@@ -180,7 +182,7 @@ def describe(error: BaseException, *, ambient: BaseException | None = None) -> s
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
-def _decide(error: BaseException, ambient: BaseException | None = None) -> _Found:
+def _decide(error: BaseException, ambient: BaseException | None = None) -> _FoundOom:
     found = [_judge(link) for link in _chain(error, ambient)]
     return min(found, key=lambda one: _GRAVITY.index(one.verdict))
 
@@ -206,22 +208,22 @@ def _chain(error: BaseException, ambient: BaseException | None) -> Iterator[Base
                 yield one
 
 
-def _judge(error: BaseException) -> _Found:
+def _judge(error: BaseException) -> _FoundOom:
     """The verdict on one error, not looking at its chain."""
     if not isinstance(error, Exception) or isinstance(error, _NEVER):
-        return _Found("error", error, "")
+        return _FoundOom("error", error, "")
     if _ACCELERATOR is not None and isinstance(error, _ACCELERATOR):
         verdict = _CODES.get(getattr(error, "error_code", None) or 0)
         if verdict is not None:
-            return _Found(verdict, error, "")
+            return _FoundOom(verdict, error, "")
     text: str | None = None
     for rule, pattern in _COMPILED:
         if isinstance(error, rule.types):
             text = _text(error) if text is None else text
             match = pattern.search(text)
             if match is not None:
-                return _Found(rule.verdict, error, _line_at(text, match.start()) if rule.pattern else "")
-    return _Found("error", error, "")
+                return _FoundOom(rule.verdict, error, _line_at(text, match.start()) if rule.pattern else "")
+    return _FoundOom("error", error, "")
 
 
 def _line_at(text: str, position: int) -> str:

@@ -47,7 +47,7 @@ class Failure:
     fragmented: bool
 
 
-def attempt(
+def run_guarded(
     run: Callable[[], object], *, device: Device, last: bool, note: Callable[[], str]
 ) -> Failure | None:
     """Call `run` and say how it ran out, or None. `last`: no smaller size is left."""
@@ -67,10 +67,10 @@ def attempt(
     return None
 
 
-def twice(run: Callable[[], T], *, device: Device, note: str) -> T:
+def run_twice(run: Callable[[], T], *, device: Device, note: str) -> T:
     """What `run` returns; where it runs out of memory, that is freed, and it is called once more."""
     answer: list[T] = []
-    failure = attempt(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
+    failure = run_guarded(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
     if failure is None:
         return answer[0]
     recover(device)

@@ -11,7 +11,7 @@ from batchfit._engine.device.resolve import CpuDevice, CudaDevice, Device
 from batchfit._engine.virtual_memory.memory import active
 
 
-class Reading(NamedTuple):
+class DeviceReading(NamedTuple):
     """What a device says of itself; None where it does not."""
 
     held_bytes: int | None
@@ -26,18 +26,18 @@ def recover(device: Device) -> None:
         device.reset()
 
 
-def read(device: Device) -> Reading:
+def read(device: Device) -> DeviceReading:
     """What the device holds now and how often it had to retry: tens of microseconds, no synchronisation."""
     if isinstance(device, CudaDevice):
         # Not `memory_stats`, which flattens the same table in Python (100 us).
         stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
         if not stats:  # nothing has been allocated there so far
-            return Reading(0, 0)
+            return DeviceReading(0, 0)
         held = int(stats["allocated_bytes"]["all"]["current"])
-        return Reading(held, int(stats.get("num_alloc_retries", 0)))
+        return DeviceReading(held, int(stats.get("num_alloc_retries", 0)))
     if not _counts(device):
-        return Reading(None, None)
-    return Reading(device.held_bytes(), device.alloc_retries())
+        return DeviceReading(None, None)
+    return DeviceReading(device.held_bytes(), device.alloc_retries())
 
 
 def begin_peak(device: Device) -> None:

@@ -112,7 +112,7 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """One collective, with tensors replaced by their shapes."""
 
     op: Any
@@ -126,19 +126,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace in _SPACES and func._schema.name.partition("::")[2] not in _QUIET:
-            self.calls.append(Call(func, _group_of(args, kwargs), _shapes(args), _shapes(kwargs)))
+            self.calls.append(CollectiveCall(func, _group_of(args, kwargs), _shapes(args), _shapes(kwargs)))
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Call]]:
+def recording() -> Iterator[list[CollectiveCall]]:
     """Inside, every collective of this thread, and of the backward passes that it starts, is kept."""
     recorder = _Recorder()
     with recorder:
@@ -151,10 +151,10 @@ class StepSends:
     """What one step sends, at any size: learned from the same step at a few small ones."""
 
     sizes: tuple[int, ...]
-    records: tuple[tuple[Call, ...], ...]
+    records: tuple[tuple[CollectiveCall, ...], ...]
 
     @classmethod
-    def learn(cls, records: Mapping[int, Sequence[Call]]) -> StepSends:
+    def learn(cls, records: Mapping[int, Sequence[CollectiveCall]]) -> StepSends:
         """From what was recorded at each size; `Unservable` where that does not say what others send."""
         sizes = tuple(sorted(records))
         sends = cls(sizes, tuple(tuple(records[size]) for size in sizes))
@@ -172,14 +172,14 @@ class StepSends:
                     raise Unservable(f"what {seen.op._schema.name} sends is no straight line in the size")
         return sends
 
-    def at(self, size: int) -> list[Call]:
+    def at(self, size: int) -> list[CollectiveCall]:
         """What a step of `size` sends."""
         calls = []
         for at_each in zip(*self.records, strict=True):
             args = tuple(
                 self._along([call.args[i] for call in at_each], size) for i in range(len(at_each[0].args))
             )
-            calls.append(Call(at_each[0].op, at_each[0].group, args, at_each[0].kwargs))
+            calls.append(CollectiveCall(at_each[0].op, at_each[0].group, args, at_each[0].kwargs))
         return calls
 
     def serve(self, size: int, already: Mapping[str, int]) -> None:
@@ -210,13 +210,13 @@ class StepSends:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Owed:
+class ExpectedCollectives:
     """What the steps of a trial send: the first ones each their own, all later ones as the last of these."""
 
     steps: tuple[StepSends, ...]
 
     @classmethod
-    def learn(cls, records: Mapping[int, Sequence[Sequence[Call]]]) -> Owed:
+    def learn(cls, records: Mapping[int, Sequence[Sequence[CollectiveCall]]]) -> ExpectedCollectives:
         """From the collectives of each step of a trial, at each size."""
         count = min(len(steps) for steps in records.values())
         return cls(
@@ -229,7 +229,7 @@ class Owed:
 
 
 @final
-class Counted:
+class CountedStep:
     """A step that counts its calls and what each has sent, so that the rest can be sent if one fails.
 
     counted = Counted(step, steps=3)
@@ -248,7 +248,7 @@ class Counted:
         self._number += 1
         return self._step(size)
 
-    def serve(self, owed: Owed, size: int) -> None:
+    def serve(self, owed: ExpectedCollectives, size: int) -> None:
         """Send what is left of the step that failed, then all of the steps after it."""
         if self._number >= 0:
             owed.step(self._number).serve(size, begun_since(self._before))
@@ -256,7 +256,7 @@ class Counted:
             owed.step(number).serve(size, {})
 
 
-def _send_zeros(call: Call) -> None:
+def _send_zeros(call: CollectiveCall) -> None:
     sent = call.op(*_made(call.args), **_made(dict(call.kwargs)))
     if call.op.namespace == "c10d":
         work = sent[-1] if isinstance(sent, tuple | list) else sent

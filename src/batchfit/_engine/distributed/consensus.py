@@ -65,7 +65,7 @@ class _Missing:
 
 
 @final
-class Meeting:
+class StoreConsensus:
     """The agreements of one process group, round by round; every rank of the group holds one."""
 
     def __init__(self, store: Any, *, rank: int, world_size: int) -> None:

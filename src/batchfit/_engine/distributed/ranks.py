@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from batchfit._engine.distributed.consensus import Meeting, name_of
+from batchfit._engine.distributed.consensus import StoreConsensus, name_of
 from batchfit.errors import BatchfitError, RanksDisagreeError
 
 
@@ -38,7 +38,7 @@ class Ranks:
     In one process the same code runs and costs nothing.
     """
 
-    def __init__(self, meeting: Meeting | None, timeout_s: float) -> None:
+    def __init__(self, meeting: StoreConsensus | None, timeout_s: float) -> None:
         self._meeting = meeting
         self.timeout_s = timeout_s
 
@@ -153,7 +153,7 @@ class Ranks:
         return f"Ranks(rank={self.rank}, world_size={self.world_size}, timeout_s={self.timeout_s:g})"
 
 
-_meeting_now: tuple[weakref.ref[Any], Meeting] | None = None
+_meeting_now: tuple[weakref.ref[Any], StoreConsensus] | None = None
 
 
 _our_group: weakref.ref[Any] | None = None
@@ -176,7 +176,7 @@ def made_by_us() -> bool:
     return _our_group is not None and dist.is_initialized() and _our_group() is dist.group.WORLD
 
 
-def _current_meeting() -> Meeting | None:
+def _current_meeting() -> StoreConsensus | None:
     global _meeting_now
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
@@ -191,7 +191,7 @@ def _current_meeting() -> Meeting | None:
             f"ranks of a {dist.get_backend()} group cannot agree, because the group has no store. "
             "Initialise torch.distributed with gloo or nccl."
         )
-    meeting = Meeting(store, rank=dist.get_rank(), world_size=dist.get_world_size())
+    meeting = StoreConsensus(store, rank=dist.get_rank(), world_size=dist.get_world_size())
     _meeting_now = (weakref.ref(group), meeting)
     # When the group goes, or the interpreter ends. The store must not outlive the group through us: a group
     # made after it on the same port would find the old one's entries, torch's own among them.

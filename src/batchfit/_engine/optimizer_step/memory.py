@@ -175,13 +175,15 @@ def _makes_buffer_late(
 
 
 @final
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, notes every storage that an operation makes, and when it is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: list[_Made] = []
-        self._events: list[_Made | weakref.ref[Any]] = []  # one that is there twice was freed the second time
+        self._made: list[_MadeStorage] = []
+        self._events: list[
+            _MadeStorage | weakref.ref[Any]
+        ] = []  # one that is there twice was freed the second time
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -212,7 +214,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        made = _Made(storage, self._events.append)
+        made = _MadeStorage(storage, self._events.append)
         made.size = block_bytes(storage.nbytes())  # a thousand scalars weigh more than their bytes
         made.device = storage.device
         self._made.append(made)
@@ -229,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most: dict[torch.device, int] = {}
         peak: dict[torch.device, list[int]] = {}
         for made in events:
-            assert isinstance(made, _Made)
+            assert isinstance(made, _MadeStorage)
             storage = made()
             if not made.size or (storage is not None and storage._cdata in stays):
                 continue
@@ -246,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Need(peak)
 
 
-class _Made(weakref.ref[torch.UntypedStorage]):
+class _MadeStorage(weakref.ref[torch.UntypedStorage]):
     """One storage that an operation has made: a weak reference that knows what it weighs, and where."""
 
     __slots__ = ("device", "size")

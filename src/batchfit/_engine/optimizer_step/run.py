@@ -19,7 +19,7 @@ _LENT: Final = ("grad_scale", "found_inf")
 
 
 @final
-class Work:
+class StepRun:
     """One call of `step`: what it is made of, and how far it has come."""
 
     def __init__(

@@ -31,13 +31,13 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from batchfit._engine.data_parallel.ddp import Alone, Together
+from batchfit._engine.data_parallel.ddp import DdpRanks, SingleProcess
 from batchfit._engine.data_parallel.pure.protocol import StepVote, settle_ready, settle_tried
 from batchfit._engine.data_parallel.step_vote import StepTurn
 from batchfit._engine.device import oom
 from batchfit._engine.device.ram import read_ram
-from batchfit._engine.optimizer_step.memory import Need, Recorder, free_memory, guess
-from batchfit._engine.optimizer_step.run import Work
+from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_memory, guess
+from batchfit._engine.optimizer_step.run import StepRun
 from batchfit._engine.optimizer_step.state import Undo, can_make_state, make_state, remembered, undo_all
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._units import format_bytes
@@ -45,7 +45,7 @@ from batchfit.errors import BatchfitError, SnapshotError
 
 logger = logging.getLogger("batchfit")
 
-_ALONE: Final = Alone()
+_ALONE: Final = SingleProcess()
 
 # RAdam takes more from its sixth step on, when its variance is tractable.
 _RECORDED_STEPS: Final = 8
@@ -57,7 +57,7 @@ def step(
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
     rollback: bool = False,
-    ranks: Together | Alone = _ALONE,
+    ranks: DdpRanks | SingleProcess = _ALONE,
 ) -> torch.Tensor | None:
     """Clip and step, all of it or nothing: `unscale_`, clip, `optimizer.step()`, `scaler.update()`.
 
@@ -81,7 +81,7 @@ def step(
         optimizers = _checked(optimizer, scaler, clip_norm, rollback)
         if turn is not None:
             turn.check(optimizers)
-        work = Work(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
+        work = StepRun(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
         ranks.check_reduced(parameter for some in work.parameters for parameter in some)
         plan = _plan_of(work)
         learned = plan.need if plan.covers(work) else None
@@ -101,7 +101,7 @@ def step(
         return work.norm
 
 
-def _agreed(work: Work, turn: StepTurn, snapshot: Snapshot | None, made: list[Undo]) -> Snapshot | None:
+def _agreed(work: StepRun, turn: StepTurn, snapshot: Snapshot | None, made: list[Undo]) -> Snapshot | None:
     """All ranks are ready, or all raise; a host copy on all of them, or on none."""
     votes = turn.vote(StepVote(protected=snapshot is not None))
     action = settle_ready(votes)
@@ -123,9 +123,9 @@ def _agreed(work: Work, turn: StepTurn, snapshot: Snapshot | None, made: list[Un
 
 
 def _protected(
-    work: Work,
+    work: StepRun,
     snapshot: Snapshot,
-    plan: _Plan,
+    plan: _StepPlan,
     made: list[Undo],
     turn: StepTurn | None,
     *,
@@ -176,7 +176,7 @@ def warm(optimizer: Optimizer | Sequence[Optimizer]) -> None:
 
     An OOM is tried once more with memory freed, then raised with everything as it was.
     """
-    _prepared(Work(_checked(optimizer, None, None, False), None, None))
+    _prepared(StepRun(_checked(optimizer, None, None, False), None, None))
 
 
 def _checked(optimizer: Any, scaler: Any, clip_norm: Any, rollback: Any) -> tuple[Optimizer, ...]:
@@ -216,7 +216,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _StepPlan:
     """What earlier steps of the same kind have shown."""
 
     steps: int = 0  # recorded since it last changed what a step does
@@ -225,7 +225,7 @@ class _Plan:
     need: Need | None = None
     tight: bool = False  # its memory could not be reserved once, which was said
 
-    def covers(self, work: Work) -> bool:
+    def covers(self, work: StepRun) -> bool:
         """Whether this step takes no more than those did."""
         enough = _RECORDED_STEPS if any(isinstance(o, torch.optim.RAdam) for o in work.optimizers) else 1
         if self.need is None or self.steps < enough or work.gradients() > self.gradients:
@@ -240,7 +240,7 @@ class _Plan:
                 return False
         return True
 
-    def learn(self, work: Work, need: Need) -> None:
+    def learn(self, work: StepRun, need: Need) -> None:
         """A step was taken, and took `need`."""
         self.need = need if self.need is None else self.need.merged(need)
         self.steps += 1
@@ -251,13 +251,13 @@ class _Plan:
 
 @dataclass(slots=True)
 class _Plans:
-    by_kind: dict[tuple[Any, ...], _Plan] = field(default_factory=dict)
+    by_kind: dict[tuple[Any, ...], _StepPlan] = field(default_factory=dict)
 
 
 _plans: weakref.WeakKeyDictionary[Optimizer, _Plans] = weakref.WeakKeyDictionary()
 
 
-def _plan_of(work: Work) -> _Plan:
+def _plan_of(work: StepRun) -> _StepPlan:
     """What is known of such steps; another optimizer beside, other groups or flags make another kind."""
     first = work.optimizers[0]
     plans = _plans.get(first)
@@ -277,7 +277,7 @@ def _plan_of(work: Work) -> _Plan:
     if plan is None:
         if len(plans.by_kind) >= 16:  # groups that come and go
             plans.by_kind.clear()
-        plan = plans.by_kind[kind] = _Plan()
+        plan = plans.by_kind[kind] = _StepPlan()
     return plan
 
 
@@ -286,7 +286,7 @@ def _is_compiled(optimizer: Optimizer) -> bool:
     return hasattr(optimizer.step, "_torchdynamo_orig_callable")
 
 
-def _prepared(work: Work) -> list[Undo]:
+def _prepared(work: StepRun) -> list[Undo]:
     """Make optimizer state; what is returned takes it away again."""
     ambient = sys.exception()
     failed = ""
@@ -309,7 +309,7 @@ def _prepared(work: Work) -> list[Undo]:
 
 
 def _protection(
-    work: Work, plan: _Plan, learned: Need | None, made: list[Undo], *, rollback: bool
+    work: StepRun, plan: _StepPlan, learned: Need | None, made: list[Undo], *, rollback: bool
 ) -> Snapshot | None:
     """A host copy where one is asked for, or where memory for the step cannot be promised."""
     need, known = learned, True
@@ -341,15 +341,15 @@ def _protection(
     return None
 
 
-def _is_known(work: Work, optimizer: Optimizer) -> bool:
+def _is_known(work: StepRun, optimizer: Optimizer) -> bool:
     return can_make_state(optimizer, scaled=work.scaler is not None)
 
 
-def _guess(work: Work) -> Need:
+def _guess(work: StepRun) -> Need:
     return guess(work.optimizers, small=work.scaler is not None or work.clip_norm is not None)
 
 
-def _copied(work: Work) -> Snapshot:
+def _copied(work: StepRun) -> Snapshot:
     tensors = [p for some in work.parameters for p in some]
     # gradients and two moments; what is really there is known only when it is copied
     wanted = 4 * sum(p.numel() * p.element_size() for p in tensors)
@@ -365,14 +365,14 @@ def _copied(work: Work) -> Snapshot:
     return snapshot
 
 
-def _kinds(work: Work) -> str:
+def _kinds(work: StepRun) -> str:
     return ", ".join(type(one).__name__ for one in work.optimizers)
 
 
-def _attempt(work: Work, snapshot: Snapshot | None, plan: _Plan, *, recording: bool) -> str | None:
+def _attempt(work: StepRun, snapshot: Snapshot | None, plan: _StepPlan, *, recording: bool) -> str | None:
     """Take the step: None, or what ran out. Any other error is raised, with the copy put back."""
     ambient = sys.exception()
-    recorder = Recorder() if recording else None
+    recorder = StorageRecorder() if recording else None
     try:
         with recorder or nullcontext():
             work.run(recording=recording)
@@ -390,7 +390,7 @@ def _attempt(work: Work, snapshot: Snapshot | None, plan: _Plan, *, recording: b
     return None
 
 
-def _nothing_moved(detail: str, plan: _Plan | None) -> torch.OutOfMemoryError:
+def _nothing_moved(detail: str, plan: _StepPlan | None) -> torch.OutOfMemoryError:
     takes = ""
     if plan is not None and plan.need is not None:
         takes = f" It takes {format_bytes(plan.need.total_bytes)} beside what is held."

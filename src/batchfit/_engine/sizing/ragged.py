@@ -24,15 +24,15 @@ from typing import Any, final
 
 from batchfit._engine.batch.padding import Layout, Lengths, Side
 from batchfit._engine.batch.pure.pieces import Pack, PaddedShape, Piece
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
 from batchfit._engine.device import oom_guard as trying
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom_guard import Failure
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.pure.memory_by_shape import Headroom, MemoryModel
-from batchfit._engine.sizing.pure.pack import MULTIPLE, Shapes, pack
-from batchfit._engine.sizing.uniform import BEFORE, Sizing, counted
+from batchfit._engine.sizing.pure.pack import MULTIPLE, SeenShapes, pack
+from batchfit._engine.sizing.uniform import BEFORE, UniformSizer, counted
 
 log = logging.getLogger("batchfit")
 
@@ -46,7 +46,7 @@ class _Known:
     """What ragged batches of one kind of call have taught."""
 
     memory: MemoryModel = field(default_factory=MemoryModel)
-    shapes: Shapes = field(default_factory=Shapes)
+    shapes: SeenShapes = field(default_factory=SeenShapes)
     headroom: Headroom = field(default_factory=Headroom)
     layout: Layout | None = None
     width: int = 0  # what the last batch was padded to
@@ -59,9 +59,9 @@ class _Known:
 class RaggedCall:
     """One ragged batch on its way through a call; reads its microbatches where they are new."""
 
-    whole: Whole
+    whole: Batch
     known: _Known
-    sizing: Sizing
+    sizing: UniformSizer
     trains: bool  # gradients appear
     joins: bool  # outputs are joined: their padded dimensions must show
     held_bytes: int | None
@@ -114,12 +114,12 @@ def _extent(piece: Piece) -> PaddedShape:
 
 
 @final
-class Packing:
+class RaggedSizer:
     """The microbatches of one Microbatcher's ragged batches."""
 
     def __init__(
         self,
-        sizing: Sizing,
+        sizing: UniformSizer,
         *,
         most: int | None,
         pad_keys: Sequence[str | int] | None,
@@ -134,7 +134,7 @@ class Packing:
         self._known: dict[str, _Known] = {}
 
     def begin(
-        self, whole: Whole, lengths: Lengths, *, compiled: bool, trains: bool, joins: bool
+        self, whole: Batch, lengths: Lengths, *, compiled: bool, trains: bool, joins: bool
     ) -> RaggedCall:
         """A batch comes: find its padding, and read the device."""
         known = self._known_of(whole.shape.family)
@@ -149,7 +149,7 @@ class Packing:
             samples=whole.samples,
         )
         note = "batchfit: raised while the lengths of a batch were read"
-        whole.trimmer = trying.twice(find_padding, device=self._sizing.device, note=note)
+        whole.trimmer = trying.run_twice(find_padding, device=self._sizing.device, note=note)
         known.layout = whole.trimmer.layout if known.layout is None else known.layout
         self._look_at_width(known, whole.trimmer.padded_length)
         held = self._sizing.read().held_bytes
@@ -174,7 +174,7 @@ class Packing:
             most_samples=None if free else lambda length: memory.most_samples(length, budget),
             at_most=self._most,
             padded_length=trimmer.padded_length,
-            shapes=Shapes(batches=known.shapes.batches) if call.alone else known.shapes,
+            shapes=SeenShapes(batches=known.shapes.batches) if call.alone else known.shapes,
         )
         if call.joins and not call.alone:
             packs = _told_apart(packs, [piece.length or 0 for piece in done], trimmer.padded_length)
@@ -196,7 +196,7 @@ class Packing:
 
     def attempt(self, call: RaggedCall, run: Any) -> Failure | None:
         """Call `run`."""
-        return trying.attempt(
+        return trying.run_guarded(
             run,
             device=self._sizing.device,
             last=max(piece.size for piece in call.plan) == 1,
@@ -307,7 +307,7 @@ class Packing:
         self._known = {
             kind: _Known(
                 memory=MemoryModel.from_dict(one["memory"]),
-                shapes=Shapes.from_dict(one["shapes"]),
+                shapes=SeenShapes.from_dict(one["shapes"]),
                 headroom=Headroom(**one["headroom"]),
                 layout={path: tuple(dims) for path, dims in one["layout"].items()},
                 on_top_bytes=float(one["on_top_bytes"]),
@@ -327,7 +327,7 @@ def _told_apart(packs: tuple[Pack, ...], done: Sequence[int], padded: int) -> tu
     return (*others, Pack(last.indices, length))
 
 
-def _shortest(whole: Whole, piece: Piece) -> int:
+def _shortest(whole: Batch, piece: Piece) -> int:
     """The least that these samples can be trimmed to."""
     assert whole.trimmer is not None
     own = max(whole.trimmer.lengths[sample] for sample in piece.samples)  # type: ignore[union-attr]

@@ -20,12 +20,12 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.pure.pieces import Piece, Shape, balanced, equal, pieces
-from batchfit._engine.batch.split import Whole
+from batchfit._engine.batch.split import Batch
 from batchfit._engine.device import oom_guard as trying
 from batchfit._engine.device import readings
 from batchfit._engine.device.compile import compilations, recompile_limit
 from batchfit._engine.device.oom_guard import Failure
-from batchfit._engine.device.readings import Reading
+from batchfit._engine.device.readings import DeviceReading
 from batchfit._engine.device.resolve import CudaDevice, Device
 from batchfit._engine.sizing.pure.bounds import Bounds, Learned
 from batchfit._engine.sizing.pure.events import EventKind, MicrobatchEvent
@@ -45,10 +45,10 @@ def counted(count: int, one: str, many: str = "") -> str:
 
 
 @dataclass(slots=True)
-class Call:
+class BatchCall:
     """One batch on its way through a call."""
 
-    whole: Whole
+    whole: Batch
     size: int
     bounds: Bounds
     held_bytes: int | None
@@ -66,7 +66,7 @@ class Call:
 
 
 @final
-class Sizing:
+class UniformSizer:
     """The sizes of one Microbatcher."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Sizing:
 
     # --- one batch
 
-    def begin(self, whole: Whole, *, compiled: bool) -> Call:
+    def begin(self, whole: Batch, *, compiled: bool) -> BatchCall:
         """A batch comes: the size to begin with."""
         reading = self.read()
         known = self.learned.of(whole.shape)
@@ -113,7 +113,7 @@ class Sizing:
             if known is None or not bounds.is_over(usual, room):
                 why = "batches of other shapes or sizes say that more would not fit"
             self.tell("lowered", usual, size, why, shape=whole.shape)
-        return Call(whole, size, bounds, reading.held_bytes, compiled)
+        return BatchCall(whole, size, bounds, reading.held_bytes, compiled)
 
     def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
         """The error for `what` that does not fit."""
@@ -126,7 +126,7 @@ class Sizing:
             message=message,
         )
 
-    def plan(self, call: Call, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
+    def plan(self, call: BatchCall, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
         """Microbatches for the samples that are still to run."""
         start = sum(piece.size for piece in done)
         left = call.whole.length - start
@@ -141,16 +141,16 @@ class Sizing:
             call.size = sizes[0]
         return pieces(sizes, start)
 
-    def is_proven(self, call: Call) -> bool:
+    def is_proven(self, call: BatchCall) -> bool:
         """Whether this size has run for this shape."""
         return not call.is_new
 
-    def attempt(self, call: Call, run: Any) -> Failure | None:
+    def attempt(self, call: BatchCall, run: Any) -> Failure | None:
         """Call `run`, measuring it where its size is new."""
         new = call.is_new
         if new:
             readings.begin_peak(self.device)
-        failure = trying.attempt(
+        failure = trying.run_guarded(
             run,
             device=self.device,
             last=call.size == 1,
@@ -164,7 +164,7 @@ class Sizing:
             call.peak_bytes = readings.peak(self.device)
         return failure
 
-    def shrink(self, call: Call, failure: Failure, at: int) -> None:
+    def shrink(self, call: BatchCall, failure: Failure, at: int) -> None:
         """After what the failed try changed was put back: free what it left, and choose what to try next."""
         readings.recover(self.device)
         call.retries += 1
@@ -205,7 +205,7 @@ class Sizing:
         call.retries += 1
         self.tell("retry", size, size, f"memory ran out in loss_fn ({failure.message})")
 
-    def finish(self, call: Call, plan: Sequence[Piece]) -> None:
+    def finish(self, call: BatchCall, plan: Sequence[Piece]) -> None:
         """Learn from a batch that ran."""
         shape, used = call.whole.shape, None
         if call.peak_bytes is not None and call.held_bytes is not None:
@@ -219,12 +219,12 @@ class Sizing:
             self._peaks.clear()
         self._peaks[shape, call.size] = call.peak_bytes
 
-    def limited(self, call: Call) -> AbstractContextManager[None]:
+    def limited(self, call: BatchCall) -> AbstractContextManager[None]:
         """Inside, no more than the budget can be used, where the size is new."""
         return self.within_budget(call.whole) if call.is_new else nullcontext()
 
     @contextmanager
-    def within_budget(self, whole: Whole) -> Iterator[None]:
+    def within_budget(self, whole: Batch) -> Iterator[None]:
         """Inside, no more than the budget can be used; where all of it is held already, nothing is tried."""
         if self.budget_bytes is None:
             yield
@@ -237,7 +237,7 @@ class Sizing:
 
     # --- the device
 
-    def read(self) -> Reading:
+    def read(self) -> DeviceReading:
         """The reading of this batch; who ran the last one is told of allocation retries since then."""
         reading = readings.read(self.device)
         seen, self.retries_seen = self.retries_seen, reading.retries
@@ -264,7 +264,7 @@ class Sizing:
             self._limit_bytes = free if self.budget_bytes is None else min(free, self.budget_bytes)
         return self._limit_bytes
 
-    def room(self, reading: Reading, *, fresh: bool) -> int | None:
+    def room(self, reading: DeviceReading, *, fresh: bool) -> int | None:
         """Bytes that are left for a batch."""
         return None if reading.held_bytes is None else self.limit(fresh=fresh) - reading.held_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, final
 
 
-class Watch(Protocol):
+class PassWatch(Protocol):
     """Who wants to know what each microbatch takes."""
 
     def begin(self, index: int) -> None: ...

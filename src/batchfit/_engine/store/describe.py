@@ -75,7 +75,7 @@ def digest_of(parts: object) -> str:
 
 
 @final
-class Reader:
+class ValueReader:
     """Reads values into nested lists. What was read before is named by its number: ties and cycles show."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ def _number_or_text(value: Any) -> list[str] | None:
 
 def _unordered(values: Iterable[object]) -> list[str]:
     """A set, in an order that no process chooses: each item is read on its own."""
-    return sorted(digest_of(Reader().read(value)) for value in values)
+    return sorted(digest_of(ValueReader().read(value)) for value in values)
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:

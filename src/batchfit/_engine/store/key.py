@@ -22,7 +22,14 @@ from batchfit._engine.batch.structure import children, is_array
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.store.describe import ATOMS, Reader, UndescribableError, atom, digest_of, tensor_shape
+from batchfit._engine.store.describe import (
+    ATOMS,
+    UndescribableError,
+    ValueReader,
+    atom,
+    digest_of,
+    tensor_shape,
+)
 from batchfit.workload import Workload
 
 ALLOCATOR_VARIABLES: Final = (
@@ -65,7 +72,7 @@ def described(work: Workload, *, sample_size: int) -> list[Any]:
     """
     if work.model is None:
         raise UndescribableError("a step without a model says nothing about itself")
-    reader = Reader()
+    reader = ValueReader()
     source = work._parts.get("source")
     # First, and with every generator put back: a dataset is also scanned here for its longest samples.
     sample = None if source is None else _sample(work, source, sample_size)
@@ -162,7 +169,7 @@ def _shapes(node: Any) -> Any:
     return [type(node).__qualname__, list(extent) if isinstance(extent, tuple) else None]
 
 
-def _optimizer(reader: Reader, optimizer: Any, model: object) -> Any:
+def _optimizer(reader: ValueReader, optimizer: Any, model: object) -> Any:
     """Class and options of each group. Of a number only whether it is zero counts: momentum takes
     memory, 0.9 or 0.95 does not; of the learning rate only whether it is a tensor."""
     if optimizer is None:
@@ -211,7 +218,7 @@ def _state(part: Any) -> Any:
     return type(part).__qualname__
 
 
-def _source(reader: Reader, source: Any) -> Any:
+def _source(reader: ValueReader, source: Any) -> Any:
     """Where batches come from. Of data only the shape counts, which `_sample` and the lengths show."""
     if isinstance(source, Made):
         return ["made", reader.read(source.make)]

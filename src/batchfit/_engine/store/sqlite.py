@@ -69,7 +69,7 @@ def cache_folder(variables: Mapping[str, str] = os.environ, platform: str = sys.
 
 @final
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoredAnswer:
     """A result that was found before, and when (seconds since 1970)."""
 
     fit: FitResult
@@ -112,7 +112,7 @@ class Store:
         """The file, whether or not it is there yet. A user without a home folder raises RuntimeError."""
         return (self._folder or cache_folder()).absolute() / FILE_NAME
 
-    def get(self, key: str) -> list[Answer]:
+    def get(self, key: str) -> list[StoredAnswer]:
         """The answers for `key`, one a budget, the newest first. Makes no file and no folder."""
 
         def read(path: Path) -> list[tuple[float, str]]:
@@ -127,7 +127,7 @@ class Store:
         found = []
         for found_at, text in rows:
             with suppress(ResultFileError, TypeError):  # a row of a later version, or garbage: not an answer
-                found.append(Answer(FitResult.from_json(text), float(found_at)))
+                found.append(StoredAnswer(FitResult.from_json(text), float(found_at)))
         return found
 
     def put(self, key: str, fit: FitResult, *, alone: bool = False) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, final
 from torch import Tensor
 
 from batchfit._engine.allocator.footprint import Origin, Trace
-from batchfit._engine.allocator.generation import Loop, with_all_passes
+from batchfit._engine.allocator.generation import TokenLoop, with_all_passes
 
 
 @final
@@ -25,7 +25,7 @@ class Blocks:
         self._origins: list[Origin] = []
         self._events: list[int] = []
         self._step_ends: list[int] = []
-        self._loops: list[Loop] = []
+        self._loops: list[TokenLoop] = []
         self._begins = 0
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._shared: dict[int, int] = {}  # how many storages more hold a block
@@ -97,7 +97,7 @@ class Blocks:
         """How many events there are so far."""
         return len(self._events)
 
-    def looped(self, loop: Loop) -> None:
+    def looped(self, loop: TokenLoop) -> None:
         """What was written down since has some passes of a loop, and stands for all of them."""
         self._loops.append(loop)
 

@@ -33,7 +33,7 @@ _PLAIN = frozenset(
 _MOST = 1 << 13
 
 
-class _Made(NamedTuple):
+class _MadeResult(NamedTuple):
     """How to make one result: a tensor of its own, a view into an argument, an argument, or a plain value."""
 
     shape: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class _Made(NamedTuple):
 
 
 class _Result(NamedTuple):
-    parts: tuple[_Made, ...]
+    parts: tuple[_MadeResult, ...]
     kind: type | None  # tuple or list; None for a single one
 
 
@@ -200,13 +200,13 @@ class FakeResults:
         found, seen = [], set(held)
         for one in (out,) if kind is None else out:
             if type(one) in (int, float, bool, type(None)):
-                found.append(_Made(value=one))
+                found.append(_MadeResult(value=one))
                 continue
             if type(one) is not FakeTensor or not self._is_plain(one):
                 return None
             itself = next((index for index, other in given if other is one), None)
             if itself is not None:
-                found.append(_Made(itself=itself))
+                found.append(_MadeResult(itself=itself))
                 continue
             address = _address(one)
             view_of = single if address in held else None
@@ -219,9 +219,9 @@ class FakeResults:
             found.append(made)
         return _Result(tuple(found), kind)
 
-    def _made(self, one: Any, view_of: int | None, args: Any) -> _Made | None:
+    def _made(self, one: Any, view_of: int | None, args: Any) -> _MadeResult | None:
         """How to make a tensor like this one, if that gives one like it in every respect."""
-        made = _Made(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), view_of)
+        made = _MadeResult(one.shape, one.stride(), one.dtype, one.fake_device, one.storage_offset(), view_of)
         twin = self._again(made, args)
         same = (
             vars(twin) == vars(one)
@@ -235,7 +235,7 @@ class FakeResults:
         )
         return made if same else None
 
-    def _again(self, made: _Made, args: Any) -> Any:
+    def _again(self, made: _MadeResult, args: Any) -> Any:
         if made.itself is not None:
             return args[made.itself]
         if made.device is None:

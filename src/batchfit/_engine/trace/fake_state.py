@@ -30,7 +30,7 @@ from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.known_values import WHOLE
-from batchfit._engine.workload.reachable import Place, hooks_of, kept_by_classes, parts_of, reached
+from batchfit._engine.workload.reachable import NameBinding, hooks_of, kept_by_classes, parts_of, reached
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -48,7 +48,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         parts: list[Any],
         device: torch.device,
         containers: Sequence[Any] = (),
-        places: Sequence[Place] = (),
+        places: Sequence[NameBinding] = (),
     ) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # a trace keeps results itself, at a tenth of the cost
@@ -356,7 +356,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             for contents in contents_of(value):
                 contents.replace(self._stand_in)
 
-    def _fake_place(self, place: Place) -> None:
+    def _fake_place(self, place: NameBinding) -> None:
         """A parameter is a fake meanwhile, in a tuple too."""
         before = meanwhile = place.held()
         if type(before) is tuple:

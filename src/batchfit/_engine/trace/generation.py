@@ -23,7 +23,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from batchfit._engine.allocator.generation import Loop
+from batchfit._engine.allocator.generation import TokenLoop
 from batchfit._engine.trace.block_log import Blocks
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -114,7 +114,7 @@ def _shortened(
         if len(spans) <= late:
             raise UntraceableError("generate", "", "it ended before all tokens were made")
         two, last = ((spans[one - 1], spans[one]) for one in (early, late))
-        blocks.looped(Loop(spans[1], two, last, (early, late), count))
+        blocks.looped(TokenLoop(spans[1], two, last, (early, late), count))
     made: Tensor = ids.new_zeros((ids.shape[0], begins + count + 1), dtype=torch.long)
     return made
 

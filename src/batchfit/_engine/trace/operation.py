@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchfit._engine.allocator.gpus import Card
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.copies import Extra
 from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
 from batchfit._engine.cuda_model.workspaces import extra_rule, is_gemm
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
     reads_data: bool  # a value is read, or makes the shape of the result
     composite: Any  # CUDA's way through it, where it comes whole
     is_composite: bool
-    takes: Callable[[Any, Card], Extra | None] | None
+    takes: Callable[[Any, Gpu], Extra | None] | None
     stand_in: Any
     is_gemm: bool
 

@@ -47,7 +47,7 @@ _DEVICE = torch.ops.prim.device.default
 
 
 @final
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Sees every operation of a step on the fake device, and writes down what it allocates and frees."""
 
     def __init__(

@@ -40,7 +40,7 @@ from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import short_generation
 from batchfit._engine.trace.logged_values import Unread, values_unread
-from batchfit._engine.trace.recorder import Recorder
+from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.source_line import HERE, TORCH, named
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop
@@ -99,7 +99,7 @@ def _traced(
         stack.enter_context(_told_once())
         for change in changes:
             stack.enter_context(change(workload, faked))
-        recorder = Recorder(
+        recorder = TraceRecorder(
             faked,
             rules,
             outside=_run.__code__,
@@ -153,7 +153,7 @@ def _told_once() -> Iterator[None]:
         logger.disabled = before
 
 
-def _run(workload: Workload, size: int, recorder: Recorder) -> None:
+def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
     try:
         with recorder.faked.mode, recorder, warnings.catch_warnings():
             # nn.LSTM looks whether its weights lie side by side, and is answered that they do not.
@@ -179,7 +179,7 @@ def _is_argument_error(error: Exception) -> bool:
     return inside and isinstance(error, TypeError | ValueError)
 
 
-def _explained(error: Exception, recorder: Recorder) -> UntraceableError:
+def _explained(error: Exception, recorder: TraceRecorder) -> UntraceableError:
     """What stood in the way, with the user's own line."""
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     # A value that json or statistics cannot take was given to them by a line of the program.

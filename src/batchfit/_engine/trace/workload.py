@@ -6,9 +6,9 @@ Rules:
   the host can make the batch.
 - The lines are checked against a trace that they do not go through: a small one, which is there already, or
   one in the middle. Where they are off by more than a hundredth, or the streams differ from size to size,
-  they are not used: each size is traced (`Traced.at`), as long as that takes no more than a minute.
+  they are not used: each size is traced (`TracedWorkload.at`), as long as that takes no more than a minute.
 - Far below the sizes that were traced the lines may be off by what kernels take at no small size: down there
-  the small traces answer, and a budget that ends there is traced by itself (`Traced.is_off_at`).
+  the small traces answer, and a budget that ends there is traced by itself (`TracedWorkload.is_off_at`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchfit._engine.allocator.footprint import (
     check_same_stream,
     expected_end,
 )
-from batchfit._engine.allocator.gpus import DEFAULT, Card
+from batchfit._engine.allocator.gpus import DEFAULT, Gpu
 from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.fake_state import is_paged
@@ -56,7 +56,7 @@ Change = Callable[[Workload, Any], AbstractContextManager[Any]]
 
 @final
 @dataclass(slots=True)
-class Traced:
+class TracedWorkload:
     """A workload's footprint, and how it came about."""
 
     workload: Workload
@@ -120,10 +120,10 @@ class Traced:
         return sorted(self.single)
 
 
-def card_of(device: torch.device) -> Card:
+def card_of(device: torch.device) -> Gpu:
     """The card that is really here."""
     properties = torch.cuda.get_device_properties(device)
-    return Card(
+    return Gpu(
         name=properties.name,
         usable_bytes=properties.total_memory,
         capability=(properties.major, properties.minor),
@@ -133,7 +133,7 @@ def card_of(device: torch.device) -> Card:
     )
 
 
-def rules_for(workload: Workload, card: Card | None = None) -> CudaRules:
+def rules_for(workload: Workload, card: Gpu | None = None) -> CudaRules:
     """A fake `cuda` where the workload is on one, a fake card on the CPU otherwise.
 
     Another card than the one that is here is always traced on the CPU: torch would make the choices of the
@@ -154,7 +154,7 @@ def trace_workload(
     small: tuple[Trace, Trace] | None = None,
     changes: tuple[Change, ...] = (),
     limit_s: float | None = None,
-) -> Traced:
+) -> TracedWorkload:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
     No size above `most` is asked about. `small` is the first look of an earlier trace of this workload. A
@@ -206,7 +206,7 @@ def trace_workload(
             single = _below(second, [at(one, steps=1) for one in between if one > SMALL[1]], at(high))
     except ShapeChangedError:
         footprint = None
-    return Traced(
+    return TracedWorkload(
         workload,
         rules,
         footprint,
@@ -224,7 +224,7 @@ def trace_workload(
 
 def glance(
     workload: Workload, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
-) -> Traced:
+) -> TracedWorkload:
     """The footprint from one step of a few samples and two steps near the end: half the time, no check.
 
     For those who compare it with a real run before they trust it. Where the end turns out to be far beyond
@@ -254,7 +254,9 @@ def glance(
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
-    return Traced(workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload)))
+    return TracedWorkload(
+        workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload))
+    )
 
 
 def _steps_of(workload: Workload) -> int:

@@ -30,7 +30,7 @@ class CutOff(Exception):
 
 
 @final
-class Company:
+class ChildGroup:
     """The children of all ranks; in one process there is no company, and nothing is asked."""
 
     def __init__(self, ranks: Ranks) -> None:

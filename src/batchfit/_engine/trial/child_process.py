@@ -51,7 +51,7 @@ _PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
 _PIPE_BYTES = 2**16  # read at once: as much as a pipe holds
 
 
-class Silent(Exception):
+class ChildSilent(Exception):
     """The child has said nothing for too long."""
 
 
@@ -143,7 +143,7 @@ class Child:
                 whole = whole[os.write(self._requests, whole) :]
 
     def receive(self, timeout_s: float | None, *, look: Callable[[], None] | None = None) -> Message | None:
-        """The child's next message; None where it has ended instead, `Silent` where neither happens.
+        """The child's next message; None where it has ended instead, `ChildSilent` where neither happens.
 
         `look` is called now and then while there is none: what it raises ends the wait.
         """
@@ -160,7 +160,7 @@ class Child:
             if look is not None:
                 look()
             if deadline is not None and time.monotonic() >= deadline:
-                raise Silent
+                raise ChildSilent
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: Message = json.loads(line)
         return message

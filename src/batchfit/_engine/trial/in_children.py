@@ -37,8 +37,8 @@ import torch.distributed as dist
 from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial import child_main as child_side
-from batchfit._engine.trial.child_group import Company, CutOff
-from batchfit._engine.trial.child_process import Child, Message, OnOutput, Silent
+from batchfit._engine.trial.child_group import ChildGroup, CutOff
+from batchfit._engine.trial.child_process import Child, ChildSilent, Message, OnOutput
 from batchfit._engine.virtual_memory.memory import active
 from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
@@ -153,7 +153,7 @@ def _check_possible(device: object) -> str | None:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChildDevice:
     """The device that the children use, as the first of them saw it. This process does not touch it."""
 
     name: str
@@ -175,12 +175,12 @@ class Place:
         return self.name.partition(":")[0] == "cpu"
 
 
-def _place(loaded: Message) -> Place:
+def _place(loaded: Message) -> ChildDevice:
     available, total = loaded["available_bytes"], loaded["total_bytes"]
     around = active()
     if loaded["device"] == "cpu" and around is not None:  # a virtual memory does not reach into a child
         available, total = min(available, around.limit_bytes), min(total, around.limit_bytes)
-    return Place(loaded["device"], available, total, loaded["state_elements"])
+    return ChildDevice(loaded["device"], available, total, loaded["state_elements"])
 
 
 class RunOne(Protocol):
@@ -195,7 +195,7 @@ class RunOne(Protocol):
 
 
 @final
-class Children:
+class InChildren:
     """Runs trials, each in a child of its own, one at a time.
 
         with Children(Factory.of(make), device=None, timeout_s=60) as children:
@@ -208,11 +208,11 @@ class Children:
     def __init__(
         self, factory: Factory, *, device: object, timeout_s: float | None, ranks: Ranks | None = None
     ) -> None:
-        self._company = Company(ranks or Ranks.current())
+        self._company = ChildGroup(ranks or Ranks.current())
         self._device = _check_possible(device)
         self._factory = factory
         self._timeout_s = timeout_s
-        self._first: Place | None = None
+        self._first: ChildDevice | None = None
         self._seen_bytes = 0
         self._loaded: Child | None = None
         self._spare: Child | None = None
@@ -227,7 +227,7 @@ class Children:
         self._loaded = self._spare = None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ChildDevice:
         """Where the workload runs. Starts the first child, which then waits for its trial."""
         if self._first is None:
             self._loaded = self._load()
@@ -354,7 +354,7 @@ class Children:
         """The next message, which must be of that kind; a death here has nothing to do with the size."""
         try:
             message = child.receive(timeout_s, look=self._company.look())
-        except Silent:
+        except ChildSilent:
             raise ChildDiedError(f"was still {doing} after {timeout_s:g} s") from None
         if message is None:
             raise ChildDiedError(
@@ -373,7 +373,7 @@ class Children:
         while ending is None:
             try:
                 message = child.receive(self._timeout_s, look=self._company.look())
-            except Silent:
+            except ChildSilent:
                 ending = _Ending(
                     "timeout", f"was stopped after {self._timeout_s:g} s without an answer (timeout_s)", False
                 )

@@ -19,7 +19,7 @@ from torch import nn
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import CudaDevice, Device
 from batchfit._engine.device.tensors import optimizers_in, own_bytes, tensors_in
-from batchfit._engine.distributed.collectives import Counted, Owed, is_lost_connection
+from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -35,14 +35,14 @@ _LITTLE = 2**20  # bytes that no answer depends on
 
 
 @final
-class Here:
+class InProcess:
     """Runs trials in this process, on the caller's own objects, and puts them back."""
 
     def __init__(self, work: Workload, place: Device) -> None:
         self.place = place
         self.state_elements = count_elements(work.state)
         self.work = work
-        self._owed: Owed | None = None  # what a step sends to other ranks
+        self._owed: ExpectedCollectives | None = None  # what a step sends to other ranks
         self._snapshot: Snapshot | None = None  # while trials are run
         self._low = 1  # a small size that all ranks have run
 
@@ -61,7 +61,7 @@ class Here:
             parameters=self._parameters(),
         )
         gc.collect()
-        with self.place.limit(self.place.budget_bytes()), QuickCollections():
+        with self.place.limit(self.place.budget_bytes()), FrozenGarbage():
             self._owed, failed = rehearse(self.work.step, run, ranks, sizes=sizes, device=self.place.name)
             if failed:
                 self.regroup()
@@ -104,7 +104,7 @@ class Here:
         ) -> Trial:
             nonlocal first
             steps = steps_of(work.kind, steps, few)
-            step = work.step if self._owed is None else Counted(work.step, steps=steps)
+            step = work.step if self._owed is None else CountedStep(work.step, steps=steps)
             try:
                 trial = run_trial(
                     step,
@@ -133,7 +133,7 @@ class Here:
             return trial
 
         collect_garbage(work, self.place)
-        with self.place.limit(budget_bytes), QuickCollections() as collections:
+        with self.place.limit(budget_bytes), FrozenGarbage() as collections:
             held_bytes = _held_bytes(self.place)
             self._snapshot = snapshot
             try:
@@ -177,7 +177,7 @@ class Here:
 
     def _serve(self, step: object, size: int, snapshot: Snapshot) -> None:
         """Send what the other ranks wait for; what that has changed here is put back too."""
-        if self._owed is None or not isinstance(step, Counted):
+        if self._owed is None or not isinstance(step, CountedStep):
             return
         step.serve(self._owed, size)
         snapshot.restore(cut_off=False)
@@ -208,7 +208,7 @@ def _arranges(module: nn.Module) -> bool:
 
 
 @final
-class QuickCollections:
+class FrozenGarbage:
     """Lets each trial's garbage collection look only at what came after this point.
 
     A program with torch and transformers loaded has a million objects, and walking them takes longer

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from batchfit._engine.distributed.collectives import (
-    Call,
-    Counted,
-    Owed,
+    CollectiveCall,
+    CountedStep,
+    ExpectedCollectives,
     StepSends,
     Unservable,
     begun_since,
@@ -34,15 +34,15 @@ _PATIENCE_S = 30.0  # of a rank that ran out at once, for others that may wait f
 _SETTLED = 4  # steps after which a wrapper arranges nothing any more, the last two to compare
 
 
-class Run(Protocol):
+class RunSteps(Protocol):
     """Runs some steps at a size and puts the state back."""
 
     def __call__(self, step: Step, size: int, *, steps: int) -> Trial: ...
 
 
 def rehearse(
-    step: Step, run: Run, ranks: Ranks, *, sizes: Sequence[int], device: str
-) -> tuple[Owed | None, bool]:
+    step: Step, run: RunSteps, ranks: Ranks, *, sizes: Sequence[int], device: str
+) -> tuple[ExpectedCollectives | None, bool]:
     """What a step sends, at any size; None where it sends nothing. And whether a step failed on any rank.
 
     `sizes`: small ones, ascending.
@@ -56,7 +56,7 @@ def rehearse(
         return None, False
     if any(text for text, _ in told):
         raise _nothing_fits(first, told, device)
-    owed: Owed | None = None
+    owed: ExpectedCollectives | None = None
     whole, why = False, ""
     try:
         owed, whole = _learned(step, run, sizes)
@@ -97,25 +97,25 @@ def _nothing_fits(first: Trial, told: list[tuple[str, bool]], device: str) -> No
     return NothingFitsError(first.size, device=device, budget_bytes=used, detail="; ".join(failed))
 
 
-def _learned(step: Step, run: Run, sizes: Sequence[int]) -> tuple[Owed, bool]:
+def _learned(step: Step, run: RunSteps, sizes: Sequence[int]) -> tuple[ExpectedCollectives, bool]:
     """What steps send, and whether all of them ended."""
     whole = True
-    records: dict[int, list[list[Call]]] = {}
+    records: dict[int, list[list[CollectiveCall]]] = {}
     for size in sizes:
-        seen: list[list[Call]] = []
-        counted = Counted(_recorded(step, seen), steps=_SETTLED)
+        seen: list[list[CollectiveCall]] = []
+        counted = CountedStep(_recorded(step, seen), steps=_SETTLED)
         trial = run(counted, size, steps=_SETTLED)
         if trial.fits:
             if StepSends.learn({size: seen[-1]}) != StepSends.learn({size: seen[-2]}):
                 raise Unservable("its steps do not all send the same")
             records[size] = seen
         elif records:  # the larger ones are for shapes that grow: without them none does
-            counted.serve(Owed.learn(records), size)
+            counted.serve(ExpectedCollectives.learn(records), size)
             whole = False
-    return Owed.learn(records), whole
+    return ExpectedCollectives.learn(records), whole
 
 
-def _recorded(step: Step, seen: list[list[Call]]) -> Step:
+def _recorded(step: Step, seen: list[list[CollectiveCall]]) -> Step:
     def recorded(size: int) -> object:
         before = counts()
         with recording() as calls:

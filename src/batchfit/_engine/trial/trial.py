@@ -32,11 +32,11 @@ from batchfit._engine.device import oom
 from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.device.cuda import allocator_mark, largest_bytes
 from batchfit._engine.device.interrupts import Interrupts
-from batchfit._engine.device.pure.allocator_state import Mark
+from batchfit._engine.device.pure.allocator_state import AllocatorState
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trial.pure.soak import goes_round
+from batchfit._engine.trial.pure.soak import allocator_repeats
 from batchfit._engine.workload import loop, phase
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import NothingRanError, SnapshotError
@@ -50,11 +50,11 @@ class _Readings:
     step_s: list[float] = field(default_factory=list)
     retries_at: list[int] = field(default_factory=list)
     held_bytes: int | None = None
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[AllocatorState] = field(default_factory=list)
 
     @property
     def settled(self) -> bool:
-        return goes_round(self.marks)
+        return allocator_repeats(self.marks)
 
     def steps_that_retried(self, first: int) -> int:
         """In how many steps after the first ones allocations were retried."""

@@ -24,7 +24,7 @@ from batchfit._engine.virtual_memory.op_sizes import block_bytes
 from batchfit._units import format_bytes
 
 
-class Held(weakref.ref[torch.UntypedStorage]):
+class LiveStorage(weakref.ref[torch.UntypedStorage]):
     """One live storage: a weak reference that knows what it weighs."""
 
     __slots__ = ("address", "size")
@@ -40,8 +40,8 @@ class Ledger:
         self.limit = limit_bytes
         self.allocated = 0
         self.peak = 0
-        self.held: dict[int, Held] = {}  # by the address of the StorageImpl
-        self.freed: deque[Held] = deque()
+        self.held: dict[int, LiveStorage] = {}  # by the address of the StorageImpl
+        self.freed: deque[LiveStorage] = deque()
         # Reentrant: a garbage collection may run a finalizer that reads us while we hold the lock.
         self.lock = threading.RLock()
         self.off = False  # in a forked child: what it allocates is not this device's
@@ -64,7 +64,7 @@ class Ledger:
 
     def hold(self, storage: torch.UntypedStorage, size: int) -> None:
         """Put a storage on the count. With the lock held."""
-        held = Held(storage, self.freed.append)
+        held = LiveStorage(storage, self.freed.append)
         held.address = address = storage._cdata
         held.size = size
         self.held[address] = held

@@ -81,11 +81,11 @@ class Loop:
         self._variables.clear()
 
 
-class _Running(threading.local):
+class _RunningLoop(threading.local):
     loop: Loop | None = None
 
 
-_running = _Running()
+_running = _RunningLoop()
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ import threading
 PHASES = ("batch", "forward", "backward", "optimizer")
 
 
-class _Running(threading.local):
+class _RunningPhase(threading.local):
     name: str | None = None
 
 
-_running = _Running()
+_running = _RunningPhase()
 
 
 def enter(name: str) -> None:

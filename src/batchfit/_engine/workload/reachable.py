@@ -33,7 +33,7 @@ _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
 @final
-class Place(NamedTuple):
+class NameBinding(NamedTuple):
     """A name that a function uses, by which a program may hold a tensor: of an outer function or a module."""
 
     holder: CellType | dict[str, Any]
@@ -69,7 +69,7 @@ class Reached(NamedTuple):
 
     parts: list[Any]  # of a training program
     containers: list[Any]  # what else holds things there: lists, tables, objects of the program's own
-    places: list[Place]
+    places: list[NameBinding]
 
 
 def parts_of(workload: Workload) -> Iterator[Any]:
@@ -101,7 +101,7 @@ def reached(step: Any) -> Reached:
     """What a function can reach, its own and its helpers'."""
     found: dict[int, Any] = {}
     containers: list[Any] = []
-    places: list[Place] = []
+    places: list[NameBinding] = []
     seen: set[int] = set()
 
     def visit(value: Any, depth: int) -> None:
@@ -130,10 +130,10 @@ def _keeps_things(value: Any) -> bool:
     return is_own(value) and bool(tables_of(value))
 
 
-def _places_of(function: FunctionType) -> Iterator[Place]:
-    yield from (Place(cell) for cell in function.__closure__ or ())
+def _places_of(function: FunctionType) -> Iterator[NameBinding]:
+    yield from (NameBinding(cell) for cell in function.__closure__ or ())
     if not is_installed(function.__module__):
-        yield from (Place(function.__globals__, name) for name in _globals_in(function.__code__))
+        yield from (NameBinding(function.__globals__, name) for name in _globals_in(function.__code__))
 
 
 def _reached_from(value: Any, depth: int) -> Iterator[Any]:

@@ -308,7 +308,7 @@ def _as_a_script(target: Target) -> Iterator[None]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedFunction:
     """A function by its target, called like the function itself."""
 
     text: str
@@ -322,16 +322,16 @@ class Named:
 
 
 def loaded(function: Any) -> Any:
-    """What is called in the end: the function that a target or a `Named` stands for, else what is given."""
+    """The function that a target or a `NamedFunction` names; anything else as it is."""
     if isinstance(function, str):
-        function = Named(function)
-    return function.load() if isinstance(function, Named) else function
+        function = NamedFunction(function)
+    return function.load() if isinstance(function, NamedFunction) else function
 
 
 def in_full(function: Any) -> Any:
     """The same function wherever the current folder is; what is no name of a file, as it is."""
-    if isinstance(function, Named):
-        return Named(in_full(function.text))
+    if isinstance(function, NamedFunction):
+        return NamedFunction(in_full(function.text))
     if not isinstance(function, str):
         return function
     place, colon, name = function.rpartition(":")

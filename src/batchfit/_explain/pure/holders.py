@@ -27,7 +27,7 @@ _ALIKE = 2.0  # blocks of one class are alike if their weights are within this r
 
 @final
 @dataclass(frozen=True, slots=True)
-class Held:
+class PeakPart:
     """A part of the peak."""
 
     name: str
@@ -36,7 +36,7 @@ class Held:
     kinds: dict[str, int]
     operations: tuple[str, ...] = ()
     repeats: int = 1
-    parts: tuple[Held, ...] = ()
+    parts: tuple[PeakPart, ...] = ()
 
 
 @final
@@ -79,8 +79,8 @@ class Peak:
         return grained(self.trace.sizes[block])
 
     def held(
-        self, name: str, blocks: Iterable[int], *, repeats: int = 1, parts: tuple[Held, ...] = ()
-    ) -> Held:
+        self, name: str, blocks: Iterable[int], *, repeats: int = 1, parts: tuple[PeakPart, ...] = ()
+    ) -> PeakPart:
         """These blocks as one part of the peak."""
         chosen = list(blocks)
         kinds: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Peak:
             kinds[origin.kind] += self.size_of(block)
             if origin.kind not in _NAMED and origin.operation:
                 operations[short_operation(origin.operation)] += self.size_of(block)
-        return Held(
+        return PeakPart(
             name,
             sum(kinds.values()),
             len(chosen),
@@ -114,13 +114,13 @@ def short_operation(operation: str) -> str:
     return f"{plain} plan" if plan else plain
 
 
-def by_kind(peak: Peak) -> list[Held]:
+def by_kind(peak: Peak) -> list[PeakPart]:
     """In the order in which people ask (`KINDS`)."""
     groups = _grouped(peak, lambda origin: origin.kind)
     return [peak.held(kind, groups[kind]) for kind in KINDS if kind in groups]
 
 
-def by_line(peak: Peak) -> list[Held]:
+def by_line(peak: Peak) -> list[PeakPart]:
     """Source lines, the most first; what has no line goes by what it is."""
     return _ranked(peak.held(name, blocks) for name, blocks in _grouped(peak, _line).items())
 
@@ -191,7 +191,7 @@ class _Node:
         return max(len(self.modules), 1)
 
 
-def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside modules") -> list[Held]:
+def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside modules") -> list[PeakPart]:
     """Modules, the most first. `classes` has the class of each module's path, the root's under "".
 
     What belongs to no module is told as `outside`, with its line.
@@ -310,9 +310,9 @@ def _own_name(peak: Peak, node: _Node) -> str:
     return f"{node.name}: {function}" if telling else f"{node.name} itself"
 
 
-def _told(peak: Peak, node: _Node) -> Held:
+def _told(peak: Peak, node: _Node) -> PeakPart:
     blocks = node.blocks()
-    parts: tuple[Held, ...] = ()
+    parts: tuple[PeakPart, ...] = ()
     if node.children:
         size = sum(map(peak.size_of, blocks))
         rows = _opened(peak, node, limit=_INSIDE, least=0.25 * size, inside=True)
@@ -342,5 +342,5 @@ def _grouped(peak: Peak, key: Callable[[Origin], str]) -> dict[str, list[int]]:
     return groups
 
 
-def _ranked(found: Iterable[Held]) -> list[Held]:
+def _ranked(found: Iterable[PeakPart]) -> list[PeakPart]:
     return sorted(found, key=lambda one: -one.size)

@@ -22,7 +22,7 @@ SLACK_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SharedBudget:
     """What a search may use now, and what it might when it began.
 
     >>> MiB = 2**20
@@ -58,7 +58,7 @@ class Room:
         """More is reachable than when the search began."""
         return reachable_bytes - self.begun_bytes > self._slack()
 
-    def after(self, reachable_bytes: int) -> Room:
+    def after(self, reachable_bytes: int) -> SharedBudget:
         """The room once that much is seen to be reachable."""
         if not self.lacks(reachable_bytes):
             return self

@@ -71,7 +71,7 @@ class Deal:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class DealtSamples:
     """What was handed out of an epoch, and what is in flight, in the order in which it will arrive."""
 
     handed: int = 0
@@ -82,20 +82,20 @@ class Ledger:
     void_below: int = 0
     in_flight: tuple[Deal, ...] = ()
 
-    def next_epoch(self) -> Ledger:
+    def next_epoch(self) -> DealtSamples:
         """A new epoch; what is in flight of this one is void."""
-        return Ledger(serial=self.serial, void_below=self.serial)
+        return DealtSamples(serial=self.serial, void_below=self.serial)
 
-    def resumed(self, handed: int, batches: int) -> Ledger:
+    def resumed(self, handed: int, batches: int) -> DealtSamples:
         """The same epoch, so far on."""
-        return Ledger(handed, batches, handed, batches, self.serial, self.serial)
+        return DealtSamples(handed, batches, handed, batches, self.serial, self.serial)
 
-    def deal(self, size: int) -> Ledger:
+    def deal(self, size: int) -> DealtSamples:
         """The next `size` samples are on their way: the last of `in_flight`."""
         stop = self.cursor + size
         new = Deal(self.serial, self.number, self.cursor, stop)
         flight = (*self.in_flight, new)
-        return Ledger(
+        return DealtSamples(
             self.handed, self.batches, stop, self.number + 1, self.serial + 1, self.void_below, flight
         )
 
@@ -108,7 +108,7 @@ class Ledger:
         """What is in flight and not void."""
         return tuple(deal for deal in self.in_flight if not self.is_void(deal.serial))
 
-    def arrived(self, serial: int) -> Ledger:
+    def arrived(self, serial: int) -> DealtSamples:
         """That deal is the next: those before it failed, and the user was told."""
         flight = self.in_flight
         while flight[0].serial != serial:
@@ -117,22 +117,22 @@ class Ledger:
             return self
         return replace(self, in_flight=flight)
 
-    def throw_away(self) -> Ledger:
+    def throw_away(self) -> DealtSamples:
         """The first in flight is void."""
         return replace(self, in_flight=self.in_flight[1:])
 
-    def hand(self) -> Ledger:
+    def hand(self) -> DealtSamples:
         """The first in flight goes to the user."""
         first, flight = self.in_flight[0], self.in_flight[1:]
-        return Ledger(
+        return DealtSamples(
             first.stop, first.number + 1, self.cursor, self.number, self.serial, self.void_below, flight
         )
 
-    def hand_part(self, size: int) -> Ledger:
+    def hand_part(self, size: int) -> DealtSamples:
         """The first in flight came with `size` samples only (0: no batch), near the end of a stream."""
         first, later = self.in_flight[0], self.in_flight[1:]
         missing, none = first.size - size, int(size == 0)
-        return Ledger(
+        return DealtSamples(
             first.start + size,
             first.number + 1 - none,
             self.cursor - missing,
@@ -142,9 +142,9 @@ class Ledger:
             tuple(Deal(d.serial, d.number - none, d.start - missing, d.stop - missing) for d in later),
         )
 
-    def cancel(self) -> Ledger:
+    def cancel(self) -> DealtSamples:
         """What is in flight is void: the next deal begins where the last one that was handed out ended."""
-        return Ledger(
+        return DealtSamples(
             self.handed, self.batches, self.handed, self.batches, self.serial, self.serial, self.in_flight
         )
 

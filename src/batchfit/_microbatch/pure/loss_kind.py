@@ -31,7 +31,7 @@ _ZERO: Final = 1e-6
 
 @final
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LossReading:
     """The losses of one set of samples, one for each time that it was run."""
 
     values: tuple[float, ...]
@@ -58,12 +58,12 @@ class Reading:
 class Join(NamedTuple):
     """The losses of some sets of samples, and of all of them together."""
 
-    sets: tuple[Reading, ...]
-    joined: Reading
+    sets: tuple[LossReading, ...]
+    joined: LossReading
     expected: float | None = None  # of `joined`, where the loss is a mean: known from another join
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[LossReading, ...]:
         return (*self.sets, self.joined)
 
 
@@ -113,7 +113,7 @@ def is_noisy(joins: Sequence[Join]) -> bool:
     return any(gap > limit and not _exceeds(gap, error, limit) for gap, error in found)
 
 
-def differs(reading: Reading, wanted: float, scale: float) -> bool:
+def differs(reading: LossReading, wanted: float, scale: float) -> bool:
     """Whether a loss is clearly another one than wanted; never said of a random one."""
     return not reading.is_random and abs(reading.mean - wanted) > _CLEAR * scale
 

@@ -47,7 +47,7 @@ class Loaded:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class ShapeTimes:
     """The same steps twice, with shapes that were new the first time. `steps` is how many of each."""
 
     steps: int
@@ -77,7 +77,7 @@ class Facts:
     cut_off_by_memory: bool = False
     flops_share: float | None = None
     loaded: Loaded | None = None
-    shapes: Shapes | None = None
+    shapes: ShapeTimes | None = None
     own_s: Sequence[float] = ()  # each rank's step without waiting for the others
     crowded: Sequence[tuple[int, int, int]] = field(default=())  # (size, retries, steps) of larger sizes
 

@@ -59,7 +59,7 @@ class Timed:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TimingRequest:
     """A size to time: briefly, or `fine`ly."""
 
     size: int
@@ -104,19 +104,21 @@ class Knee:
             raise TypeError(f"timed must be a Timed, not {timed!r}")
         return replace(self, told=(*self.told, timed))
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> TimingRequest | None:
         """The next size to time; None when there is nothing more to learn."""
         if self.sizes:
             done = {one.size for one in self.told}
             # What is larger than a size that ran out would run out as well.
             failed = min((one.size for one in self.told if not one.fits), default=math.inf)
-            return next((Ask(size, True) for size in self.sizes if size not in done and size < failed), None)
+            return next(
+                (TimingRequest(size, True) for size in self.sizes if size not in done and size < failed), None
+            )
         if len(self.told) >= _LONGEST:
             return None
         points = _joined(self.told)
         if not points:
             first = self.smallest if self.ceiling is None else min(self.smallest, self.ceiling)
-            return None if self.told else Ask(first, False)
+            return None if self.told else TimingRequest(first, False)
         return self._climb(points) or self._look_far(points) or self._close_in(points) or self._settle(points)
 
     @property
@@ -167,7 +169,7 @@ class Knee:
 
     # The stages, in order. Each answers with a size that it needs, or None.
 
-    def _climb(self, points: Sequence[_Point]) -> Ask | None:
+    def _climb(self, points: Sequence[_Point]) -> TimingRequest | None:
         """From the smallest size up in large steps, until a step's time grows with the size."""
         if len(points) >= 2 and _is_loaded(points):
             return None
@@ -178,11 +180,11 @@ class Knee:
             times = _CLIMB_SLOWLY
         return self._above(last.size * times, points)
 
-    def _look_far(self, points: Sequence[_Point]) -> Ask | None:
+    def _look_far(self, points: Sequence[_Point]) -> TimingRequest | None:
         """One look well above the knee that the line predicts: is there more to be had?"""
         return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
-    def _close_in(self, points: Sequence[_Point]) -> Ask | None:
+    def _close_in(self, points: Sequence[_Point]) -> TimingRequest | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
         chosen = self._smallest_within(points)
         if not self._is_within(points, chosen):  # throughput still rises where the looks end
@@ -198,12 +200,12 @@ class Knee:
         fit, enough = fitted(points), (1 - (1 - _SPARE) * self.within) * self._reference(points)
         promised = next((size for size in between if fit.rate(size) >= enough), None)
         if promised is not None:
-            return Ask(promised, True)
+            return TimingRequest(promised, True)
         if between and chosen > _GAP * below:  # so wide that the line may be wrong about it
-            return Ask(_middle(below, chosen, among=between), False)
+            return TimingRequest(_middle(below, chosen, among=between), False)
         return None
 
-    def _settle(self, points: Sequence[_Point]) -> Ask | None:
+    def _settle(self, points: Sequence[_Point]) -> TimingRequest | None:
         """The answer timed finely; before that, or again, what a better timing may put in its place."""
         chosen = self._smallest_within(points)
         rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
@@ -218,14 +220,14 @@ class Knee:
         close = [one for one in (*below, point) if is_close(one)]
         brief = [one for one in (*close, point) if not one.fine]
         if brief:
-            return Ask(brief[0].size, True)
+            return TimingRequest(brief[0].size, True)
         noisy = [one for one in close if one.spread > _NOISY * self.within]
         if close and top.spread > 2 * _NOISY * self.within:  # it costs the most, so it has to be worse
             noisy.insert(0, top)
         noisy = [one for one in noisy if one.times < _TIMES]
-        return Ask(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
+        return TimingRequest(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
 
-    def _above(self, wanted: float, points: Sequence[_Point]) -> Ask | None:
+    def _above(self, wanted: float, points: Sequence[_Point]) -> TimingRequest | None:
         """A look at that size, or at the largest that leaves room below the limit, if it is a larger one."""
         ceiling = self.ceiling
         if ceiling is not None:
@@ -263,9 +265,9 @@ class Knee:
         promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
         return max(best, promised) if math.isfinite(promised) else best
 
-    def _new(self, size: int, points: Sequence[_Point]) -> Ask | None:
+    def _new(self, size: int, points: Sequence[_Point]) -> TimingRequest | None:
         known = {point.size for point in points} | {one.size for one in self.told if not one.fits}
-        return None if size in known else Ask(size, False)
+        return None if size in known else TimingRequest(size, False)
 
     def to_json(self) -> str:
         """This search as JSON text: settings and history."""
@@ -321,7 +323,7 @@ def _is_loaded(points: Sequence[_Point]) -> bool:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Line:
+class StepTimeLine:
     """Time per step: `max(floor_s, fixed_s + sample_s * size)`."""
 
     floor_s: float
@@ -349,15 +351,15 @@ class Line:
         return max(sloped, share * self.floor_s / self.sample_s, 1.0)
 
 
-def fitted(points: Sequence[_Point]) -> Line:
+def fitted(points: Sequence[_Point]) -> StepTimeLine:
     """The line through the points, by relative errors; the first few may lie on a floor."""
     if len(points) == 1:
-        return Line(0.0, 0.0, points[0].step_s / points[0].size)
-    best: tuple[float, Line] | None = None
+        return StepTimeLine(0.0, 0.0, points[0].step_s / points[0].size)
+    best: tuple[float, StepTimeLine] | None = None
     for flat in range(len(points) - 1):
         fixed_s, sample_s = _straight(points[flat:])
         floor_s = sum(one.step_s for one in points[:flat]) / flat if flat else 0.0
-        line = Line(floor_s, fixed_s, sample_s)
+        line = StepTimeLine(floor_s, fixed_s, sample_s)
         cost = sum(
             (math.log(line.step_s(one.size) / one.step_s) / max(one.spread, least)) ** 2
             for one, least in zip(points, [_FLOOR_VARIES] * flat + [_QUIET] * len(points), strict=False)
@@ -365,7 +367,7 @@ def fitted(points: Sequence[_Point]) -> Line:
         cost += 2.0 if flat else 0.0  # one more number has to earn its place (Akaike)
         if best is None or cost < best[0]:
             best = (cost, line)
-    return best[1] if best is not None else Line(0.0, *_straight(points))
+    return best[1] if best is not None else StepTimeLine(0.0, *_straight(points))
 
 
 def _straight(points: Sequence[_Point]) -> tuple[float, float]:
@@ -387,7 +389,7 @@ def _straight(points: Sequence[_Point]) -> tuple[float, float]:
     return fixed, slope
 
 
-def _misfit(points: Sequence[_Point], line: Line) -> float:
+def _misfit(points: Sequence[_Point], line: StepTimeLine) -> float:
     """How far off the line the timings are, as a share: root mean square."""
     free = max(len(points) - 3, 1)
     return math.sqrt(sum(math.log(one.step_s / line.step_s(one.size)) ** 2 for one in points) / free)

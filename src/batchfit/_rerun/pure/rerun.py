@@ -23,7 +23,7 @@ Ending = Literal["done", "cut", "oom"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RunRequest:
     """A run to make: at `size`, stopped after `steps` steps (None: never); whether forwards are steps too."""
 
     size: int
@@ -33,10 +33,10 @@ class Ask:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunObservation:
     """How a run ended: by itself, stopped by us, or out of memory; after how many optimizer steps."""
 
-    ask: Ask
+    ask: RunRequest
     ending: Ending
     steps: int = 0
 
@@ -54,9 +54,9 @@ class Rerun:
     start: int
     probe_steps: int = 3
     tolerance: float = 0.05
-    told: tuple[Told, ...] = ()
+    told: tuple[RunObservation, ...] = ()
 
-    def tell(self, told: Told) -> Rerun:
+    def tell(self, told: RunObservation) -> Rerun:
         return replace(self, told=(*self.told, told))
 
     @property
@@ -69,21 +69,21 @@ class Rerun:
         """The size at which the program reached its end."""
         return next((one.ask.size for one in self.told if one.ending == "done"), None)
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> RunRequest | None:
         """The next run; None where the program has ended, or nothing is left below what failed."""
         failed = self.failed
         if self.answer is not None or failed == 1:
             return None
         if failed is None:
-            return Ask(self.start)
+            return RunRequest(self.start)
         late = self._late()
         if late:
-            return Ask(failed - max(1, failed * min(2 ** (late - 1), 5) // 10))
+            return RunRequest(failed - max(1, failed * min(2 ** (late - 1), 5) // 10))
         if not self.probe_steps:
-            return Ask(failed // 2)
+            return RunRequest(failed // 2)
         misled = self._misled()
         if misled == 1:
-            return Ask(failed - max(1, failed // 10))
+            return RunRequest(failed - max(1, failed // 10))
         survived = max(
             (
                 one.ask.size
@@ -93,8 +93,8 @@ class Rerun:
             default=0,
         )
         if survived and failed - survived <= max(1, int(self.tolerance * survived)):
-            return Ask(survived)
-        return Ask((survived + failed) // 2, self.probe_steps, forwards=not misled)
+            return RunRequest(survived)
+        return RunRequest((survived + failed) // 2, self.probe_steps, forwards=not misled)
 
     def _late(self) -> int:
         """How many runs have failed past what a probe sees."""

@@ -33,7 +33,7 @@ class Factor(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Table:
+class EstimateTable:
     """`steps` are (largest value, factor), from small to large; beyond the last one it is `otherwise`."""
 
     steps: tuple[tuple[float, float], ...]
@@ -77,9 +77,9 @@ class OfValue:
         return float(self.function(value))
 
 
-CROPS = Table(((2, 1.0), (4, 0.8), (6, 0.6), (8, 0.5), (10, 0.4), (12, 0.3)), otherwise=0.25)
-TOP_K = Table(((2, 1.0), (4, 0.9), (8, 0.8)), otherwise=0.7)
-TABLES: dict[str, Table] = {"crops": CROPS, "top_k": TOP_K}
+CROPS = EstimateTable(((2, 1.0), (4, 0.8), (6, 0.6), (8, 0.5), (10, 0.4), (12, 0.3)), otherwise=0.25)
+TOP_K = EstimateTable(((2, 1.0), (4, 0.9), (8, 0.8)), otherwise=0.7)
+TABLES: dict[str, EstimateTable] = {"crops": CROPS, "top_k": TOP_K}
 # What else can be asked for by name, and what it needs.
 BLOCKS = "blocks"
 
@@ -172,7 +172,7 @@ def _factor(name: str, spec: Any, knobs: tuple[str, ...]) -> Factor:
     )
 
 
-def _table(name: str, spec: Mapping[Any, Any]) -> Table:
+def _table(name: str, spec: Mapping[Any, Any]) -> EstimateTable:
     steps = {}
     for largest, factor in spec.items():
         if not _is_number(factor) or not 0 < factor < math.inf:
@@ -195,7 +195,7 @@ def _table(name: str, spec: Mapping[Any, Any]) -> Table:
             f"a table for {name!r} must say 'else' for what is beyond its last value, not end there",
             *("estimate", name),
         )
-    return Table(tuple(sorted(steps.items())), float(spec["else"]))
+    return EstimateTable(tuple(sorted(steps.items())), float(spec["else"]))
 
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {

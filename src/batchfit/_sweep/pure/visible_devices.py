@@ -17,7 +17,7 @@ _OTHERS = ("xpu", "mps", "hpu", "npu", "mtia", "privateuseone")  # devices that 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
+class VisibleDevice:
     """A device for one process: its name, what shows it alone in there, and what it is called there."""
 
     name: str
@@ -30,7 +30,7 @@ class Place:
         return bool(self.environment.get(VISIBLE))
 
 
-def places_of(devices: object, *, visible: str | None, count: Callable[[], int]) -> tuple[Place, ...]:
+def places_of(devices: object, *, visible: str | None, count: Callable[[], int]) -> tuple[VisibleDevice, ...]:
     """A place for each device; `visible` is this process' own CUDA_VISIBLE_DEVICES, `count()` its GPUs.
 
     >>> [one.environment for one in places_of("cuda:0,cuda:1", visible="2,5", count=lambda: 2)]
@@ -39,7 +39,7 @@ def places_of(devices: object, *, visible: str | None, count: Callable[[], int])
     names = devices.split(",") if isinstance(devices, str) else devices
     if not isinstance(names, Sequence) or not names:
         raise TypeError(f"devices must be a list of devices such as ['cuda:0', 'cuda:1'], not {devices!r}")
-    places: list[Place] = []
+    places: list[VisibleDevice] = []
     for name in names:
         place = _place(name, visible, count)
         if place.is_cuda and any(place.environment == one.environment for one in places):
@@ -48,21 +48,21 @@ def places_of(devices: object, *, visible: str | None, count: Callable[[], int])
     return tuple(places)
 
 
-def _place(given: object, visible: str | None, count: Callable[[], int]) -> Place:
+def _place(given: object, visible: str | None, count: Callable[[], int]) -> VisibleDevice:
     if isinstance(given, bool) or not isinstance(given, str | int):
         raise TypeError(f"devices must be names such as 'cuda:0', not {given!r}")
     name = str(given).strip()
     if name.upper().startswith(("GPU-", "MIG-")):
-        return Place(name, {VISIBLE: name})
+        return VisibleDevice(name, {VISIBLE: name})
     kind, _, number = name.partition(":")
     if kind.isascii() and kind.isdecimal() and not number:
         kind, number = "cuda", kind
     if not kind.isidentifier() or (number and not (number.isascii() and number.isdecimal())):
         raise ValueError(f"devices must be names such as 'cuda:0', 'GPU-8932f937' or 'cpu', not {given!r}")
     if kind == "cpu":
-        return Place("cpu", {VISIBLE: ""})
+        return VisibleDevice("cpu", {VISIBLE: ""})
     if kind in _OTHERS:
-        return Place(name, {}, name)
+        return VisibleDevice(name, {}, name)
     if kind != "cuda":
         raise ValueError(f"devices must be names such as 'cuda:0', 'GPU-8932f937' or 'cpu', not {given!r}")
     index = int(number or 0)
@@ -71,4 +71,4 @@ def _place(given: object, visible: str | None, count: Callable[[], int]) -> Plac
     if index >= there:
         told = f"cuda:0 to cuda:{there - 1}" if there > 1 else "cuda:0" if there else "cpu (there is no GPU)"
         raise ValueError(f"devices must be among {told}, not {given!r}")
-    return Place(f"cuda:{index}", {VISIBLE: str(index) if seen is None else seen[index]})
+    return VisibleDevice(f"cuda:{index}", {VISIBLE: str(index) if seen is None else seen[index]})

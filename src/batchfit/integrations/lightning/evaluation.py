@@ -23,8 +23,8 @@ import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.framework import generators_now, part
 from batchfit.integrations.lightning.merging import (
+    LogRecorder,
     Record,
-    Recorder,
     detached,
     joined,
     merged,
@@ -250,7 +250,7 @@ class Evaluation:
         """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
         loop = self._trainer._active_loop
         results = loop._results
-        loop._results = Recorder(done, results)
+        loop._results = LogRecorder(done, results)
         try:
             yield results
         finally:

@@ -160,7 +160,7 @@ def write(trainer: Any, values: dict[str, float]) -> None:
         logger.log_metrics(values, step=trainer.global_step)
 
 
-class Shown:
+class ShownValues:
     """Values in the progress bar and the loggers.
 
     Lightning keeps what was logged until its epoch ends, and a call of its `log` takes longer than all that

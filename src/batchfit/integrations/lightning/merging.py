@@ -38,16 +38,16 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Keeper(Protocol):
+class LoggedMicrobatches(Protocol):
     """Who runs microbatches, with a record of each."""
 
     _records: list[Record]
 
 
-class Recorder:
+class LogRecorder:
     """Stands in for Lightning's collection of logged values; anything but `log` is the collection's own."""
 
-    def __init__(self, keeper: Keeper, results: Any) -> None:
+    def __init__(self, keeper: LoggedMicrobatches, results: Any) -> None:
         self._keeper, self._results = keeper, results
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:

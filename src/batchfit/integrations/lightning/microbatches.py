@@ -25,7 +25,7 @@ from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.evaluation import Evaluation
 from batchfit.integrations.lightning.framework import (
     Callback,
-    Shown,
+    ShownValues,
     call_step,
     check_budget,
     check_trainer,
@@ -33,8 +33,8 @@ from batchfit.integrations.lightning.framework import (
     part,
 )
 from batchfit.integrations.lightning.merging import (
+    LogRecorder,
     Record,
-    Recorder,
     detached,
     joined,
     merged,
@@ -113,7 +113,7 @@ class OomProofTraining(Callback):
         self._evaluation: Evaluation | None = None
         self._evaluated: Mapping[str, Any] | None = None  # what it learned
         self._largest = 0  # microbatch of the last batch
-        self._shown = Shown()
+        self._shown = ShownValues()
         self._failed = self._is_paused = self._is_tasks = False
         self._records: list[Record] = []
         self._metrics: list[nn.Module] = []
@@ -154,7 +154,7 @@ class OomProofTraining(Callback):
         """From here on batches go through the Microbatcher."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise BatchfitError("OomProofTraining cannot run LBFGS, which runs the model inside its step")
-        self._trainer, self._metrics, self._shown = trainer, metrics_in(pl_module), Shown()
+        self._trainer, self._metrics, self._shown = trainer, metrics_in(pl_module), ShownValues()
         self._microbatcher = batchfit.Microbatcher(trainer.strategy.model, **self._options)
         if self._learned is not None:
             self._microbatcher.load_state_dict(self._learned)
@@ -308,7 +308,7 @@ class OomProofTraining(Callback):
         """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
         loop = self._trainer.fit_loop.epoch_loop
         results = loop._results
-        loop._results = Recorder(self, results)
+        loop._results = LogRecorder(self, results)
         try:
             yield results
         finally:

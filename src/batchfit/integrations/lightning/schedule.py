@@ -18,7 +18,13 @@ import torch
 
 import batchfit
 from batchfit.integrations.lightning.finder import BatchSizeFinder
-from batchfit.integrations.lightning.framework import Callback, Shown, check_trainer, refuse_beside, write
+from batchfit.integrations.lightning.framework import (
+    Callback,
+    ShownValues,
+    check_trainer,
+    refuse_beside,
+    write,
+)
 from batchfit.integrations.lightning.loaders import leaves, requested, resizable, size_of
 from batchfit.integrations.lightning.microbatches import OomProofTraining
 from batchfit.schedules import load_schedule
@@ -63,7 +69,7 @@ class BatchSizeSchedule(Callback):
         self._lr = lr
         self._largest = largest
         self._on_event = on_event
-        self._shown = Shown()
+        self._shown = ShownValues()
         self._options: dict[str, Any] = {
             "tokens_per_sample": tokens_per_sample,
             "noise": noise,
@@ -128,7 +134,7 @@ class BatchSizeSchedule(Callback):
         if not isinstance(loaders[0], batchfit.ResizableLoader):
             own *= trainer.world_size
         loader = resizable(loaders[0], batch_size=max(own, trainer.world_size))
-        self._trainer, self._shown = trainer, Shown()
+        self._trainer, self._shown = trainer, ShownValues()
         self.scheduler = self._made(trainer, loader, own)
         saved, self._saved = self._saved, None
         if saved is None and self._left is not None and self._left[0] is loop.epoch_progress:
@@ -275,7 +281,7 @@ class _Feed:
         self.loader = loader
         self.epoch = epoch
         self.begun = begun
-        self._pass: _Pass | None = None
+        self._pass: _LoaderPass | None = None
 
     @property
     def dataset(self) -> Any:
@@ -287,11 +293,11 @@ class _Feed:
         """Samples of the next batch, over all ranks."""
         return self.loader.batch_size
 
-    def begin(self) -> _Pass:
+    def begin(self) -> _LoaderPass:
         """The pass of this epoch."""
         if self._pass is None or self._pass.is_begun or self._pass.epoch != self.epoch():
             self.end()
-            self._pass = _Pass(self)
+            self._pass = _LoaderPass(self)
         return self._pass
 
     def end(self) -> None:
@@ -300,7 +306,7 @@ class _Feed:
             self._pass.end()
             self._pass = None
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> _LoaderPass:
         return self.begin()
 
     def __len__(self) -> int:
@@ -317,7 +323,7 @@ class _Feed:
 
 
 @final
-class _Pass(Iterator[Any]):
+class _LoaderPass(Iterator[Any]):
     def __init__(self, feed: _Feed) -> None:
         self._feed = feed
         self.is_begun = False

@@ -69,7 +69,7 @@ def local_batch(trainer: Any, loader: Any, *, given: int, accumulated: int) -> i
 
 @final
 @dataclass(frozen=True)
-class Order:
+class LoaderOrder:
     """How a loader takes its samples: shuffled anew each epoch, as `sampler` says, or as they are."""
 
     shuffle: bool
@@ -77,7 +77,7 @@ class Order:
     drop_last: bool
 
 
-def order_of(loader: Any) -> Order:
+def order_of(loader: Any) -> LoaderOrder:
     """How a loader whose size is to follow a schedule takes its samples."""
     kind = type(loader)
     iterates = getattr(kind, "__iter__", None)
@@ -88,7 +88,7 @@ def order_of(loader: Any) -> Order:
             "would not run it. Put what it does into collate_fn or the dataset, or train without schedule="
         )
     if isinstance(loader.dataset, IterableDataset):
-        return Order(shuffle=False, sampler=None, drop_last=bool(loader.drop_last))
+        return LoaderOrder(shuffle=False, sampler=None, drop_last=bool(loader.drop_last))
     batches = loader.batch_sampler
     if type(batches).__module__.partition(".")[0] == "accelerate":
         batches = getattr(batches, "batch_sampler", batches)  # sharing out over ranks is done by ours
@@ -104,4 +104,4 @@ def order_of(loader: Any) -> Order:
     shuffles = takes_all and isinstance(sampler, RandomSampler) and not sampler.replacement
     if shuffles or (takes_all and isinstance(sampler, SequentialSampler)):
         sampler = None
-    return Order(shuffle=shuffles, sampler=sampler, drop_last=bool(batches.drop_last))
+    return LoaderOrder(shuffle=shuffles, sampler=sampler, drop_last=bool(batches.drop_last))

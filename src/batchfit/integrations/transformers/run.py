@@ -41,7 +41,7 @@ _ADVICE = {  # what users of a Trainer can set, where a loss is not what it was 
 
 
 @final
-class Run:
+class TrainerRun:
     """One trainer's batchfit: its options, and what lives from `train()` to its end."""
 
     def __init__(self, options: Options) -> None:

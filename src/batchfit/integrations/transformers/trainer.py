@@ -43,7 +43,7 @@ from batchfit.integrations.transformers.predictions import (
     one_a_sample,
     padded_rows,
 )
-from batchfit.integrations.transformers.run import Run
+from batchfit.integrations.transformers.run import TrainerRun
 from batchfit.integrations.transformers.search import find_microbatch, same_random_numbers
 
 log = logging.getLogger("batchfit")
@@ -62,7 +62,7 @@ class BatchfitMixin:
     It goes before the Trainer in the bases.
     """
 
-    _batchfit: Run
+    _batchfit: TrainerRun
 
     def __init__(self, *args: Any, batchfit: Options | None = None, **kwargs: Any) -> None:
         self._batchfit = _new_run(batchfit)
@@ -436,7 +436,7 @@ def adapt(trainer: Any, **options: Any) -> Any:
     if not issubclass(kind, transformers.Trainer):
         raise TypeError(f"trainer must be a transformers.Trainer, not {kind.__name__}")
     check_names(options)
-    run = Run(Options(**options))
+    run = TrainerRun(Options(**options))
     check_trainer(trainer, run.options)
     if not issubclass(kind, BatchfitMixin):
         trainer.__class__ = _with_mixin(kind)
@@ -459,10 +459,10 @@ def _revived(kind: Any, make: Any, *given: Any) -> Any:
     return make(_with_mixin(kind), *given)
 
 
-def _new_run(options: Any) -> Run:
+def _new_run(options: Any) -> TrainerRun:
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"batchfit must be Options(...) or None, not {options!r:.80}")
-    return Run(options or Options())
+    return TrainerRun(options or Options())
 
 
 def _inner(optimizer: Any) -> Any:

@@ -11,7 +11,7 @@ _ROOM_FOR_SMALL = 20 * 2**20  # bytes: ten segments of small blocks
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mark:
+class AllocatorState:
     """The allocator at the end of a step: where its blocks are, and its counts since it began.
 
     `updates` counts, for each optimizer, what it has done to its parameters.

@@ -52,7 +52,7 @@ _THRASHING: Final = 2
 _CALM: Final = 64
 
 
-class Reading(NamedTuple):
+class ShapeReading(NamedTuple):
     """What a microbatch took above what was held."""
 
     samples: int
@@ -87,7 +87,7 @@ class MemoryModel:
     """
 
     held_bytes: float = 0.0
-    readings: tuple[Reading, ...] = ()  # by length, ascending
+    readings: tuple[ShapeReading, ...] = ()  # by length, ascending
     failures: tuple[tuple[int, int], ...] = ()  # (samples, length), oldest first
     setbacks: int = 0
     peace: int = 0  # readings since the last setback, or since one was forgiven
@@ -107,7 +107,7 @@ class MemoryModel:
         held = self.held_bytes if held_bytes is None else float(held_bytes)
         if not (math.isfinite(held) and held >= 0):
             raise ValueError(f"held_bytes must be a finite number that is not negative, not {held_bytes!r}")
-        new = Reading(samples, length, peak_bytes - held)
+        new = ShapeReading(samples, length, peak_bytes - held)
         # What ran holds no shape that runs out, whatever happened before.
         failures = tuple(one for one in self.failures if not _holds((samples, length), one))
         calm = self.peace + 1 >= self.patience
@@ -196,7 +196,7 @@ class MemoryModel:
     def from_dict(cls, stored: Mapping[str, Any]) -> MemoryModel:
         return cls(
             held_bytes=float(stored["held_bytes"]),
-            readings=tuple(Reading(int(n), int(at), float(used)) for n, at, used in stored["readings"]),
+            readings=tuple(ShapeReading(int(n), int(at), float(used)) for n, at, used in stored["readings"]),
             failures=tuple((int(n), int(at)) for n, at in stored["failures"]),
             setbacks=int(stored["setbacks"]),
             peace=int(stored["peace"]),
@@ -228,7 +228,7 @@ class Headroom:
 
 
 @lru_cache(maxsize=256)
-def _least_bound(readings: tuple[Reading, ...], length: int) -> float | None:
+def _least_bound(readings: tuple[ShapeReading, ...], length: int) -> float | None:
     bounds = [one.each_at(length) for one in readings]
     for first, second in itertools.pairwise(readings):
         if first.length <= length < second.length:
@@ -238,7 +238,7 @@ def _least_bound(readings: tuple[Reading, ...], length: int) -> float | None:
     return min(bounds, default=None)
 
 
-def _with(readings: tuple[Reading, ...], new: Reading) -> tuple[Reading, ...]:
+def _with(readings: tuple[ShapeReading, ...], new: ShapeReading) -> tuple[ShapeReading, ...]:
     """The readings with a new one: merged with that of its length, and few enough."""
     by_length = {one.length: one for one in readings}
     old = by_length.get(new.length)
@@ -259,7 +259,7 @@ def _with(readings: tuple[Reading, ...], new: Reading) -> tuple[Reading, ...]:
     return tuple(kept)
 
 
-def _told_by_others(readings: list[Reading]) -> Iterator[tuple[float, Reading]]:
+def _told_by_others(readings: list[ShapeReading]) -> Iterator[tuple[float, ShapeReading]]:
     """For each reading between others, how much tighter it is than what its neighbours say."""
     for before, one, after in zip(readings, readings[1:], readings[2:], strict=False):
         share = (one.length - before.length) / (after.length - before.length)

@@ -68,24 +68,24 @@ class Costs:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class SeenShapes:
     """The shapes that have run, oldest first, and how many batches there were."""
 
     seen: tuple[PaddedShape, ...] = ()
     batches: int = 0
 
-    def ran(self, packs: Iterable[Pack]) -> Shapes:
+    def ran(self, packs: Iterable[Pack]) -> SeenShapes:
         """With the shapes of one more batch."""
         seen = dict.fromkeys(self.seen)
         for one in packs:
             seen.setdefault(one.shape)
-        return Shapes(tuple(seen)[-REMEMBERED:], self.batches + 1)
+        return SeenShapes(tuple(seen)[-REMEMBERED:], self.batches + 1)
 
     def to_dict(self) -> dict[str, Any]:
         return {"seen": [list(shape) for shape in self.seen], "batches": self.batches}
 
     @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Shapes:
+    def from_dict(cls, stored: Mapping[str, Any]) -> SeenShapes:
         return cls(tuple((int(n), int(length)) for n, length in stored["seen"]), int(stored["batches"]))
 
 
@@ -110,7 +110,7 @@ def pack(
     at_most: int | None = None,
     multiple: int = MULTIPLE,
     padded_length: int | None = None,
-    shapes: Shapes | None = None,
+    shapes: SeenShapes | None = None,
     max_shapes: int | None = None,
     costs: Costs | None = None,
 ) -> tuple[Pack, ...]:
@@ -131,7 +131,7 @@ def pack(
         return ()
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     grid = [min(limit, -(-max(lengths[index], 1) // multiple) * multiple) for index in order]
-    shapes = Shapes() if shapes is None else shapes
+    shapes = SeenShapes() if shapes is None else shapes
     # Known shapes that are too long for this batch, or do not fit any more, are no use.
     useful = [shape for shape in shapes.seen if shape[1] <= limit]
     most, capacity = _limits(most_samples, {*grid, *(length for _, length in useful)}, max(lengths))

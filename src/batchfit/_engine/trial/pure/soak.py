@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchfit._engine.device.pure.allocator_state import Mark
+from batchfit._engine.device.pure.allocator_state import AllocatorState
 
 SOAK_STEPS = 25  # of a soak, where nobody says otherwise
 LEAST = 10  # steps, before it may end
@@ -33,7 +33,7 @@ def steps_of(kind: str, steps: int, few: int | None) -> int:
     return steps if few is None or kind != "generation" else min(steps, few)
 
 
-def goes_round(marks: Sequence[Mark]) -> bool:
+def allocator_repeats(marks: Sequence[AllocatorState]) -> bool:
     """Whether the last steps go in a circle.
 
     >>> def after(step: int, layout: int) -> Mark:
@@ -48,13 +48,13 @@ def goes_round(marks: Sequence[Mark]) -> bool:
     return any(_repeats(marks, steps) for steps in range(1, _LONGEST + 1))
 
 
-def _shows_all(marks: Sequence[Mark]) -> bool:
+def _shows_all(marks: Sequence[AllocatorState]) -> bool:
     """Whether the last five steps, a round or more, have all kinds of steps among the last ten."""
     seen = {_kind(marks, at) for at in range(len(marks) - _LONGEST, len(marks))}
     return all(_kind(marks, at) in seen for at in range(max(2, len(marks) - LEAST), len(marks)))
 
 
-def _repeats(marks: Sequence[Mark], steps: int) -> bool:
+def _repeats(marks: Sequence[AllocatorState], steps: int) -> bool:
     """Whether each of the last steps was the one `steps` before it again."""
     before = len(marks) - 1 - _LONGEST - steps  # the mark at which the first of all these began
     return (
@@ -68,7 +68,7 @@ def _repeats(marks: Sequence[Mark], steps: int) -> bool:
     )
 
 
-def _kind(marks: Sequence[Mark], at: int) -> tuple[int, int, tuple[bool, ...]]:
+def _kind(marks: Sequence[AllocatorState], at: int) -> tuple[int, int, tuple[bool, ...]]:
     """What the step that ended at a mark asked for, and which optimizers moved in it."""
     after, before = marks[at], marks[at - 1]
     moved = tuple(now != then for now, then in zip(after.updates, before.updates, strict=True))
