@@ -391,11 +391,11 @@ def test_eight_writers_and_one_killed_in_the_middle(folder: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from batchfit import _store
+from batchfit._engine.store import sqlite
 from batchfit.results import FitResult
 
-store, fit = _store.Store(Path(sys.argv[1])), FitResult.from_json(sys.argv[2])
-with _store._opened(store.path, make=True) as db:
+store, fit = sqlite.Store(Path(sys.argv[1])), FitResult.from_json(sys.argv[2])
+with sqlite._opened(store.path, make=True) as db:
     db.execute("PRAGMA cache_size = 2")
     db.execute("DELETE FROM answers")  # more pages than the cache holds: some are in the file already
     for number in range(400):
