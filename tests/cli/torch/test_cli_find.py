@@ -260,7 +260,7 @@ class TestFind:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.chdir(project)
-        monkeypatch.setattr(resume, "write_whole", full)
+        monkeypatch.setattr(resume, "write_atomically", full)
         monkeypatch.setattr(sys, "argv", ["batchfit", "find", "train.py:make", *QUICK, "--resume", "s.json"])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -449,7 +449,7 @@ class TestFindHere:
         def full(path: Path, text: str) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(find, "write_whole", full)
+        monkeypatch.setattr(find, "write_atomically", full)
         settings = cast(
             FindSettings, {**default_settings(), "budget": "8MiB", "soak_steps": 3, "max_size": 2}
         )
@@ -629,7 +629,7 @@ class TestCommandLine:
             return Code.FOUND
 
         for verb in ("find", "predict", "explain", "profile"):
-            monkeypatch.setattr(f"batchfit._cli.{verb}.{verb}_target", keep)
+            monkeypatch.setattr(f"batchfit._cli.commands.{verb}.{verb}_target", keep)
             more = ("--batch-size", "2") if verb == "explain" else ()
             ran = run_here(verb, f"{verb}.py:make", *more, "--", "--lr", "0.1", "--json")
             assert ran.exit_code == Code.FOUND, ran.output

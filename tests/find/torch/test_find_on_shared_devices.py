@@ -450,8 +450,8 @@ def test_a_killed_search_leaves_no_lock_in_the_way(tmp_path: Path) -> None:
     path = tmp_path / "search.json"
     code = f"""
         from pathlib import Path
-        from batchfit._engine.store.file_lock import used_alone
-        with used_alone(Path({str(path)!r})):
+        from batchfit._files import locked
+        with locked(Path({str(path)!r})):
             print("inside", flush=True)
             input()
     """

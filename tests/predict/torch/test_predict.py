@@ -367,7 +367,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def rules(work: batchfit.Workload, card: Gpu | None = None) -> CudaRules:
         return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
 
-    for module in (_predict, _oracle, foresight):
+    for module in (_predict, foresight):
         monkeypatch.setattr(module, "rules_for", rules)
 
 
@@ -415,7 +415,7 @@ def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug of ours")
 
-    monkeypatch.setattr(_oracle, "glance", broken)
+    monkeypatch.setattr(foresight, "glance", broken)
     assert Foresight.of(wide(), budget_bytes=GIB) is None
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[0] for text in said] == ["no prediction, measuring"] * 2
