@@ -45,6 +45,7 @@ from batchfit._engine.trace.unknown_values import Unread, replaced, values_unrea
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload import phase as phases
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -65,11 +66,13 @@ def trace(
     steps: int = STEPS,
     changes: tuple[Any, ...] = (),
     limit_s: float | None = None,
+    reach: StepReach | None = None,
 ) -> Trace:
     """The allocations and frees of `steps` steps of `size` samples.
 
     `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
-    has not ended after `limit_s` is given up (`UntraceableError`).
+    has not ended after `limit_s` is given up (`UntraceableError`). `reach` is what the step can reach, where
+    a caller has walked it already.
     """
     undo = UndoStack()
     # Neither while state is replaced, nor in Python that is called by C++, where it would end the process.
@@ -77,13 +80,14 @@ def trace(
         for name, again in global_states():
             undo.push(name, again)
         try:
-            return _traced(workload, size, rules, steps, changes, limit_s, interrupts)
+            reach = reach_of(workload) if reach is None else reach
+            return _traced(reach, size, rules, steps, changes, limit_s, interrupts)
         finally:
             undo.run()
 
 
 def _traced(
-    workload: Workload,
+    reach: StepReach,
     size: int,
     rules: CudaRules,
     steps: int,
@@ -91,9 +95,10 @@ def _traced(
     limit_s: float | None,
     interrupts: TraceInterrupts,
 ) -> Trace:
+    workload = reach.workload
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncollected())  # a collection would free things at moments of its own
-        faked = stack.enter_context(Faked.of(workload, device=rules.device))
+        faked = stack.enter_context(Faked.of(reach, device=rules.device))
         stack.enter_context(rules.active())
         stack.enter_context(eagerly())
         stack.enter_context(_error_is_not_logged())
