@@ -1,9 +1,12 @@
 """`predict_batch_size`: the largest size, from a trace with fake tensors. Nothing is run out of memory.
 
 Rules:
-- An oracle (`_predict.oracle`) answers from a trace. With a GPU, two small real runs tell what it did not
-  see.
-- Under `torch.distributed` all ranks predict, and all get the answer of the one on which the fewest fit.
+- An oracle (`_predict.oracle`) answers from a trace. With a GPU, two small real runs show what the trace did
+  not see.
+- Tracing issues no collectives. Under `torch.distributed` all ranks predict, and all return the same: the
+  answer of the rank on which the fewest samples fit, and for each budget the fewest that fit anywhere.
+- Nothing fits on one rank: that is every rank's answer. Another error is raised unchanged on its own rank,
+  and as `RankFailedError` on the others; all can go on, and measure instead.
 - What cannot be traced is an `UntraceableError` that names operation and line; it is never guessed.
 """
 
@@ -13,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +25,7 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu, card_named
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
+from batchfit._engine.device import oom
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
@@ -40,13 +44,13 @@ from batchfit._predict.oracle import (
     is_recurrent,
     margin_of,
 )
-from batchfit._predict.ranks import joint
 from batchfit._units import format_bytes, parse_bytes
-from batchfit.errors import NothingFitsError
+from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
+_DOING: Final = "a prediction"
 _MUCH = 0.05  # of a budget, beside the margin: unused, it is explained
 _SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
@@ -93,7 +97,7 @@ def predict_batch_size(
     _check_arguments(max_size, margin, calibrate, expandable_segments)
     card = None if gpu is None else card_named(gpu)
     asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
-    return joint(asked, Ranks.current())
+    return _joint(asked, Ranks.current())
 
 
 def _predicted(
@@ -324,3 +328,47 @@ def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segm
     for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"{name} must be True, False or None, not {value!r}")
+
+
+# -- one prediction of all ranks
+
+
+def _joint(predict: Callable[[], Prediction], ranks: Ranks) -> Prediction:
+    """What `predict` answers, the same on all ranks; they call this together. In one process: its answer."""
+    if ranks.world_size == 1:
+        return predict()
+    try:
+        mine: dict[str, Any] = {"answer": predict().to_json()}
+    except NothingFitsError as error:
+        names = ("device", "budget_bytes", "peak_bytes", "state_bytes")
+        numbers = {name: getattr(error, name) for name in names}
+        mine = {"nothing": [error.size, numbers]}
+    except Exception as error:
+        try:
+            ranks.gather({"error": oom.describe(error)}, doing=_DOING)
+        except BatchfitError as other:
+            error.add_note(f"batchfit: the other ranks could not be notified: {other}")
+        raise
+    except BaseException as error:
+        ranks.leave(type(error).__name__)
+        raise
+    everyone = ranks.gather(mine, doing=_DOING)
+    failed = [(rank, one["error"]) for rank, one in enumerate(everyone) if "error" in one]
+    if failed:
+        raise RankFailedError(failed, doing=_DOING)
+    for rank, one in enumerate(everyone):
+        if "nothing" in one:
+            size, numbers = one["nothing"]
+            raise NothingFitsError(size, **numbers, detail=f"predicted on rank {rank}")
+    return _least([Prediction.from_json(one["answer"]) for one in everyone])
+
+
+def _least(predictions: list[Prediction]) -> Prediction:
+    budgets = [len(one.answers) for one in predictions]
+    if len(set(budgets)) > 1:
+        raise RanksDisagreeError(f"all ranks must predict for as many budgets, not {budgets}")
+    chosen = min(predictions, key=lambda one: one.batch_size)
+    beside = zip(*(one.answers for one in predictions), strict=True)
+    answers = tuple(min(alike, key=lambda one: one.batch_size) for alike in beside)
+    samples = min((one.samples for one in predictions if one.samples is not None), default=None)
+    return chosen.model_copy(update={"answers": answers, "samples": samples})

@@ -31,7 +31,7 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import put_back, run_trial
-from batchfit._engine.virtual_memory.eager import eagerly
+from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop, phase
 from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs

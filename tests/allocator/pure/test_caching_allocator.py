@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._engine.allocator.addresses import AddressSpace
 from batchfit._engine.allocator.caching import MIB, AllocatorSettings, Block, CachingAllocator, Replay, replay
+from batchfit._engine.allocator.segments import AddressSpace
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 CAPPED = AllocatorSettings(expandable_segments=True, capped=True)

@@ -34,8 +34,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from batchfit._engine.allocator.addresses import RANGE_BYTES, AddressSpace
-from batchfit._engine.allocator.pools import ADDRESS_BITS, Block, Pool, absorb, put_between
+from batchfit._engine.allocator.segments import (
+    ADDRESS_BITS,
+    RANGE_BYTES,
+    AddressSpace,
+    Block,
+    Pool,
+    absorb,
+    put_between,
+)
 from batchfit._engine.allocator.settings import DIVISION_STEPS, MIB, OWN_SEGMENT, AllocatorSettings
 
 __all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Replay", "replay"]

@@ -51,7 +51,7 @@ class _TokenPass:
 
 def with_all_passes(trace: Trace, loops: Sequence[TokenLoop]) -> Trace:
     """The trace in which every loop has all its passes."""
-    return _Writer(trace).written(loops) if loops else trace
+    return _Writer(trace).written(loops)
 
 
 @final

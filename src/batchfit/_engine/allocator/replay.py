@@ -54,57 +54,80 @@ def simulate(
     does not keep for good is gone when it ends; the footprint may be of one step.
     With `first_size` the first step has that many samples, and the cache is emptied after it.
     """
-    device = CachingAllocator(capacity_bytes, rules)
-    sizes = footprint.sizes_at(size)
-    optional = footprint.optional
-    blocks: dict[int, Block] = {}
-
-    def ended(*, fits: bool, sustained: bool, failed_at: int | None = None) -> Simulation:
-        return Simulation(
-            size,
-            fits,
-            sustained,
-            device.retries,
-            device.peak_allocated_bytes,
-            device.peak_reserved_bytes,
-            failed_at,
-        )
-
-    if extra_bytes > 0 and device.allocate(round(extra_bytes)) is None:
-        return ended(fits=False, sustained=False, failed_at=0)
-    ends = footprint.step_ends
-    begin = 0
-    if first_size is not None:
-        begin = ends[0]
-        failed = play(footprint.events, 0, begin, footprint.sizes_at(first_size), device, blocks, optional)
-        device.empty_cache()
-        if failed is not None:
-            return ended(fits=False, sustained=False, failed_at=failed)
-    failed = play(footprint.events, begin, ends[-1], sizes, device, blocks, optional)
-    if failed is not None:
-        return ended(fits=False, sustained=False, failed_at=failed)
+    run = _ReplayedSteps(footprint, size, CachingAllocator(capacity_bytes, rules))
+    if extra_bytes > 0 and run.device.allocate(round(extra_bytes)) is None:
+        return run.failed(0)
+    failed_at = run.traced_steps(first_size)
+    if failed_at is not None:
+        return run.failed(failed_at)
     if may_retry:
-        again = footprint.again
-        for _ in range(1, _CALLS if capacity_bytes is not None else 1):  # without an end nothing is in pieces
-            failed = play(again, 0, len(again), sizes, device, blocks, optional)
-            if failed is not None:
-                return ended(fits=False, sustained=False, failed_at=failed)
-        return ended(fits=True, sustained=True)
-    pairs = footprint.carried
-    if pairs is None or len(ends) < 2:
-        return ended(fits=True, sustained=device.retries == 0)
-    quiet, before = 0, device.retries
-    for _ in range(len(ends), steps):
-        for old, new in pairs:
-            blocks[old] = blocks.pop(new)
-        failed = play(footprint.events, ends[-2], ends[-1], sizes, device, blocks, optional)
-        if failed is not None:
-            return ended(fits=False, sustained=False, failed_at=failed)
-        quiet = quiet + 1 if device.retries == before else 0
-        before = device.retries
-        if quiet == _SETTLED:
-            return ended(fits=True, sustained=True)
-    return ended(fits=True, sustained=quiet > 0 or device.retries == 0)
+        # Without a capacity nothing is fragmented, and one call shows all.
+        return run.more_calls(_CALLS if capacity_bytes is not None else 1)
+    return run.more_steps(steps)
+
+
+@final
+class _ReplayedSteps:
+    """The steps of a footprint on a device, and the blocks that are live."""
+
+    def __init__(self, footprint: Footprint, size: int, device: CachingAllocator) -> None:
+        self.footprint = footprint
+        self.size = size
+        self.device = device
+        self.sizes = footprint.sizes_at(size)
+        self.optional = footprint.optional
+        self.blocks: dict[int, Block] = {}
+
+    def ended(self, *, fits: bool, sustained: bool, failed_at: int | None = None) -> Simulation:
+        device = self.device
+        peaks = device.peak_allocated_bytes, device.peak_reserved_bytes
+        return Simulation(self.size, fits, sustained, device.retries, *peaks, failed_at)
+
+    def failed(self, at: int) -> Simulation:
+        return self.ended(fits=False, sustained=False, failed_at=at)
+
+    def play(self, events: tuple[int, ...], begin: int, end: int) -> int | None:
+        return play(events, begin, end, self.sizes, self.device, self.blocks, self.optional)
+
+    def traced_steps(self, first_size: int | None) -> int | None:
+        """The steps that were traced; the event that found no room."""
+        footprint, begin = self.footprint, 0
+        events, ends = footprint.events, footprint.step_ends
+        if first_size is not None:
+            begin, sizes = ends[0], footprint.sizes_at(first_size)
+            failed_at = play(events, 0, begin, sizes, self.device, self.blocks, self.optional)
+            self.device.empty_cache()
+            if failed_at is not None:
+                return failed_at
+        return self.play(events, begin, ends[-1])
+
+    def more_calls(self, calls: int) -> Simulation:
+        """A step that generates, called again."""
+        again = self.footprint.again
+        for _ in range(1, calls):
+            failed_at = self.play(again, 0, len(again))
+            if failed_at is not None:
+                return self.failed(failed_at)
+        return self.ended(fits=True, sustained=True)
+
+    def more_steps(self, steps: int) -> Simulation:
+        """The last step repeated, until the allocator settles or there were `steps` in all."""
+        footprint, device, blocks = self.footprint, self.device, self.blocks
+        pairs, ends = footprint.carried, footprint.step_ends
+        if pairs is None or len(ends) < 2:
+            return self.ended(fits=True, sustained=device.retries == 0)
+        quiet, before = 0, device.retries
+        for _ in range(len(ends), steps):
+            for old, new in pairs:
+                blocks[old] = blocks.pop(new)
+            failed_at = self.play(footprint.events, ends[-2], ends[-1])
+            if failed_at is not None:
+                return self.failed(failed_at)
+            quiet = quiet + 1 if device.retries == before else 0
+            before = device.retries
+            if quiet == _SETTLED:
+                return self.ended(fits=True, sustained=True)
+        return self.ended(fits=True, sustained=quiet > 0 or device.retries == 0)
 
 
 def play(

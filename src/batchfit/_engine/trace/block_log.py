@@ -111,7 +111,7 @@ class Blocks:
             tuple(self._step_ends),
         )
         self._known.clear()
-        return with_all_passes(found, self._loops).ordered()
+        return (with_all_passes(found, self._loops) if self._loops else found).ordered()
 
 
 def address_of(tensor: Tensor) -> int:

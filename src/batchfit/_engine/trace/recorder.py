@@ -72,7 +72,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._blas: set[bool] = set()  # in which threads cuBLAS has its workspace: backward's or not
         self.blocks = Blocks()
         self.in_place = InPlace()
-        self.generating = Generating()
+        self.generating: Generating | None = None  # set where the step generates
         self._where = Whereabouts(faked.module_names, outside)
         self._values = KnownValues()
         self._operations: dict[Any, Operation] = {}
@@ -236,7 +236,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def answers(self) -> bool:
         """Whether code of a library reads a value now, which `_item` answers or refuses."""
-        return self.reads.active or self.generating.asks()
+        return self.reads.active or (self.generating is not None and self.generating.asks())
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
         """The result of an operation whose shape depends on values, where these are known."""
@@ -259,7 +259,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         # have ended, or whether a prompt has padding: all tokens are made, of whole prompts.
         is_bool = tensor.dtype is torch.bool
         answer = self.reads.answer(is_bool=is_bool)
-        if answer is None and is_bool and self.generating.goes_on():
+        if answer is None and is_bool and self.generating is not None and self.generating.goes_on():
             answer = False
         if answer is not None:
             return answer

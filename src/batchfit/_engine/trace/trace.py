@@ -38,11 +38,11 @@ from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_state import Faked
-from batchfit._engine.trace.generation import short_generation
+from batchfit._engine.trace.generation import Generating, short_generation
 from batchfit._engine.trace.provenance import HERE, TORCH, named
 from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.unknown_values import Unread, replaced, values_unread
-from batchfit._engine.virtual_memory.eager import eagerly
+from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload import phase as phases
 from batchfit._engine.workload.reachable import StepReach, reach_of
@@ -114,6 +114,7 @@ def _traced(
         )
         stack.enter_context(recorder.in_place.active(rules.autograd_key))
         if workload.kind == "generation":
+            recorder.generating = Generating()
             stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
         stack.callback(recorder.host.restore)
         stack.enter_context(not_called_a_trace(recorder.knows))

@@ -101,10 +101,14 @@ class LibraryReads:
         readers += [(ReduceLROnPlateau, "step", 1.0)]
         readers += [(Distribution, "__init__", True), (Distribution, "_validate_sample", True)]
         readers += [(FakeTensor, "tolist", _LISTED)]
-        with contextlib.ExitStack() as stack:
-            for owner, name, answer in readers:
-                stack.enter_context(replaced(owner, name, self._reading(getattr(owner, name), answer)))
+        before = [vars(owner)[name] for owner, name, _ in readers]
+        for (owner, name, answer), function in zip(readers, before, strict=True):
+            setattr(owner, name, self._reading(function, answer))
+        try:
             yield
+        finally:
+            for (owner, name, _), function in zip(readers, before, strict=True):
+                setattr(owner, name, function)
 
     def _reading(self, function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -168,65 +169,85 @@ def trace_workload(
     """
     begun = time.perf_counter()
     reach = reach_of(workload) if reach is None else reach
-    done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
-    whole = _steps_of(workload)
-
-    def at(size: int, steps: int = whole) -> Trace:
-        if (size, steps) not in done:
-            done[size, steps] = trace(
-                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach
-            )
-        return done[size, steps]
-
-    def lines(low: int, high: int) -> Footprint:
-        # A second step grows as the first one does, so it is traced at one of the two sizes only.
-        try:
-            return Footprint.through(at(low, steps=1), at(high))
-        except ShapeChangedError:
-            return Footprint.between(at(low), at(high))
-
+    traces = _Traces(reach, rules, changes, limit_s, small)
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
-    first, second = (at(size, steps=1) for size in SMALL)
-    footprint: Footprint | None
-    sizes: tuple[int, ...] = ()
-    check = gap = 0.0
-    single: dict[int, Footprint] = {}
-    try:
-        # A loop over samples has another stream at each size, and far sizes take as long as they are large.
-        check_same_stream(first, second)
-        low, high = around(first, second, budget_bytes, most)
-        sizes = (low, high)
-        footprint = lines(low, high)
-        gap = _gap_bytes(footprint, second)
-        # A square through whose ends the lines go is half its height off down there, and a sixteenth in the
-        # middle.
-        check = gap / footprint.peak_bytes(high)
-        between = (low // 32, low // 4) if check > STRAIGHT else ()
-        if check > STRAIGHT:  # kernels may take other ways with three samples than with thirty
-            middle = (low + high) // 2 if high - low > 1 else high + 2
-            check = footprint.error_at(at(middle))
-            sizes = tuple(sorted((low, middle, high)))
-        if check > STRAIGHT:
-            footprint = None  # scores of all samples against all (contrastive losses) grow as a square
-        elif low > SMALL[1]:
-            single = _below(second, [at(one, steps=1) for one in between if one > SMALL[1]], at(high))
-    except ShapeChangedError:
-        footprint = None
-    return TracedWorkload(
+    first, second = (traces.at(size, steps=1) for size in SMALL)
+    traced = TracedWorkload(
         reach,
         rules,
-        footprint,
-        sizes,
-        check,
-        time.perf_counter() - begun,
-        unseen=(*unseen(reach.parts), *_growing(done.values())),
+        None,
+        (),
+        check=0.0,
+        trace_s=0.0,
         changes=changes,
         small=(first, second),
         budget_bytes=budget_bytes,
-        gap_bytes=gap,
-        single=single,
     )
+    # A loop over samples has another stream at each size, and far sizes take as long as they are large.
+    with contextlib.suppress(ShapeChangedError):
+        check_same_stream(first, second)
+        _draw_lines(traced, traces, around(first, second, budget_bytes, most))
+    traced.unseen = (*unseen(reach.parts), *_growing(traces.all()))
+    traced.trace_s = time.perf_counter() - begun
+    return traced
+
+
+@final
+class _Traces:
+    """Traces of one workload at several sizes; each is made once."""
+
+    def __init__(
+        self,
+        reach: StepReach,
+        rules: CudaRules,
+        changes: tuple[Change, ...],
+        limit_s: float | None,
+        small: tuple[Trace, Trace] | None,
+    ) -> None:
+        self._trace = partial(
+            trace, reach.workload, rules=rules, changes=changes, limit_s=limit_s, reach=reach
+        )
+        self._whole = _steps_of(reach.workload)
+        self._done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
+
+    def at(self, size: int, steps: int | None = None) -> Trace:
+        key = (size, self._whole if steps is None else steps)
+        if key not in self._done:
+            self._done[key] = self._trace(size, steps=key[1])
+        return self._done[key]
+
+    def lines(self, low: int, high: int) -> Footprint:
+        # A second step grows as the first one does, so it is traced at one of the two sizes only.
+        try:
+            return Footprint.through(self.at(low, steps=1), self.at(high))
+        except ShapeChangedError:
+            return Footprint.between(self.at(low), self.at(high))
+
+    def all(self) -> Iterable[Trace]:
+        return self._done.values()
+
+
+def _draw_lines(traced: TracedWorkload, traces: _Traces, sizes: tuple[int, int]) -> None:
+    """Put lines through two sizes into `traced`, and check them; none where they are off by too much."""
+    low, high = traced.sizes = sizes
+    second = traces.at(SMALL[1], steps=1)
+    footprint = traces.lines(low, high)
+    traced.gap_bytes = _gap_bytes(footprint, second)
+    # A square through whose ends the lines go is half its height off down there, and a sixteenth in the
+    # middle.
+    traced.check = traced.gap_bytes / footprint.peak_bytes(high)
+    between = (low // 32, low // 4) if traced.check > STRAIGHT else ()
+    if traced.check > STRAIGHT:  # kernels may take other ways with three samples than with thirty
+        middle = (low + high) // 2 if high - low > 1 else high + 2
+        traced.check = footprint.error_at(traces.at(middle))
+        traced.sizes = tuple(sorted((low, middle, high)))
+    if traced.check > STRAIGHT:
+        return  # scores of all samples against all (contrastive losses) grow as a square
+    if low > SMALL[1]:
+        more = [traces.at(one, steps=1) for one in between if one > SMALL[1]]
+        traced.single = _below(second, more, traces.at(high))
+    traced.footprint = footprint
 
 
 def glance(

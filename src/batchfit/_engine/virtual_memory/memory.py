@@ -3,7 +3,7 @@
 Rules that this module keeps:
 - What counts is the memory of live CPU tensors, those alive at entry included (`ledger` keeps the count).
 - The out-of-memory error comes before the operation runs: nothing has been written, drawn or allocated.
-  (`opsizes` says which few operations can only be counted after they ran.)
+  (`op_sizes` says which few operations can only be counted after they ran.)
 - The end of the block undoes everything: no reference, patch or mode stays behind.
 - The mode belongs to the thread that entered it. Other threads allocate uncounted; they may free.
 """
@@ -11,7 +11,9 @@ Rules that this module keeps:
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -20,7 +22,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchfit._engine.virtual_memory import op_sizes
-from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.virtual_memory.ledger import Ledger
 from batchfit._engine.virtual_memory.op_sizes import PLANS, SIZES, block_bytes
 from batchfit._units import format_bytes, parse_bytes
@@ -315,3 +316,20 @@ def virtual_memory(limit: int | str) -> Iterator[VirtualMemory]:
     finally:
         _active.memory = None
         memory._ledger.close()
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside, compiled functions run as they were written; afterwards they compile as if never called.
+
+    dynamo gives up for good on a function that it first meets under a dispatch mode (ours count memory, FLOPs
+    or a trace): every later call, outside too, would run eagerly without a warning.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes a second
+        yield
+        return
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings(  # their complaint is about our hooks
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+        )
+        yield
