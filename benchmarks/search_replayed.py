@@ -28,12 +28,12 @@ STEPS, SOAK = 3, 25
 
 def footprint_of(model: str, precision: str) -> Any:
     import zoo
-    from batchfit._engine.allocator.gpus import card_named
+    from batchfit._engine.allocator.gpus import gpu_named
     from batchfit._engine.trace.workload import rules_for, trace_workload
 
     workload = zoo.make(model, precision, device="cpu")
     return trace_workload(
-        workload, rules=rules_for(workload, card_named("h200")), budget_bytes=24 * GIB
+        workload, rules=rules_for(workload, gpu_named("h200")), budget_bytes=24 * GIB
     ).footprint
 
 

@@ -20,7 +20,7 @@ import batchfit
 from batchfit._arguments import check_whole
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu, card_named
+from batchfit._engine.allocator.gpus import Gpu, gpu_named
 from batchfit._engine.allocator.replay import simulate
 from batchfit._engine.trace.workload import rules_for, unseen
 from batchfit._engine.workload.placement import device_to_run
@@ -53,9 +53,9 @@ def explain_memory(
         workload: what one step is. Its state must be declared: the trace works on fakes of it.
         batch_size: the size to explain.
         budget: bytes the program may use ("80GiB"), for the largest batch as things are and with each change.
-            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are told by
-            their peak alone.
-        gpu: the card to explain for ("h100", "rtx4090"): its memory and its choice of kernels.
+            Default: what is free on the GPU, or all of `gpu`; without any of them, what-ifs are compared
+            by their peak alone.
+        gpu: the GPU to explain for ("h100", "rtx4090"): its memory and its choice of kernels.
         what_if: also trace what checkpointing, bf16 and the like would change.
 
     Raises:
@@ -66,12 +66,12 @@ def explain_memory(
     check_whole("batch_size", batch_size)
     if not isinstance(what_if, bool):
         raise TypeError(f"what_if must be True or False, not {what_if!r}")
-    card = None if gpu is None else card_named(gpu)
+    target = None if gpu is None else gpu_named(gpu)
     given = None if budget is None else parse_bytes(budget)
     reach = reach_of(work)
-    rules = rules_for(work, card, reach)
+    rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
-    budget_bytes = _budget(given, card, work if here else None)
+    budget_bytes = _budget(given, target, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
     study = Study(reach, rules, batch_size, budget_bytes, basis)
     now = study.base
@@ -87,14 +87,14 @@ def explain_memory(
         peak_phase=peak.origin.phase,
         peak_operation=peak.origin.operation,
         peak_source=peak.origin.source,
-        card=rules.card.name,
+        card=rules.gpu.name,
         based_on=basis,
         kinds=_holders(by_kind(peak), peak.size),
         modules=_holders(by_module(peak, classes_of(reach.parts), outside=_outside(work)), peak.size),
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
-        unseen=(*unseen(reach.parts), *study.notes, *rules.card.caveats),
+        unseen=(*unseen(reach.parts), *study.notes, *rules.gpu.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
@@ -131,7 +131,7 @@ def _holders(held: Sequence[PeakPart], peak_bytes: int) -> tuple[Holder, ...]:
 def _reserved(footprint: Footprint, size: int, budget_bytes: int | None, rules: AllocatorSettings) -> int:
     """What the allocator takes for a size: where it fits, what it takes within the budget.
 
-    It takes more where there is more: without an end, unused segments are never given back.
+    It takes more where there is more: without a capacity, unused segments are never released.
     """
     free = simulate(footprint, size, capacity_bytes=None, rules=rules).peak_reserved_bytes
     if budget_bytes is None or free <= budget_bytes:
@@ -144,11 +144,11 @@ def _outside(workload: Workload) -> str:
     return "loss" if workload.kind == "training" else "outside modules"
 
 
-def _budget(given: int | None, card: Gpu | None, on_gpu: Workload | None) -> int | None:
+def _budget(given: int | None, target: Gpu | None, on_gpu: Workload | None) -> int | None:
     if given is not None:
         return given
-    if card is not None:
-        return card.usable_bytes
+    if target is not None:
+        return target.usable_bytes
     if on_gpu is None:
         return None
     return device_to_run(on_gpu).budget_bytes()

@@ -68,7 +68,7 @@ class Study:
         self.size = size
         self.budget_bytes = budget_bytes
         self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
-        beside = held_beside(reach.parts, rules.card)[0] if basis == "GPU, not run" else 0
+        beside = held_beside(reach.parts, rules.gpu)[0] if basis == "GPU, not run" else 0
         self.residual = (float(beside), 0.0)
         capped = False
         if basis == "GPU, not run" and budget_bytes is not None:
@@ -128,7 +128,7 @@ class Study:
     def _changes(self) -> list[Change]:
         """Those that apply to this workload."""
         found = self._best_level(checkpointing(self.reach, self._traits.learning))
-        found += lower_precision(self.reach, self.rules.card, uses_autocast=self._traits.autocast)
+        found += lower_precision(self.reach, self.rules.gpu, uses_autocast=self._traits.autocast)
         if self._loss_share() >= LEAST_GAIN - 1:
             found += chunked_loss(self.workload)
         if self._in_optimizer(self.base):
@@ -186,7 +186,7 @@ class Study:
         """The same trace after a step of one sample.
 
         What stays after a first full step (cuBLAS's workspaces, the optimizer's state) may lie in large
-        blocks, which can then not be handed back.
+        blocks, which can then not be released.
         """
         traced = self.base.traced
         if traced is None or traced.footprint is None or self.base.largest is None or self.capacity is None:

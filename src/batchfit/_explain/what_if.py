@@ -4,7 +4,7 @@ Rules:
 - A change is a context, `change(workload, faked)`, entered while the state is fake: it works on the fakes and
   on the step's own variables, and leaves both as it found them. The user's tensors are never seen by it.
 - What is traced is the changed program, never a formula.
-- A change knows whether it applies: what is on already, or cannot be told, is not offered.
+- A change knows whether it applies: what is on already, or cannot be known, is not offered.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _checkpointing(level: list[RepeatedBlocks], model: Any) -> Change:
         )
     cost = "one more forward pass of these blocks (about a third more time)"
     if any(isinstance(one, _BATCH_NORM) for block in blocks for one in block.modules()):
-        cost += "; BatchNorm's running statistics are updated twice a step"
+        cost += "; BatchNorm's running statistics are updated twice per step"
     name = f"activation checkpointing of each of {named}"
     return Change(name, how, cost, "checkpointing", (_Checkpointed(tuple(blocks)),))
 
@@ -154,7 +154,7 @@ class _Checkpointed:
 # -- dtypes
 
 
-def lower_precision(reach: StepReach, card: Gpu, *, uses_autocast: bool) -> list[Change]:
+def lower_precision(reach: StepReach, gpu: Gpu, *, uses_autocast: bool) -> list[Change]:
     """Half precision by autocast and for parameters, where the program is in fp32.
 
     It is bf16 where the GPU has it. Before Ampere it is fp16, which needs a GradScaler to train with, and
@@ -171,7 +171,7 @@ def lower_precision(reach: StepReach, card: Gpu, *, uses_autocast: bool) -> list
         return []
     found = []
     learns = workload.kind in ("training", "step")
-    dtype = torch.bfloat16 if card.capability >= (8, 0) else torch.float16
+    dtype = torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
     short = "bf16" if dtype is torch.bfloat16 else "fp16"
     if not uses_autocast and step_variable(workload, "context") is not None:
         how = f'with torch.autocast("cuda", {dtype}): {"forward and loss" if learns else "forward"}'
@@ -386,7 +386,7 @@ def shorter_sequence(workload: Workload, length: int) -> list[Change]:
     half = length // 2
 
     def cut(tensor: Tensor) -> Tensor:
-        # As a batch that was made that short: contiguous, and its rest is gone.
+        # As a batch that was made that short: contiguous, and what was cut off is freed.
         fits = tensor.dim() >= 2 and tensor.shape[1] == length
         return tensor[:, :half].contiguous() if fits else tensor
 

@@ -49,7 +49,7 @@ class Foresight:
         here = rules_for(work)
         if here.device.type != "cuda":
             return None
-        rules = rules_for(work, here.card)
+        rules = rules_for(work, here.gpu)
         try:
             limit_s = _PATIENCE_GENERATION_S if work.kind == "generation" else _PATIENCE_S
             traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
@@ -63,7 +63,7 @@ class Foresight:
         if traced.footprint is None:
             log.info("no %s: memory is no straight line in the batch size", name)
             return None
-        beside, unsure = held_beside(traced.reach.parts, rules.card)
+        beside, unsure = held_beside(traced.reach.parts, rules.gpu)
         oracle = Oracle(traced, settings, (float(beside), 0.0))
         return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure, name)
 

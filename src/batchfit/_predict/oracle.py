@@ -1,4 +1,4 @@
-"""Answers from a trace: what a size needs, the largest that fits, and where a search should look first.
+"""Answers from a trace: what a size needs, the largest that fits, and where a search should begin.
 
 Rules:
 - A trace shows what each operation allocates; a replay of the caching allocator says what fits.
@@ -61,8 +61,8 @@ class Oracle:
     def largest(self, capacity_bytes: int, most: int | None) -> Simulation | None:
         """The largest size that is sustained under a capacity."""
         if self.traced.footprint is not None:
-            # Replays make blocks by the ten thousand, a few MB, and a collection that these set off looks
-            # through the whole program: with transformers loaded it takes longer than all the replays.
+            # Replays make blocks by the ten thousand, a few MB, and a collection that these set off visits
+            # the whole program: with transformers loaded it takes longer than all the replays.
             with uncollected():
                 return largest(
                     self.traced.footprint,
@@ -77,8 +77,8 @@ class Oracle:
     def largest_of(self, budget_bytes: int, margin: float, most: int | None) -> Simulation | None:
         """The largest size that is sustained in a budget less its margin, and none that all of it would not.
 
-        With more room memory falls into other pieces: 293 samples of a RegNet lasted in 98 % of 16 GiB by the
-        replay, and only 288 in 100 %; on the card 292 did.
+        With a larger capacity memory is fragmented differently: 293 samples of a RegNet lasted in 98 % of
+        16 GiB by the replay, and only 288 in 100 %; on the GPU 292 did.
         """
         capacity_bytes = round(budget_bytes * (1 - margin))
         found = self.largest(capacity_bytes, most)
@@ -151,7 +151,7 @@ def is_recurrent(traced: TracedWorkload) -> bool:
     return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
 
 
-def held_beside(parts: tuple[Any, ...], card: Gpu) -> tuple[int, int]:
+def held_beside(parts: tuple[Any, ...], gpu: Gpu) -> tuple[int, int]:
     """Bytes that the program holds on the workload's GPU besides the workload's own state: known, and unsure.
 
     `parts` are as the trace has them: a teacher that nobody declared is among them. What cuBLAS has taken
@@ -163,7 +163,7 @@ def held_beside(parts: tuple[Any, ...], card: Gpu) -> tuple[int, int]:
         return 0, 0
     # As it was asked for: what blocks are rounded up by is some hundred MiB beside weights of 70 GiB.
     asked = int(torch.cuda.memory_stats(device).get("requested_bytes.all.current", 0))
-    unsure = 2 * card.blas_bytes + card.blas_lt_bytes
+    unsure = 2 * gpu.blas_bytes + gpu.blas_lt_bytes
     known = asked - own_bytes(parts, on=device) - unsure
     return (known, unsure) if known > 0 else (0, 0)
 

@@ -1,4 +1,4 @@
-"""`predict_batch_size`: the largest size, from a trace with fake tensors. Nothing is run out of memory.
+"""`predict_batch_size`: the largest size, from a trace with fake tensors. No step runs.
 
 Rules:
 - An oracle (`_predict.oracle`) answers from a trace. With a GPU, two small real runs show what the trace did
@@ -23,7 +23,7 @@ import torch
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu, card_named
+from batchfit._engine.allocator.gpus import Gpu, gpu_named
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device import oom
 from batchfit._engine.device.cuda import is_capped
@@ -51,8 +51,8 @@ from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
 _DOING: Final = "a prediction"
-_MUCH = 0.05  # of a budget, beside the margin: unused, it is explained
-_SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
+_EXPLAINED_UNUSED_SHARE = 0.05  # of a budget, beside the margin: as much unused is explained
+_SMALL_GAP_SHARE = 0.005  # of the peak: half of what a calibrated prediction leaves free
 
 Budget = int | str
 
@@ -67,7 +67,7 @@ def predict_batch_size(
     calibrate: bool | None = None,
     expandable_segments: bool | None = None,
 ) -> Prediction:
-    """Predict the largest batch size that fits, without a GPU and without running out of memory.
+    """Predict the largest batch size that fits, without a GPU and without running a step.
 
     ```python
     pred = batchfit.predict_batch_size(workload, budget="80GiB")
@@ -85,7 +85,7 @@ def predict_batch_size(
         margin: the share of the budget to leave free; default: 2 % without a GPU, 1.5 % with one that was
             not run, 1 % calibrated; 5 % where there are recurrent layers.
         calibrate: run two small sizes on the GPU; default: where the workload is on one and its state is
-            declared, so that it can be put back.
+            declared, so that it can be restored.
         expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF; default: what that says. Replayed by the
             allocator's source and measured for a few models only: a caveat of the answer says so.
 
@@ -95,15 +95,15 @@ def predict_batch_size(
     """
     work = as_workload(workload)
     _check_arguments(max_size, margin, calibrate, expandable_segments)
-    card = None if gpu is None else card_named(gpu)
-    asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
+    target = None if gpu is None else gpu_named(gpu)
+    asked = partial(_predicted, work, budget, target, max_size, margin, calibrate, expandable_segments)
     return _joint(asked, Ranks.current())
 
 
 def _predicted(
     work: Workload,
     budget: Budget | Sequence[Budget] | None,
-    card: Gpu | None,
+    target: Gpu | None,
     max_size: int | None,
     margin: float | None,
     calibrate: bool | None,
@@ -112,16 +112,16 @@ def _predicted(
     """What this process predicts."""
     begun = time.perf_counter()
     reach = reach_of(work)
-    rules = rules_for(work, card, reach)
+    rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
-    budgets = _budgets(budget, card, work if here else None)
+    budgets = _budgets(budget, target, work if here else None)
     capped = here and is_capped(device_to_run(work), min(budgets))
     settings = allocator_rules(expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual = (float(held_beside(reach.parts, rules.card)[0]) if here else 0.0, 0.0)
+    residual = (float(held_beside(reach.parts, rules.gpu)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and (work.declared if calibrate is None else calibrate):
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
@@ -133,27 +133,27 @@ def _predicted(
     if found[0] is None and len(budgets) == 1:
         raise NothingFitsError(
             1,
-            device=rules.card.name,
+            device=rules.gpu.name,
             budget_bytes=budgets[0],
             peak_bytes=oracles.of(1).peak(1),
             state_bytes=oracles.of(1).traced.at(1).state_bytes,
             detail="predicted",
         )
-    return _prediction(oracles, budgets, found, basis, share, trials, card, begun, max_size)
+    return _prediction(oracles, budgets, found, basis, share, trials, target, begun, max_size)
 
 
 def calibration(
     traced: TracedWorkload, rules: AllocatorSettings, *, budget_bytes: int
 ) -> tuple[tuple[float, float], tuple[Trial, ...]]:
-    """What two small real runs need beyond the trace: fixed bytes, and bytes a sample.
+    """What two small real runs need beyond the trace: fixed bytes, and bytes per sample.
 
     Both sizes lie above the last knee, where the peak is one straight line, and well below the end.
     """
     footprint, work = traced.footprint, traced.workload
     if footprint is None:
         return (0.0, 0.0), ()
-    place = device_to_run(work)
-    budget_bytes = min(budget_bytes, place.budget_bytes())  # what is asked about may be a larger card
+    device = device_to_run(work)
+    budget_bytes = min(budget_bytes, device.budget_bytes())  # what is asked about may be a larger GPU
     end = largest(
         footprint,
         capacity_bytes=round(budget_bytes * 0.9),
@@ -169,10 +169,10 @@ def calibration(
     parameters = [one for one in tensors_in(work.state) if one.requires_grad]
     steps = 1 if traced.may_retry else 3  # all of a call that generates is gone after it
     trials = []
-    with place.limit(budget_bytes):
+    with device.limit(budget_bytes):
         for size in (first, second):
             trial = run_trial(
-                work.step, size, device=place, snapshot=snapshot, parameters=parameters, steps=steps
+                work.step, size, device=device, snapshot=snapshot, parameters=parameters, steps=steps
             )
             trials.append(trial)
             if not trial.fits or trial.peak_bytes is None:
@@ -184,7 +184,7 @@ def calibration(
         for trial in trials
     ]
     return residual_of(
-        (first, gaps[0]), (second, gaps[1]), small=_SMALL_GAP * (trials[1].peak_bytes or 0)
+        (first, gaps[0]), (second, gaps[1]), small=_SMALL_GAP_SHARE * (trials[1].peak_bytes or 0)
     ), tuple(trials)
 
 
@@ -195,7 +195,7 @@ def _prediction(
     basis: Basis,
     margin: float,
     trials: Sequence[Trial],
-    card: Gpu | None,
+    target: Gpu | None,
     begun: float,
     most: int | None,
 ) -> Prediction:
@@ -205,7 +205,7 @@ def _prediction(
             budget_bytes=budget,
             batch_size=0 if one is None else one.size,
             peak_bytes=0 if one is None else one.peak_allocated_bytes,
-            name=card.name if card is not None and budget == card.usable_bytes else "",
+            name=target.name if target is not None and budget == target.usable_bytes else "",
             reason="" if one is None else _reason(oracles, one, budget, margin, most),
         )
         for budget, one in zip(budgets, found, strict=True)
@@ -222,8 +222,8 @@ def _prediction(
         peak_operation=operation,
         margin=margin,
         based_on=basis,
-        card=traced.rules.card.name,
-        card_measured=traced.rules.card.measured,
+        card=traced.rules.gpu.name,
+        card_measured=traced.rules.gpu.measured,
         answers=answers,
         curve=tuple(_curve(oracles, answers)),
         knees=tuple(piece.size for piece in pieces[1:]),
@@ -242,7 +242,7 @@ def _prediction(
 def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: float, most: int | None) -> str:
     """Why no larger size is answered; empty where little of the budget is left."""
     size, oracle = found.size, oracles.of(found.size)
-    if found.peak_allocated_bytes >= (1 - margin - _MUCH) * budget_bytes:
+    if found.peak_allocated_bytes >= (1 - margin - _EXPLAINED_UNUSED_SHARE) * budget_bytes:
         return ""
     if size == most:
         return "max_size is reached"
@@ -250,14 +250,14 @@ def _reason(oracles: Oracles, found: Simulation, budget_bytes: int, margin: floa
         return ""
     capacity_bytes = round(budget_bytes * (1 - margin))
     if oracle.run(size + 1, capacity_bytes).sustained:
-        return "of the sizes above it only some run: memory falls into pieces"
+        return "of the sizes above it only some run (fragmentation)"
     free = oracle.run(size + 1, None, bare=True)
     peak, reserved = format_bytes(free.peak_allocated_bytes), format_bytes(free.peak_reserved_bytes)
     larger = f"a batch of {size + 1}"
     if free.peak_allocated_bytes > capacity_bytes:
         return f"{larger} would have a peak of {peak}"
     if free.peak_reserved_bytes > capacity_bytes:
-        return f"{larger} would reserve {reserved} for a peak of {peak}: memory falls into pieces"
+        return f"{larger} would reserve {reserved} for a peak of {peak} (fragmentation)"
     return f"{larger} finds no room in a replay of the allocator"
 
 
@@ -302,13 +302,13 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
         notes.append(
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
-    return (*notes, *traced.rules.card.caveats)
+    return (*notes, *traced.rules.gpu.caveats)
 
 
-def _budgets(budget: Any, card: Gpu | None, on_gpu: Workload | None) -> list[int]:
+def _budgets(budget: Any, target: Gpu | None, on_gpu: Workload | None) -> list[int]:
     if budget is None:
-        if card is not None:
-            return [card.usable_bytes]
+        if target is not None:
+            return [target.usable_bytes]
         if on_gpu is None:
             raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
         return [device_to_run(on_gpu).budget_bytes()]

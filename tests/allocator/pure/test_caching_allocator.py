@@ -176,9 +176,9 @@ def test_segments_never_overlap(moves: list[tuple[bool, int, int]]) -> None:
             assert low + length <= high
     for segment in held:
         space.give(*segment)
-    assert space.gaps == [(0, 1 << 54)]
+    assert space.unused == [(0, 1 << 54)]
     assert not space.starts
-    assert not space.holes
+    assert not space.free
     assert not space.lengths
 
 

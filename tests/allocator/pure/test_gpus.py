@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchfit._engine.allocator.gpus import DEFAULT, GIB, GPUS, MIB, Gpu, card_named
+from batchfit._engine.allocator.gpus import DEFAULT, GIB, GPUS, MIB, Gpu, gpu_named
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ from batchfit._engine.allocator.gpus import DEFAULT, GIB, GPUS, MIB, Gpu, card_n
     ],
 )
 def test_a_card_is_found_however_it_is_written(written: str, name: str) -> None:
-    assert card_named(written) is GPUS[name]
+    assert gpu_named(written) is GPUS[name]
 
 
 @pytest.mark.parametrize("name", list(GPUS))
 def test_every_card_is_found_by_its_own_name(name: str) -> None:
-    assert card_named(name).name == name
+    assert gpu_named(name).name == name
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_every_card_is_found_by_its_own_name(name: str) -> None:
     ],
 )
 def test_a_gpu_is_found_as_nvidia_smi_prints_it(printed: str, name: str) -> None:
-    found = card_named(printed)
+    found = gpu_named(printed)
     assert found is GPUS[name]
     assert not found.note
 
@@ -78,7 +78,7 @@ def test_a_gpu_is_found_as_nvidia_smi_prints_it(printed: str, name: str) -> None
 def test_of_several_memories_the_smallest_is_taken_and_it_is_said(
     family: str, least: str, other: str
 ) -> None:
-    found = card_named(family)
+    found = gpu_named(family)
     assert found == GPUS[least]
     assert found.note == found.caveats[0]
     assert repr(family) in found.note
@@ -98,13 +98,13 @@ def test_of_several_memories_the_smallest_is_taken_and_it_is_said(
 )
 def test_an_unknown_gpu_is_told_where_the_list_is(written: str, like: str) -> None:
     with pytest.raises(ValueError, match="gpu must be one of those") as refused:
-        card_named(written)
+        gpu_named(written)
     assert f"--list-gpus` lists, not {written!r}{like}; budget" in str(refused.value)
 
 
 def test_a_slice_of_a_gpu_is_not_taken_for_all_of_it() -> None:
     with pytest.raises(ValueError, match=r"gpu must be a whole GPU, not .*: give the memory of a MIG slice"):
-        card_named("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
+        gpu_named("NVIDIA A100-SXM4-40GB MIG 3g.20gb")
 
 
 @pytest.mark.parametrize("card", GPUS.values(), ids=GPUS)

@@ -65,7 +65,7 @@ def test_few_indices_are_not_sorted_but_say_so() -> None:
 def test_a_reduction_never_needs_more_than_its_input(
     inputs: int, outputs: int, on_fastest: bool, card: str
 ) -> None:
-    found = reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=outputs == 1, card=GPUS[card])
+    found = reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=outputs == 1, gpu=GPUS[card])
     assert found >= 0
     # A block of threads takes 16 values or more for each number that it stages.
     assert found <= 4 * inputs * outputs

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import batchfit
-from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload.reachable import reach_of
@@ -310,14 +310,14 @@ def test_inference_is_offered_dtypes_alone() -> None:
 
 def test_a_gpu_without_bf16_is_offered_fp16() -> None:
     fp32, bf16 = reach_of(workload()), reach_of(workload(dtype=torch.bfloat16))
-    (fp16,) = lower_precision(fp32, card_named("t4"), uses_autocast=False)
+    (fp16,) = lower_precision(fp32, gpu_named("t4"), uses_autocast=False)
     assert fp16.name == "fp16 autocast"
     assert "torch.float16" in fp16.how
     assert "GradScaler" in fp16.how
-    assert lower_precision(fp32, card_named("t4"), uses_autocast=True) == [], "no training in fp16"
-    offered = [one.name for one in lower_precision(fp32, card_named("a10g"), uses_autocast=True)]
+    assert lower_precision(fp32, gpu_named("t4"), uses_autocast=True) == [], "no training in fp16"
+    offered = [one.name for one in lower_precision(fp32, gpu_named("a10g"), uses_autocast=True)]
     assert offered == ["bf16 parameters (with them gradients, optimizer state)"]
-    assert lower_precision(bf16, card_named("h100"), uses_autocast=False) == []
+    assert lower_precision(bf16, gpu_named("h100"), uses_autocast=False) == []
 
 
 def test_fp16_is_what_the_program_in_fp16_takes() -> None:

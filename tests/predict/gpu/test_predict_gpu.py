@@ -11,7 +11,7 @@ from torch import nn
 
 import batchfit
 from batchfit import errors
-from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 
@@ -137,7 +137,7 @@ SMALL_BART = {"layers": 2, "ffn_dim": 256, "attention_heads": 2}
 
 def allocates(workload: batchfit.Workload, on: str) -> tuple[Counter[int], Counter[int]]:
     """What a second step of 16 samples allocates: as traced on a device, and as it happens."""
-    card = None if on == "gpu" else card_named("h200")
+    card = None if on == "gpu" else gpu_named("h200")
     found = trace(workload, 16, rules=rules_for(workload, card), steps=2)
     last = found.events[found.step_ends[0] : found.step_ends[1]]
     told = Counter(found.sizes[event] for event in last if event >= 0 and found.sizes[event] > 100_000)

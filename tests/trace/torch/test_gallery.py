@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
-from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
@@ -68,7 +68,7 @@ def test_a_loop_is_traced_and_then_goes_on(case: Case, request: pytest.FixtureRe
     warm = living_bytes() - nothing
     before = frozen(held_by(workload))
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    rules = rules_for(workload, card_named("h200"))
+    rules = rules_for(workload, gpu_named("h200"))
     found = None
     if case.expected == "traced":
         found = trace(workload, SIZE, rules=rules)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
-from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import dispatch
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
@@ -704,7 +704,7 @@ def test_attention_takes_the_kernel_of_the_card() -> None:
             return F.scaled_dot_product_attention(heads, heads, heads, extra).sum()
 
         work = batchfit.training(layer, None, loss, lambda n: torch.randn(n, 5, head, dtype=dtype))
-        found = trace(work, 2, rules=rules_for(work, card_named(card)), steps=1)
+        found = trace(work, 2, rules=rules_for(work, gpu_named(card)), steps=1)
         return {
             o.operation.split("_attention")[0].rpartition("_")[2]
             for o in found.origins
@@ -736,7 +736,7 @@ def test_a_mask_of_truths_becomes_numbers_as_torch_does_it() -> None:
             return F.scaled_dot_product_attention(heads, heads, heads, mask).sum()
 
         work = batchfit.training(nn.Linear(8, 8), None, loss, lambda n: torch.randn(n, 8, 8))
-        found = trace(work, 2, rules=rules_for(work, card_named("h100")), steps=1)
+        found = trace(work, 2, rules=rules_for(work, gpu_named("h100")), steps=1)
         assert any("efficient_attention" in o.operation for o in found.origins)
         return {o.operation for o in found.origins}
 
@@ -771,7 +771,7 @@ def test_a_mask_that_a_model_makes_for_itself_and_that_hides_nothing_is_left_out
             }
 
         work = batchfit.training(model, None, lambda model, given: model(**given).loss, batch)
-        found = trace(work, 2, rules=rules_for(work, card_named("h100")), steps=1)
+        found = trace(work, 2, rules=rules_for(work, gpu_named("h100")), steps=1)
         return [
             n for n, o in zip(found.sizes, found.origins, strict=True) if o.operation == "aten.where.self"
         ]
@@ -790,7 +790,7 @@ def test_a_glance_looks_again_where_the_end_is_far_beyond_what_it_expected() -> 
 
     model = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
     work = batchfit.training(model, None, loss, lambda n: torch.randn(n, 256), autocast=torch.bfloat16)
-    rules = rules_for(work, card_named("h100"))
+    rules = rules_for(work, gpu_named("h100"))
     small = trace(work, 2, rules=rules, steps=1)
     expected = expected_end(small, budget)
     found = glance(work, rules=rules, budget_bytes=budget)

@@ -14,7 +14,7 @@ from batchfit._charts.memory_page import memory_lines
 from batchfit._cli.exits import Code
 from batchfit._cli.progress import ProgressDisplay
 from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
-from batchfit._engine.allocator.gpus import card_named
+from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def checked_flags(settings: ExplainSettings) -> None:
         if settings["budget"] is not None:
             parse_bytes(settings["budget"])
         if settings["gpu"] is not None:
-            card_named(settings["gpu"])
+            gpu_named(settings["gpu"])
     except ValueError as error:
         raise wrong_flag(error, "explain") from None
 

@@ -20,7 +20,7 @@ from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import ProgressDisplay
 from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
-from batchfit._engine.allocator.gpus import GPUS, card_named
+from batchfit._engine.allocator.gpus import GPUS, gpu_named
 from batchfit._units import format_bytes, parse_bytes
 from batchfit.errors import NothingFitsError
 
@@ -70,7 +70,7 @@ class Predicted:
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
     failures: tuple[NothingFitsError, ...] = ()
-    card_named: bool = True
+    gpu_named: bool = True
 
 
 def predict_target(
@@ -114,7 +114,7 @@ def checked_flags(settings: PredictSettings) -> list[str | None]:
             parse_bytes(budget)
         chosen: dict[str, str] = {}  # each GPU once, as it was written: predict says what the name left open
         for name in settings["gpu"] or ():
-            chosen.setdefault(card_named(name).name, name)
+            chosen.setdefault(gpu_named(name).name, name)
         cards = list(chosen.values())
         size, margin = settings["max_size"], settings["margin"]
         if size is not None and size < 1:
@@ -169,7 +169,7 @@ def predicted(
         ]
     if not predictions:
         raise CommandFailed(Code.NOTHING_FITS, "; ".join(map(str, failures)))
-    return Predicted(tuple(rows), tuple(predictions), tuple(failures), card_named=cards[0] is not None)
+    return Predicted(tuple(rows), tuple(predictions), tuple(failures), gpu_named=cards[0] is not None)
 
 
 def as_json(found: Predicted) -> str:
@@ -304,7 +304,7 @@ def _confidence(found: Predicted) -> str:
     }[first.based_on]
     share = f"{first.margin:.1%} of each budget left free" if first.margin else "no margin"
     off = f"; the check was {first.check:.2%} off" if first.check >= 0.00005 else ""
-    unnamed = first.based_on == "no GPU" and not found.card_named
+    unnamed = first.based_on == "no GPU" and not found.gpu_named
     kernels = f" (kernels as on an {first.card})" if unnamed else ""
     return f"{how}{kernels}; {share}{off}"
 

@@ -6,7 +6,7 @@ Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.
 - The smallest free block that is large enough is taken, the lowest address among equals. It is split if at
   least 512 B (small) or more than 1 MiB (large) would be left over. A freed block joins free neighbours.
 - Where reserved + segment > capacity, the oversize blocks (with `max_split_size`), then every unsplit cached
-  segment go back, and it is tried once more: that is a retry, whether or not it helps. Only then is the
+  segment are released, and it is tried once more: that is a retry, whether or not it helps. Only then is the
   device out of memory.
 - Expandable segments: one range of addresses a pool, mapped in pages of 2 MiB (small) or 20 MiB (large) at
   the lowest address with room, and unmapped in whole free pages. A request needs only the pages that are
@@ -14,17 +14,17 @@ Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.
   `ExpandableSegment::map`), and of one stretch of pages all are mapped or none.
 - The capacity is the GPU's memory, or a cap (`AllocatorSettings.capped`: `set_per_process_memory_fraction` is
   below 1). They differ for expandable segments: `alloc_block` compares the cap with reserved + the whole
-  request, before it looks which pages are missing, and then maps pages without asking again. So under a cap
+  request, before it checks which pages are missing, and then maps pages without asking again. So under a cap
   less fits, and reserved may pass the cap by less than a page. Garbage is collected only under a cap.
 
 What is not known here is where the driver puts a new segment, and that decides which of two free blocks of
 equal size is taken: `AddressSpace` does as an H200 was seen to. Given the true addresses, 33 recorded runs
-of that card (torch 2.11, 106,000 allocations, 19 retries) replay without a difference in any event; with
+of that GPU (torch 2.11, 106,000 allocations, 19 retries) replay without a difference in any event; with
 ours, which were fitted to these runs, 27 do, and the worst peak is 3.4 % off. Only default settings were
-compared with a card: not expandable segments, `max_split_size`, garbage collection or divisions.
+compared with a GPU: not expandable segments, `max_split_size`, garbage collection or divisions.
 Other streams, CUDA graphs, private pools and memory that another process holds are not modelled, nor the
-end of an expandable range (9/8 of the GPU: holes aside, all of it), nor a GPU that is itself full while the
-cap is not reached.
+end of an expandable range (9/8 of the GPU: fragmentation aside, all of it), nor a GPU that is itself full
+while the cap is not reached.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class CachingAllocator:
         self._request_limit = self._capacity if capped or not self._expandable else _ENDLESS
         self._page_limit = _ENDLESS if capped else self._capacity
         self._collect_above = int(threshold * self._capacity) if threshold > 0 else None
-        self._small = Pool(SMALL_SEGMENT, least_rest=GRAIN, split_below=_ENDLESS)
+        self._small = Pool(SMALL_SEGMENT, least_remainder=GRAIN, split_below=_ENDLESS)
         self._large = Pool(
             rules.large_segment_bytes,
-            least_rest=GRAIN if self._expandable else MIB + GRAIN,
+            least_remainder=GRAIN if self._expandable else MIB + GRAIN,
             split_below=_ENDLESS if self._expandable else self._max_split,
         )
         self._addresses = AddressSpace()
@@ -119,8 +119,8 @@ class CachingAllocator:
             block = self._grow(pool, size)
             if block is None:
                 return None
-        rest = block.size - size
-        if rest >= pool.least_rest and size < pool.split_below:
+        remainder = block.size - size
+        if remainder >= pool.least_remainder and size < pool.split_below:
             block = self._split(pool, block, size)
         else:
             size = block.size
@@ -137,7 +137,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to the cache, joined with its free neighbours."""
+        """Return a block to the cache, joined with its free neighbours."""
         if not block.live:
             raise ValueError("block must be one that is allocated; this one has been freed")
         block.live = False
@@ -166,7 +166,7 @@ class CachingAllocator:
                     self.peak_split_bytes = self.split_bytes
 
     def empty_cache(self) -> None:
-        """Hand every unsplit cached segment, or every whole free page, back to the driver."""
+        """Release every unsplit cached segment, or every whole free page, to the driver."""
         for pool in (self._large, self._small):
             for block in list(map(pool.blocks.__getitem__, pool.keys)):
                 if self._expandable:
@@ -192,7 +192,7 @@ class CachingAllocator:
         return block
 
     def _split(self, pool: Pool, block: Block, size: int) -> Block:
-        """The first `size` bytes of a block; the rest goes to the pool."""
+        """The first `size` bytes of a block; the remainder goes to the pool."""
         front = Block(block.address, size, pool)
         before = front.prev = block.prev
         if before is not None:
@@ -211,7 +211,7 @@ class CachingAllocator:
         return front
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or more of an expandable one, by giving back what is cached if need be."""
+        """A new segment, or more of an expandable one, by releasing what is cached if need be."""
         if self._collect_above is not None:
             self._collect_garbage(self._collect_above)
         block = self._take_segment(pool, size)
@@ -248,7 +248,7 @@ class CachingAllocator:
         self._addresses.give(block.address, block.size)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """With a `max_split_size`: give back one cached block that is large enough, or the largest few."""
+        """With a `max_split_size`: release one cached block that is large enough, or the largest few."""
         if self._expandable or self._max_split == _ENDLESS:
             return False
         wanted = max(size, self._max_split)
@@ -263,7 +263,7 @@ class CachingAllocator:
         return given >= wanted
 
     def _collect_garbage(self, threshold: int) -> None:
-        """Give back large segments, those free for longer than average first, down to the threshold."""
+        """Release large segments, those free for longer than average first, down to the threshold."""
         pool = self._large
         target = self.reserved_bytes - threshold
         if target <= 0 or self._expandable:
@@ -305,10 +305,10 @@ class CachingAllocator:
             return False
         pool.forget_unmapped(block)
         if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, pool)
-            rest.mapped = False
-            put_between(rest, block, block.next)
-            insort(pool.unmapped, (rest.address, rest))
+            remainder = Block(block.address + mapped, block.size - mapped, pool)
+            remainder.mapped = False
+            put_between(remainder, block, block.next)
+            insort(pool.unmapped, (remainder.address, remainder))
             block.size = mapped
         block.mapped = True
         self._reserve(mapped)
@@ -322,7 +322,7 @@ class CachingAllocator:
             absorb(block, other)
 
     def _unmap(self, pool: Pool, block: Block) -> None:
-        """Hand the whole pages inside a free block back; what is left of it at either side stays free."""
+        """Unmap the whole pages inside a free block; what is left of it at either side stays free."""
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + block.size) // pool.page * pool.page
         if first >= last:
@@ -344,7 +344,7 @@ class CachingAllocator:
 
 
 def _nothing(requested_bytes: int) -> Block:
-    """A request of 0 bytes costs nothing: PyTorch hands out a null pointer."""
+    """A request of 0 bytes costs nothing: PyTorch returns a null pointer."""
     if requested_bytes < 0:
         raise ValueError(f"requested_bytes must be at least 0, not {requested_bytes!r}")
     block = Block(0, 0, None)

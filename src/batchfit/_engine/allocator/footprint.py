@@ -4,7 +4,7 @@ Rules:
 - A `Trace` is what a step allocated and freed at one size, in order. Two traces whose streams have the same
   shape give every allocation a line `fixed + per_sample * size`; a third trace checks the lines.
 - A `Footprint` answers for any size: the bytes live at the highest moment (exact, a convex function made of
-  straight pieces), where its knees are, and what is held then.
+  straight segments), where its knees are, and what is held then.
 - Nothing here knows of torch or of a device; an allocator's rounding and fragmentation come from replaying
   the footprint's events (`_engine.allocator.caching`).
 """
@@ -137,7 +137,7 @@ class Line:
 @final
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One straight piece of the peak: from `size` on, the peak is at event `moment`."""
+    """One straight segment of the peak: from `size` on, the peak is at event `moment`."""
 
     size: float
     moment: int
@@ -246,7 +246,7 @@ class Footprint:
         return round(max(accumulate(live), default=0))
 
     def pieces(self, largest: float = float("inf")) -> list[Segment]:
-        """The straight pieces of the peak from size 1 up, exactly: the upper envelope of all moments."""
+        """The straight segments of the peak from size 1 up, exactly: the upper envelope of all moments."""
         fixed, slopes = self.live_lines()
         best: dict[float, int] = {}
         for moment, (a, b) in enumerate(zip(fixed, slopes, strict=True)):

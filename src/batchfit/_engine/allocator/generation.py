@@ -1,8 +1,9 @@
 """A loop whose passes are alike: all of them from a few that were traced.
 
 Generation is such a loop. Each token's pass through the model asks for what the one before asked for, a
-little more of it, and gives back what that one left. Where the pieces grow from pass to pass, what is freed
-fits nothing that follows: it takes all passes to see which holes are left, and two of them to know them all.
+little more of it, and frees what that one left. Where the blocks grow from pass to pass, what is freed
+fits nothing that follows: it takes all passes to see which inactive split blocks are left, and two of them
+to know them all.
 
 Rules: a pass frees blocks of its own and of the pass before. The two that were traced must do the same in the
 same order; the bytes of those between are on a line. Anything else is a `ShapeChangedError`.
@@ -56,7 +57,7 @@ def with_all_passes(trace: Trace, loops: Sequence[TokenLoop]) -> Trace:
 
 @final
 class _Writer:
-    """Writes a trace anew; `_now` has the block that a block of the old one is now."""
+    """Writes a trace again; `_now` has the block that a block of the old one is now."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

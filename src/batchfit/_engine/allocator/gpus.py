@@ -95,8 +95,8 @@ def _card(
 
 _PASCAL, _TURING, _AMPERE, _ADA, _BLACKWELL = (6, 1), (7, 5), (8, 6), (8, 9), (12, 0)
 GPUS = {
-    card.name: card
-    for card in (
+    gpu.name: gpu
+    for gpu in (
         # Data centres
         _card("gb300", 288, (10, 3), 148, "decimal"),
         _card("b300", 288, (10, 3), 148, "decimal"),
@@ -209,7 +209,7 @@ GPUS = {
         _card("gtx1070", 8, _PASCAL, 15),
     )
 }
-DEFAULT = GPUS["h200"]  # whose rules are measured: taken where no card is named
+DEFAULT = GPUS["h200"]  # whose rules are measured: taken where no GPU is named
 
 # What drivers print around a name ("NVIDIA H100 80GB HBM3", "NVIDIA RTX 6000 Ada Generation").
 _AROUND = {
@@ -227,7 +227,7 @@ _ALIASES = {
 _SIZE = re.compile(r"(?<![a-z0-9])(\d+) ?g(?:i?b)?(?![a-z0-9])")
 
 
-def card_named(name: str) -> Gpu:
+def gpu_named(name: str) -> Gpu:
     """The GPU of that name, as people or nvidia-smi write it: "H100", "RTX 4090", "NVIDIA A100-SXM4-80GB".
 
     Where a name leaves open which of several memories it has ("a100"), the smallest is taken and `note` says
@@ -265,19 +265,19 @@ def _meant(plain: str, box_gb: int | None) -> list[Gpu]:
     for spelling in (plain, f"rtx{plain}", f"gtx{plain}", plain.removeprefix("rtx")):
         if (alias := _ALIASES.get(whole)) is not None:
             return [GPUS[alias]]
-        exact = [card for known, card in GPUS.items() if _plain(known) == spelling]
-        family = [card for known, card in GPUS.items() if _plain(re.sub(r"-\d+gb$", "", known)) == spelling]
+        exact = [gpu for known, gpu in GPUS.items() if _plain(known) == spelling]
+        family = [gpu for known, gpu in GPUS.items() if _plain(re.sub(r"-\d+gb$", "", known)) == spelling]
         found = family if box_gb is not None else exact or family
         if found:
-            return [card for card in found if box_gb in (None, card.box_gb)]
+            return [gpu for gpu in found if box_gb in (None, gpu.box_gb)]
     return []
 
 
 def _smallest(found: list[Gpu], name: str) -> Gpu:
-    least = min(found, key=lambda card: card.usable_bytes)
+    least = min(found, key=lambda gpu: gpu.usable_bytes)
     if len(found) == 1:
         return least
-    others = " and ".join(card.name for card in found if card is not least)
+    others = " and ".join(gpu.name for gpu in found if gpu is not least)
     return replace(
         least, note=f"{name!r} is made with several memories: this is for {least.name}, not {others}"
     )

@@ -2,7 +2,7 @@
 
 Rules:
 - Steps are repeated until the allocator settles: a size that gets through two steps may die in the eighth
-  (ResNet-50 on an H200: 562 passes 2 steps, 556 dies in a soak of 25, 549 survives).
+  (ResNet-50 on an H200: 562 passes 2 steps, 556 dies in a stability check (soak) of 25, 549 survives).
 - A workspace that cuDNN finds no room for is not the end: it takes another plan, and remembers it. What such
   a plan needs is not known; it is taken for nothing.
 - "Sustained" means what it means in a trial: no retry once settled, unless a step generates. The answer is
@@ -19,7 +19,8 @@ from batchfit._engine.allocator.caching import AllocatorSettings, Block, Caching
 from batchfit._engine.allocator.footprint import Footprint
 
 STEPS = 12
-_CALLS = 3  # of a step that generates, as in a soak: the second finds memory in other pieces than the first
+# Of a step that generates, as in a stability check (soak): the second finds other free blocks than the first.
+_CALLS = 3
 _SETTLED = 2  # steps in a row without a retry
 
 
@@ -171,11 +172,12 @@ def largest(
 ) -> Simulation | None:
     """The largest size that is sustained, up to `most`; None where not even one sample is.
 
-    `extra` is what the footprint does not show: fixed bytes, and bytes a sample. How memory falls into
-    pieces is not monotone: a size may run although smaller ones do not (GPT-2 with checkpointing at 16 GiB:
-    35 runs, 36 fails on the card as it does here, and 40 to 43 run here). Such an island is not answered: the
+    `extra` is what the footprint does not show: fixed bytes, and bytes per sample. Fragmentation is
+    not monotone: a size may run although smaller ones do not (GPT-2 with checkpointing at 16 GiB:
+    35 runs, 36 fails on the GPU as it does here, and 40 to 43 run here). Such an island is not answered: the
     sizes below the answer run too. Of a step that generates (`may_retry`) they also run with a little more
-    held, since its end is ragged: how many holes a cache leaves as it grows is decided by small things.
+    held, since its end is ragged: how many inactive split blocks a growing cache leaves is decided by
+    small things.
     """
     tried: dict[tuple[int, float], Simulation] = {}
 
@@ -201,10 +203,10 @@ def largest(
         if best is None:
             return None
         checks = [(max(1, round(best * (1 - less))), more * capacity_bytes) for less, more in island]
-        hole = next((size for size, more in checks if not run(size, more).sustained), None)
-        if hole is None or best == 1:
+        failing = next((size for size, more in checks if not run(size, more).sustained), None)
+        if failing is None or best == 1:
             return run(best)
-        top = 2 if hole == 1 and run(1).sustained else hole
+        top = 2 if failing == 1 and run(1).sustained else failing
         if may_retry:  # a replay takes a third of a second
             ran = (size for (size, more), one in tried.items() if one.sustained and not more)
             known = max((size for size in ran if size < top), default=0)
@@ -224,7 +226,7 @@ _RAGGED = (
 def _last_sustained(run: Callable[[int], Simulation], top: int, close: float, known: int) -> int | None:
     """By halving, from a size that is known to run, or else from a few per cent below the top on.
 
-    That is what falling into pieces costs as a rule.
+    That is what fragmentation costs as a rule.
     """
     low, high, step = known, top, max(1, round(top * 0.03))
     while high - low > max(1, close * low):
@@ -255,7 +257,7 @@ def upper_bound(
 
 
 def residual_of(first: tuple[int, int], second: tuple[int, int], *, small: float) -> tuple[float, float]:
-    """Fixed bytes and bytes a sample, from what two sizes needed beyond the trace.
+    """Fixed bytes and bytes per sample, from what two sizes needed beyond the trace.
 
     A trace is a line near the largest size, and may say a little too much at a small one: that is no sign of
     too little at the end. What is `small` at the larger size is taken for fixed: should it grow with the

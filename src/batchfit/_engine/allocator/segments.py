@@ -14,7 +14,7 @@ from typing import final
 
 MIB = 2**20
 RANGE_BYTES = 1 << 54  # all addresses there are
-_CHUNK = 32 * MIB  # what the driver takes addresses in
+_CHUNK_BYTES = 32 * MIB  # what the driver takes addresses in
 # A free block's key is its size, then its address, in one number: comparing numbers is what makes it fast.
 ADDRESS_BITS = 56
 
@@ -24,67 +24,67 @@ class AddressSpace:
     """Where the driver puts segments, as an H200's was seen to.
 
     It takes addresses in chunks of whole 32 MiB, from the highest gap with room: each chunk lies below the
-    one before it. A segment goes into the newest chunk with room, there into the smallest hole, at its low
+    one before it. A segment goes into the newest chunk with room, there into the smallest gap, at its low
     end; else to the low end of a new chunk. A chunk that holds nothing any more is given up.
     """
 
-    __slots__ = ("gaps", "holes", "lengths", "starts")
+    __slots__ = ("free", "lengths", "starts", "unused")
 
     def __init__(self) -> None:
-        self.gaps = [(0, RANGE_BYTES)]
+        self.unused = [(0, RANGE_BYTES)]
         self.starts: list[int] = []  # of the chunks, by address
         self.lengths: dict[int, int] = {}
-        self.holes: dict[int, list[tuple[int, int]]] = {}  # of each chunk, oldest first
+        self.free: dict[int, list[tuple[int, int]]] = {}  # of each chunk, oldest first
 
     def take(self, size: int) -> int:
-        for holes in reversed(self.holes.values()):
+        for gaps in reversed(self.free.values()):
             best = None
-            for hole in holes:  # a plain loop: most chunks have no hole, and this is asked all the time
-                if hole[1] >= size and (best is None or hole[1] < best[1]):
-                    best = hole
+            for gap in gaps:  # a plain loop: most chunks have no gap, and this is asked all the time
+                if gap[1] >= size and (best is None or gap[1] < best[1]):
+                    best = gap
             if best is not None:
                 address, length = best
-                position = holes.index(best)
-                holes[position : position + 1] = [(address + size, length - size)] if length > size else []
+                position = gaps.index(best)
+                gaps[position : position + 1] = [(address + size, length - size)] if length > size else []
                 return address
         return self._take_chunk(size)
 
     def _take_chunk(self, size: int) -> int:
-        length = -(-size // _CHUNK) * _CHUNK
-        position = max(place for place, gap in enumerate(self.gaps) if gap[1] >= length)
-        address, room = self.gaps[position]
-        self.gaps[position : position + 1] = [(address, room - length)] if room > length else []
+        length = -(-size // _CHUNK_BYTES) * _CHUNK_BYTES
+        position = max(place for place, gap in enumerate(self.unused) if gap[1] >= length)
+        address, room = self.unused[position]
+        self.unused[position : position + 1] = [(address, room - length)] if room > length else []
         start = address + room - length
         insort(self.starts, start)
         self.lengths[start] = length
-        self.holes[start] = [(start + size, length - size)] if length > size else []
+        self.free[start] = [(start + size, length - size)] if length > size else []
         return start
 
     def give(self, address: int, size: int) -> None:
         position = bisect_right(self.starts, address) - 1
         start = self.starts[position]
-        holes = self.holes[start]
-        _add_hole(holes, address, size)
-        if holes[0] == (start, self.lengths[start]):
-            del self.starts[position], self.holes[start]
-            _add_hole(self.gaps, start, self.lengths.pop(start))
+        gaps = self.free[start]
+        _add_gap(gaps, address, size)
+        if gaps[0] == (start, self.lengths[start]):
+            del self.starts[position], self.free[start]
+            _add_gap(self.unused, start, self.lengths.pop(start))
 
 
-def _add_hole(holes: list[tuple[int, int]], address: int, size: int) -> None:
-    """Put a hole among others sorted by address, joined with those next to it."""
-    position = bisect_left(holes, (address,))
-    if position < len(holes) and holes[position][0] == address + size:
-        size += holes.pop(position)[1]
-    if position and sum(holes[position - 1]) == address:
+def _add_gap(gaps: list[tuple[int, int]], address: int, size: int) -> None:
+    """Put a gap among others sorted by address, joined with those next to it."""
+    position = bisect_left(gaps, (address,))
+    if position < len(gaps) and gaps[position][0] == address + size:
+        size += gaps.pop(position)[1]
+    if position and sum(gaps[position - 1]) == address:
         position -= 1
-        address, before = holes.pop(position)
+        address, before = gaps.pop(position)
         size += before
-    holes.insert(position, (address, size))
+    gaps.insert(position, (address, size))
 
 
 @final
 class Block:
-    """A piece of a segment; callers hold it and hand it back, nothing else."""
+    """A part of a segment; callers hold it and free it, nothing else."""
 
     __slots__ = ("address", "born", "live", "mapped", "next", "pool", "prev", "requested", "size")
 
@@ -104,13 +104,13 @@ class Block:
 class Pool:
     """The free blocks of one kind, small or large, in the order in which they are taken."""
 
-    __slots__ = ("blocks", "keys", "least_rest", "page", "searches", "split_below", "unmapped")
+    __slots__ = ("blocks", "keys", "least_remainder", "page", "searches", "split_below", "unmapped")
 
-    def __init__(self, page: int, *, least_rest: int, split_below: int) -> None:
+    def __init__(self, page: int, *, least_remainder: int, split_below: int) -> None:
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.page = page
-        self.least_rest = least_rest
+        self.least_remainder = least_remainder
         self.split_below = split_below
         self.searches = 0
         self.unmapped: list[tuple[int, Block]] = []  # by address; addresses are unique, blocks never compared

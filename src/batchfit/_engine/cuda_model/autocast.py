@@ -95,7 +95,7 @@ def cuda_lists(device: torch.device) -> Iterator[None]:
 
     def enter(self: Any) -> Any:
         # Made before the trace, where torch switched it off for want of a GPU. One that was made with
-        # enabled=False looks the same but for its dtype: nobody names bfloat16 to have nothing.
+        # enabled=False is the same but for its dtype: nobody names bfloat16 to have nothing.
         if self.device == "cuda":
             moved.append((self, self._enabled))
             meant = not torch.cuda.is_available() and self.fast_dtype is torch.bfloat16
@@ -143,7 +143,7 @@ class _Caster:
         return table
 
     def _eligible(self, value: Any) -> bool:
-        # A real tensor is the host's, which stands for the card where it meets the card's tensors.
+        # A real tensor is the host's, which stands for the GPU where it meets the GPU's tensors.
         return (
             isinstance(value, Tensor)
             and (not isinstance(value, FakeTensor) or value.fake_device == self._device)

@@ -33,7 +33,7 @@ class Extra:
 
     `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
     plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
-    it, which decides how memory falls into pieces. `outputs` corrects the bytes of results that the fake
+    it, which decides fragmentation. `outputs` corrects the bytes of results that the fake
     kernel gets wrong. A rule that takes nothing at this size says 0, so that the stream of allocations is the
     same at every size.
     """
@@ -52,7 +52,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 def in_order(*which: int, early: int | None = None) -> Rule:
     """These arguments are copied unless they are contiguous; `early` before the result is made."""
 
-    def rule(args: Any, card: Gpu) -> Extra | None:
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
         return made(*(copied(args[index]) for index in which), first=_early(copied, args, early))
 
     return rule
@@ -61,7 +61,7 @@ def in_order(*which: int, early: int | None = None) -> Rule:
 def in_a_layout(*which: int, early: int | None = None) -> Rule:
     """As `in_order`, and channels last will do."""
 
-    def rule(args: Any, card: Gpu) -> Extra | None:
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
         return made(*(_laid_out(args[index]) for index in which), first=_early(_laid_out, args, early))
 
     return rule
@@ -98,9 +98,9 @@ def _permuted(tensor: Tensor) -> bool:
 
 
 def product(*which: int) -> Rule:
-    """cuBLAS reads rows or columns that lie in one piece; anything else is copied."""
+    """cuBLAS reads rows or columns that are contiguous; anything else is copied."""
 
-    def rule(args: Any, card: Gpu) -> Extra | None:
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
         return made(*(_readable(args[index]) for index in which))
 
     return rule
@@ -123,7 +123,7 @@ def loss(reduction: int, *, held: int = 0, kept: bool = False) -> Rule:
     as the input, until it is dropped.
     """
 
-    def rule(args: Any, card: Gpu) -> Extra | None:
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
         size = bytes_of(args[0])
         if len(args) > reduction and args[reduction] == 0:  # of every element: one temporary is the result
             return Extra((size,) * (held - 1)) if held > 1 else None
@@ -132,24 +132,24 @@ def loss(reduction: int, *, held: int = 0, kept: bool = False) -> Rule:
     return rule
 
 
-def _twice(args: Any, card: Gpu) -> Extra:
+def _twice(args: Any, gpu: Gpu) -> Extra:
     return Extra((bytes_of(args[1]),) * 2)
 
 
-def _once(args: Any, card: Gpu) -> Extra:
+def _once(args: Any, gpu: Gpu) -> Extra:
     return Extra((bytes_of(args[0]),))
 
 
 # -- softmax
 
 
-def _softmax_backward(args: Any, card: Gpu) -> Extra | None:
+def _softmax_backward(args: Any, gpu: Gpu) -> Extra | None:
     """Gradient times output, before the sum is taken off; in order."""
     size = bytes_of(args[0])
     return made(size, size if _permuted(args[0]) else 0)
 
 
-def _safe_softmax(args: Any, card: Gpu) -> Extra:
+def _safe_softmax(args: Any, gpu: Gpu) -> Extra:
     extent = args[0].shape[args[1]] if args[0].dim() else 1
     rows = args[0].numel() // max(extent, 1)
     return Extra((args[0].numel(), rows))  # which scores are -inf, and which rows are nothing else
@@ -159,11 +159,11 @@ def _safe_softmax(args: Any, card: Gpu) -> Extra:
 
 
 def _partial_bytes(count: int, weights: int, width: int) -> int:
-    """Sums of an embedding's gradient by pieces of sorted indices, in fp32."""
+    """Sums of an embedding's gradient by runs of sorted indices, in fp32."""
     return (count // 10 + min(count, weights)) * width * 4
 
 
-def _embedding_backward(args: Any, card: Gpu) -> Extra:
+def _embedding_backward(args: Any, gpu: Gpu) -> Extra:
     gradient, indices, weights = args[:3]
     count = indices.numel()
     before = _before(gradient)
@@ -173,7 +173,7 @@ def _embedding_backward(args: Any, card: Gpu) -> Extra:
     return Extra((*(8 * count,) * 6, partial), before=before)
 
 
-def _embedding_bag_backward(args: Any, card: Gpu) -> Extra:
+def _embedding_bag_backward(args: Any, gpu: Gpu) -> Extra:
     gradient, indices, weights = args[0], args[1], args[6]
     count = indices.numel()
     partial = _partial_bytes(count, weights, gradient.shape[-1])
@@ -184,12 +184,12 @@ def _before(gradient: Tensor) -> dict[int, int]:
     return {} if gradient.is_contiguous() else {0: bytes_of(gradient)}
 
 
-def _index_put(args: Any, card: Gpu) -> Extra | None:
+def _index_put(args: Any, gpu: Gpu) -> Extra | None:
     adds = len(args) > 3 and args[3]
     return made(copied(args[2])) if adds else None
 
 
-def _roll(args: Any, card: Gpu) -> Extra | None:
+def _roll(args: Any, gpu: Gpu) -> Extra | None:
     """One dimension after the other."""
     dims = args[2] if len(args) > 2 else ()
     return made(bytes_of(args[0]) if len(dims) > 1 else 0, first=copied(args[0]))
@@ -198,25 +198,25 @@ def _roll(args: Any, card: Gpu) -> Extra | None:
 # -- pictures
 
 
-def _rolled_out(args: Any, card: Gpu) -> Extra | None:
+def _rolled_out(args: Any, gpu: Gpu) -> Extra | None:
     """`unfold`: the picture is copied in any case."""
     return made(copied(args[0]), first=bytes_of(args[0]))
 
 
-def _rolled_up(args: Any, card: Gpu) -> Extra:
-    """`fold`: the picture stays in the memory of all its pieces."""
+def _rolled_up(args: Any, gpu: Gpu) -> Extra:
+    """`fold`: the picture stays in the memory of all its patches."""
     again = copied(args[0])
     return Extra((again,) if again else (), outputs={0: bytes_of(args[0])})
 
 
-def _adaptive_max(args: Any, card: Gpu) -> Extra | None:
+def _adaptive_max(args: Any, gpu: Gpu) -> Extra | None:
     """Results that are channels last are made in order first: the values, and where they were."""
     tensor, kernel = args[:2]
     results = math.prod((*tensor.shape[:-2], *kernel)) if _permuted(tensor) else 0
     return made(results * tensor.element_size(), results * 8, copied(tensor))
 
 
-def _adaptive_max_backward(args: Any, card: Gpu) -> Extra | None:
+def _adaptive_max_backward(args: Any, gpu: Gpu) -> Extra | None:
     again = bytes_of(args[1]) if _permuted(args[1]) else 0
     return made(copied(args[0]), copied(args[2]), again)
 
@@ -224,7 +224,7 @@ def _adaptive_max_backward(args: Any, card: Gpu) -> Extra | None:
 # -- distances
 
 
-def _distance(args: Any, card: Gpu) -> Extra:
+def _distance(args: Any, gpu: Gpu) -> Extra:
     """Both sides with two columns more: their squares, and ones."""
     wider = (one.numel() // max(one.shape[-1], 1) * (one.shape[-1] + 2) for one in args[:2])
     return Extra(tuple(count * args[0].element_size() for count in wider))

@@ -2,8 +2,8 @@
 
 Rules:
 - With a GPU the traced device is a fake `cuda` and torch itself makes CUDA's choices; nothing here acts.
-- Without one it is a second fake CPU (`cpu:1`), told apart from the host, and CUDA's choices are put in:
-  attention back-ends by the rules of the target card, fused dropout, cuDNN's LSTM, autocast's lists.
+- Without one it is a second fake CPU (`cpu:1`), distinct from the host, and CUDA's choices are put in:
+  attention back-ends by the rules of the target GPU, fused dropout, cuDNN's LSTM, autocast's lists.
 - Every replacement is registered for the time of a trace, for tensors of the traced device only.
 """
 
@@ -28,19 +28,19 @@ aten: Any = torch.ops.aten
 @final
 @dataclass(frozen=True, slots=True)
 class CudaRules:
-    """The device that a trace takes place on, and the card that it stands for."""
+    """The device that a trace takes place on, and the GPU that it stands for."""
 
-    card: Gpu
+    gpu: Gpu
     device: torch.device
 
     @property
     def host_means_device(self) -> bool:
-        """Without a GPU the program's own tensors are on the CPU, which stands for the card."""
+        """Without a GPU the program's own tensors are on the CPU, which stands for the GPU."""
         return self.device.type == "cpu"
 
     @property
     def autograd_key(self) -> str:
-        """Where torch's dispatcher is told of another way through an operation, for the time of a trace."""
+        """Where torch's dispatcher is given another way through an operation, for the time of a trace."""
         return "AutogradCPU" if self.host_means_device else "AutogradCUDA"
 
     def renamed(self, device: Any) -> Any:
@@ -131,7 +131,7 @@ class CudaRules:
         )[0]
 
     def _backend(self, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> str:
-        """Which kernel torch takes on the card (sdp_utils.cpp), as far as memory can tell them apart."""
+        """Which kernel torch takes on the GPU (sdp_utils.cpp), as far as they differ in memory."""
         cuda: Any = torch.backends.cuda
         low = query.dtype in (torch.float16, torch.bfloat16)
         head = query.shape[-1]
@@ -141,10 +141,10 @@ class CudaRules:
             return "math"
         learns = mask is not None and mask.requires_grad and torch.is_grad_enabled()
         small = head % 8 == 0 and max(head, value.shape[-1]) <= 128
-        if self.card.prefers_cudnn_attention and cuda.cudnn_sdp_enabled() and low and small and not learns:
+        if self.gpu.prefers_cudnn_attention and cuda.cudnn_sdp_enabled() and low and small and not learns:
             return "cudnn"
         if (
-            self.card.capability >= (8, 0)
+            self.gpu.capability >= (8, 0)
             and cuda.flash_sdp_enabled()
             and low
             and mask is None
@@ -158,7 +158,7 @@ class CudaRules:
 
     def _efficient(self, query: Any, key: Any, value: Any) -> bool:
         """The kernel's dtypes, and heads of whole vectors (minimum_gemm_alignment)."""
-        ampere = self.card.capability >= (8, 0)
+        ampere = self.gpu.capability >= (8, 0)
         kinds = (torch.float16, torch.float32, *((torch.bfloat16,) if ampere else ()))
         step = 8 if query.dtype is not torch.float32 else 4 if ampere else 1
         same = query.shape[-1] == key.shape[-1]

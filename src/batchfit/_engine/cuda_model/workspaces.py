@@ -5,8 +5,8 @@ of an H200 (torch 2.11, `benchmarks/prediction_gpu.py history`), each next to th
 cuDNN's choice that explains it. cuDNN's convolutions choose by heuristics of their own: what is here is the
 common case, the copies into its own layout.
 
-Rules: bytes only, as a function of shapes, strides and the card; an operation that is not here takes
-nothing. What a kernel keeps for good (cuBLAS) is told apart from what it gives back.
+Rules: bytes only, as a function of shapes, strides and the GPU; an operation that is not here takes
+nothing. What a kernel keeps for good (cuBLAS) is separate from what it releases.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 def extra_rule(func: Any) -> Callable[[Any, Gpu], Extra | None] | None:
-    """What tells, from arguments and card, what an operation takes beside its results; None for most."""
+    """What says, from arguments and GPU, what an operation takes beside its results; None for most."""
     return _RULES.get(func)
 
 
-def extra_of(func: Any, args: Any, card: Gpu) -> Extra | None:
+def extra_of(func: Any, args: Any, gpu: Gpu) -> Extra | None:
     """What an operation takes beside its results; None for most."""
     rule = extra_rule(func)
-    return None if rule is None else rule(args, card)
+    return None if rule is None else rule(args, gpu)
 
 
 def is_gemm(func: Any) -> bool:
@@ -59,7 +59,7 @@ _GEMMS = frozenset(
 
 
 def reduction_bytes(
-    outputs: int, inputs: int, *, on_fastest: bool, whole: bool, card: Gpu, aligned: int = 1
+    outputs: int, inputs: int, *, on_fastest: bool, whole: bool, gpu: Gpu, aligned: int = 1
 ) -> int:
     """The staging buffer of a reduction over thread blocks (aten/src/ATen/native/cuda/Reduce.cuh).
 
@@ -92,7 +92,7 @@ def reduction_bytes(
     else:
         step_output *= block_height
     values = -(-inputs // step_input)
-    target = card.multiprocessors * (card.threads_per_multiprocessor // (block_width * block_height))
+    target = gpu.multiprocessors * (gpu.threads_per_multiprocessor // (block_width * block_height))
     grid = -(-(outputs // vector) // step_output)
     if not split_over_height or values < 256 or grid > target:
         return 0
@@ -107,7 +107,7 @@ def _power(value: int, most: int) -> int:
     return most if value >= most else 1 << max(value.bit_length() - 1, 0)
 
 
-def _reduced(tensor: Tensor, dims: Any, card: Gpu) -> int:
+def _reduced(tensor: Tensor, dims: Any, gpu: Gpu) -> int:
     rank = tensor.dim()
     if rank == 0:
         return 0
@@ -125,23 +125,23 @@ def _reduced(tensor: Tensor, dims: Any, card: Gpu) -> int:
     aligned = 4 if last % 4 == 0 else 2 if last % 2 == 0 else 1
     if least[0] != 1:
         aligned = 1
-    return reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=whole, card=card, aligned=aligned)
+    return reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=whole, gpu=gpu, aligned=aligned)
 
 
-def _sum(args: Any, card: Gpu) -> Extra | None:
+def _sum(args: Any, gpu: Gpu) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
-    return Extra((*counted(args[0]), _reduced(args[0], dims, card)))
+    return Extra((*counted(args[0]), _reduced(args[0], dims, gpu)))
 
 
-def _vector_norm(args: Any, card: Gpu) -> Extra | None:
+def _vector_norm(args: Any, gpu: Gpu) -> Extra | None:
     dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
-    return Extra((_reduced(args[0], dims, card),))
+    return Extra((_reduced(args[0], dims, gpu),))
 
 
 # -- attention
 
 
-def _cudnn_attention_backward(args: Any, card: Gpu) -> Extra:
+def _cudnn_attention_backward(args: Any, gpu: Gpu) -> Extra:
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * length
@@ -151,7 +151,7 @@ def _cudnn_attention_backward(args: Any, card: Gpu) -> Extra:
     return Extra((*expanded(args[0]), size))
 
 
-def _efficient_attention_backward(args: Any, card: Gpu) -> Extra:
+def _efficient_attention_backward(args: Any, gpu: Gpu) -> Extra:
     query, mask = args[1], args[4]
     batch, heads, length, width = query.shape
     blocks = -(-length // 64)
@@ -167,7 +167,7 @@ def _efficient_attention_backward(args: Any, card: Gpu) -> Extra:
     return Extra(tuple(found), outputs=outputs)
 
 
-def _flash_attention_backward(args: Any, card: Gpu) -> Extra:
+def _flash_attention_backward(args: Any, gpu: Gpu) -> Extra:
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * (-(-length // 128) * 128)
@@ -206,7 +206,7 @@ def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride:
     return 0 if in_place else in_bytes + out_bytes
 
 
-def _convolution(args: Any, card: Gpu) -> Extra | None:
+def _convolution(args: Any, gpu: Gpu) -> Extra | None:
     tensor, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     layout = _layout(tensor, weight)
     if transposed:
@@ -230,13 +230,13 @@ def _convolution(args: Any, card: Gpu) -> Extra | None:
     return Extra((copied(tensor, layout), copied(weight, layout)), plans={0: plan})
 
 
-def _convolution_backward(args: Any, card: Gpu) -> Extra | None:
+def _convolution_backward(args: Any, gpu: Gpu) -> Extra | None:
     gradient, tensor, weight, _, stride = args[:5]
     groups, wanted = args[9], args[10]
     layout = _layout(tensor, weight)
     plan = _plan(_bytes(tensor), _bytes(gradient), tensor, weight, stride, groups)
     plans = {index: plan for index in (0, 1) if wanted[index]}
-    after = {2: _reduced(gradient, [0, *range(2, gradient.dim())], card)} if wanted[2] else {}
+    after = {2: _reduced(gradient, [0, *range(2, gradient.dim())], gpu)} if wanted[2] else {}
     return Extra((copied(gradient, layout), copied(tensor, layout)), after, plans)
 
 
@@ -286,7 +286,7 @@ def _rnn_workspace(tensor: Tensor, weights: Any, hx: Tensor, options: Any) -> in
     return sum(_bytes(one) for one in weights) + int(values) * tensor.element_size() + fixed
 
 
-def _rnn(args: Any, card: Gpu) -> Extra:
+def _rnn(args: Any, gpu: Gpu) -> Extra:
     """cuDNN's recurrent layers: gates and cells of each layer are kept, dropout between layers too."""
     tensor, weights, hx, options = args[0], args[1], args[4], args[6:15]
     mode, hidden, _, layers, _, dropout, train, both, batch_sizes = options
@@ -298,31 +298,31 @@ def _rnn(args: Any, card: Gpu) -> Extra:
     return Extra(before={3: _rnn_workspace(tensor, weights, hx, options)}, outputs={3: kept})
 
 
-def _rnn_backward(args: Any, card: Gpu) -> Extra:
+def _rnn_backward(args: Any, gpu: Gpu) -> Extra:
     """First the gradients of the data, then, in one buffer, those of the weights: a workspace for each."""
     size = _rnn_workspace(args[0], args[1], args[4], args[10:19])
     return Extra(after={2: size, 3: size})
 
 
-def _gru_cell_backward(args: Any, card: Gpu) -> Extra:
+def _gru_cell_backward(args: Any, gpu: Gpu) -> Extra:
     """A cell by itself sums the gradients of its gates up for the biases, inside the operation."""
     workspace, has_bias = args[1], args[2]
-    takes = _summed_rows(workspace.shape[0], workspace.shape[1] // 5 * 3, card) if has_bias else 0
+    takes = _summed_rows(workspace.shape[0], workspace.shape[1] // 5 * 3, gpu) if has_bias else 0
     return Extra(after={3: takes, 4: takes})
 
 
-def _lstm_cell_backward(args: Any, card: Gpu) -> Extra:
+def _lstm_cell_backward(args: Any, gpu: Gpu) -> Extra:
     workspace, has_bias = args[4], args[5]
-    takes = _summed_rows(workspace.shape[0], workspace.shape[1], card) if has_bias else 0
+    takes = _summed_rows(workspace.shape[0], workspace.shape[1], gpu) if has_bias else 0
     return Extra(after={2: takes})
 
 
-def _summed_rows(rows: int, columns: int, card: Gpu) -> int:
+def _summed_rows(rows: int, columns: int, gpu: Gpu) -> int:
     aligned = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
-    return reduction_bytes(columns, rows, on_fastest=False, whole=False, card=card, aligned=aligned)
+    return reduction_bytes(columns, rows, on_fastest=False, whole=False, gpu=gpu, aligned=aligned)
 
 
-def _ctc_backward(args: Any, card: Gpu) -> Extra:
+def _ctc_backward(args: Any, gpu: Gpu) -> Extra:
     """The probabilities from the other end, of the same shape as those from the beginning."""
     return Extra(before={0: _bytes(args[6])})
 

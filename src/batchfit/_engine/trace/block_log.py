@@ -1,6 +1,6 @@
 """The blocks of a trace: what was allocated and freed, in order, and what each block is for.
 
-Rules: a block lives as long as its storage; storages that are told apart by address are known while they
+Rules: a block lives as long as its storage; storages that are distinguished by address are known while they
 live, and what dies after the trace was taken is not the step's doing.
 """
 

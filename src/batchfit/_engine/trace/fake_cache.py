@@ -326,7 +326,7 @@ _ASKED = frozenset(
         aten.lift_fresh.default,
         aten.lift_fresh_copy.default,
         aten.lift.default,
-        aten.as_strided.default,  # may look beyond what is seen of its argument
+        aten.as_strided.default,  # may read beyond what is seen of its argument
         aten.as_strided_.default,
         aten.set_.source_Tensor,
         aten.resize_.default,

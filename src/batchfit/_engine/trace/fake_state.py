@@ -67,7 +67,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._undo = UndoStack()
         self._kept: dict[int, Any] = {}  # by id, each kept alive
         self._twins: dict[int, Any] = {}  # of iterators, by id
-        # A model on the meta device is what would be on the card; beside a real one it is but a skeleton.
+        # A model on the meta device is what would be on the GPU; beside a real one it is but a skeleton.
         self._is_meta = all(one.device.type == "meta" for one in tensors_in(parts))
 
     @classmethod

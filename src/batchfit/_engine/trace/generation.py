@@ -2,13 +2,13 @@
 
 Memory is highest while the prompt goes through the model, or at the last token, when every layer's keys and
 values are as long as they get and one layer's are being copied into longer ones. But what they are copied out
-of on the way leaves holes that nothing later fits into, and what `generate` itself keeps from one token to
-the next (the scores of the last one) lies between them: up to a quarter of the memory. So `generate` runs as
-it is, for some tokens, and the passes of all tokens are written from these.
+of on the way leaves inactive split blocks that nothing later fits into. What `generate` itself keeps from one
+token to the next (the scores of the last one) lies between them: up to a quarter of the memory. So `generate`
+runs as it is, for some tokens, and the passes of all tokens are written from these.
 
 Rules:
 - The `forward` of whatever generates counts the passes, and ends `generate` when there are enough of them. It
-  looks like the one that it wraps: transformers reads its signature.
+  has the signature of the one that it wraps: transformers reads it.
 - A pass makes one token of a cache that grows with it; anything else is refused. What cannot be traced is
   named, and measured instead.
 """
@@ -188,7 +188,7 @@ def _checked(model: Any, args: Any, options: dict[str, Any]) -> Tensor:
     if not isinstance(first, Tensor):
         raise UntraceableError(f"{type(model).__name__}.generate", "", "the batch has no input_ids")
     if "attention_mask" not in options and not model.config.is_encoder_decoder and first.dim() == 2:
-        # As `generate` makes it where no prompt has padding, which it looks for: not to be seen here.
+        # As `generate` makes it where no prompt has padding, which a trace cannot see.
         options["attention_mask"] = torch.ones_like(first)
     return first
 

@@ -4,7 +4,7 @@ torch keeps its hands off tensors of a class of somebody's own, such as a trace'
 gradients and biases into new memory. A real run adds them in place, in two cases:
 
 - Backward: a gradient that comes second is added to the one that waits, if nobody else holds that one.
-- `linear` on an input that is not in one piece: the bias is added to the product.
+- `linear` on an input that is not contiguous: the bias is added to the product.
 
 Rules: the operation itself stays as it is; its result is said to take over the block of what it would have
 been written into.
@@ -37,7 +37,7 @@ _ENGINE = _engine_run_backward.__code__
 
 @final
 class InPlace:
-    """Tells, of an operation that a trace sees, into whose memory a real run would write the result."""
+    """Says, of an operation that a trace sees, into whose memory a real run would write the result."""
 
     def __init__(self) -> None:
         self._running = threading.local()  # the biases of the `linear`s that run in a thread
@@ -137,7 +137,7 @@ def _alone() -> tuple[int, int] | None:
     """
     seen = []
 
-    class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is _ADD and torch._C._current_graph_task_id() != -1:
                 seen.append(_holds(args[0]))
@@ -149,7 +149,7 @@ def _alone() -> tuple[int, int] | None:
             torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False),
             FakeTensorMode(),
-            Look(),  # type: ignore[no-untyped-call]
+            Counting(),  # type: ignore[no-untyped-call]
         ):
             value = torch.empty(2, requires_grad=True, device="cpu") * 1
             torch.cat([value * 2, value * 3]).sum().backward()  # type: ignore[no-untyped-call]

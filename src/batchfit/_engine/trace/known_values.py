@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 aten = torch.ops.aten
-_LARGEST = 1 << 24  # elements: more is no mask or position but a computation
-_A_FEW = 8  # whole numbers that are an index written into the program (`ids[:, [-1, 0]]`)
+_LARGEST_ELEMENTS = 1 << 24  # more is no mask or position but a computation
+_LARGEST_INDEX_ELEMENTS = 8  # whole numbers that are an index written into the program (`ids[:, [-1, 0]]`)
 WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _MAKERS = frozenset(
     {
@@ -88,9 +88,9 @@ class KnownValues:
     def see(self, fake: Tensor, real: Tensor, *, is_index: bool) -> None:
         """A tensor of the host comes in as `fake`: known if it is an index, or a whole number all over."""
         plain = real.layout is torch.strided and real.dtype in WHOLE and real.device.type == "cpu"
-        if not plain or not 0 < real.numel() <= _LARGEST:
+        if not plain or not 0 < real.numel() <= _LARGEST_ELEMENTS:
             return
-        if (is_index and real.numel() <= _A_FEW) or _is_constant(real):
+        if (is_index and real.numel() <= _LARGEST_INDEX_ELEMENTS) or _is_constant(real):
             self.put(fake, real.detach().clone())
 
     def drop(self, fake: Tensor) -> None:
@@ -115,7 +115,7 @@ class KnownValues:
             if out.numel() != 1 and out.dtype.is_floating_point and not is_mask:
                 return
             if func in _LIKE:
-                if out.numel() <= _LARGEST:
+                if out.numel() <= _LARGEST_ELEMENTS:
                     self._compute_like(func, args, kwargs, out)
                 return
         elif not tensors or not self._values:
@@ -127,7 +127,7 @@ class KnownValues:
                 self._forget(func, args, kwargs)
             return
         outs = out if isinstance(out, list | tuple) else (out,)
-        if outs and all(isinstance(one, Tensor) and one.numel() <= _LARGEST for one in outs):
+        if outs and all(isinstance(one, Tensor) and one.numel() <= _LARGEST_ELEMENTS for one in outs):
             self._compute(func, args, kwargs, outs)
         else:
             self._forget(func, args, kwargs)  # no result, as of torch._foreach_add_
@@ -158,7 +158,7 @@ class KnownValues:
                 self.put(out, one)
 
     def _compute_like(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        """These look at a shape only; the values of what they are like do not matter."""
+        """These read a shape only; the values of what they are like do not matter."""
         with unset_fake_temporarily():
             shaped = torch.zeros(args[0].shape, dtype=args[0].dtype)
             value = func(shaped, *self._real(args[1:]), **self._real(kwargs))

@@ -177,7 +177,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._where.note_node()
         extra = None
         if known.takes is not None and all(one.layout is torch.strided for one in tensors):
-            extra = known.takes(args, self.rules.card)
+            extra = known.takes(args, self.rules.gpu)
         stand_in = known.stand_in
         try:
             out = self._result(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
@@ -303,8 +303,8 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if in_backward in self._blas:
             return
         self._blas.add(in_backward)
-        card = self.rules.card
-        sizes = (card.blas_bytes,) if in_backward else (card.blas_bytes, card.blas_lt_bytes)
+        gpu = self.rules.gpu
+        sizes = (gpu.blas_bytes,) if in_backward else (gpu.blas_bytes, gpu.blas_lt_bytes)
         for size in sizes:
             if size:
                 self.blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))

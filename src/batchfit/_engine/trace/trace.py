@@ -5,7 +5,7 @@ Rules:
   program computes on the host (its data, its random decisions) is really computed, on the small batches of a
   trace, so that no branch is guessed.
 - Nothing of the user's is changed: parameters, buffers and optimizer state are replaced by fakes for the
-  trace and put back after it, random states too, and host tensors that the step writes into.
+  trace and restored after it, random states too, and host tensors that the step writes into.
 - What cannot be traced is an `UntraceableError` that names the operation and the line.
 """
 
@@ -163,7 +163,7 @@ def _error_is_not_logged() -> Iterator[None]:
 def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
     try:
         with recorder.faked.mode, recorder, warnings.catch_warnings():
-            # nn.LSTM looks whether its weights lie side by side, and is answered that they do not.
+            # nn.LSTM asks whether its weights lie side by side, and is answered that they do not.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             workload.step(size)
         if recorder.refused:  # and the program went another way than it would have gone

@@ -1,8 +1,8 @@
 """From a workload to its footprint: traces at a few sizes, lines through them, and a check.
 
 Rules:
-- Two small traces tell about where the end is; two more near the end give the lines, because what kernels
-  take for themselves is not a straight line from 1 to 1000. A trace costs the same at any size, as long as
+- Two small traces show about where the end is; two more near the end give the lines, because the
+  workspace of kernels is not a straight line from 1 to 1000. A trace costs the same at any size, as long as
   the host can make the batch.
 - The lines are checked against a trace that they do not go through: a small one, which is there already, or
   one in the middle. Where they are off by more than a hundredth, or the streams differ from size to size,
@@ -43,9 +43,9 @@ from batchfit.workload import Workload
 
 SMALL = (2, 3)
 STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still be used
-_HOST_BYTES = 2**28  # the largest batch that a trace makes on the host
-_FAR = 1.4  # times beyond its sizes a glance draws its lines again
-_WORTH_SAYING = 2**20  # bytes that a step leaves on top of those before
+_HOST_BATCH_BYTES = 2**28  # the largest batch that a trace makes on the host
+_FAR_BEYOND_TRACE = 1.4  # times beyond its sizes `glance` draws its lines again
+_REPORTED_GROWTH_BYTES = 2**20  # that a step leaves on top of those before
 _EACH_SIZE_S = (
     60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
 )
@@ -68,7 +68,7 @@ class TracedWorkload:
     trace_s: float
     unseen: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
-    small: tuple[Trace, Trace] | None = None  # the first look, for another budget's lines
+    small: tuple[Trace, Trace] | None = None  # the first two traces, for another budget's lines
     budget_bytes: int = 0  # where they end
     gap_bytes: float = 0.0  # how far the lines are from the small traces
     single: dict[int, Footprint] = field(default_factory=dict)  # of sizes that were traced by themselves
@@ -126,8 +126,8 @@ class TracedWorkload:
         return sorted(self.single)
 
 
-def card_of(device: torch.device) -> Gpu:
-    """The card that is really here."""
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU that is really here."""
     properties = torch.cuda.get_device_properties(device)
     return Gpu(
         name=properties.name,
@@ -139,16 +139,16 @@ def card_of(device: torch.device) -> Gpu:
     )
 
 
-def rules_for(workload: Workload, card: Gpu | None = None, reach: StepReach | None = None) -> CudaRules:
+def rules_for(workload: Workload, gpu: Gpu | None = None, reach: StepReach | None = None) -> CudaRules:
     """A fake `cuda` where the workload is on one, a fake GPU on the CPU otherwise.
 
     Another GPU than the one that is here is always traced on the CPU: torch would make the choices of the
     GPU that it sees.
     """
     device = _cuda_device((reach_of(workload) if reach is None else reach).parts)
-    if device is not None and card is None:
-        return CudaRules(card_of(device), device)
-    return CudaRules(card or DEFAULT, torch.device("cpu", 1))
+    if device is not None and gpu is None:
+        return CudaRules(gpu_of(device), device)
+    return CudaRules(gpu or DEFAULT, torch.device("cpu", 1))
 
 
 def trace_workload(
@@ -164,8 +164,8 @@ def trace_workload(
 ) -> TracedWorkload:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
-    No size above `most` is asked about. `small` is the first look of an earlier trace of this workload. A
-    trace that takes longer than `limit_s` is given up.
+    No size above `most` is asked about. `small` are the first two traces of an earlier call for this
+    workload. A trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
     reach = reach_of(workload) if reach is None else reach
@@ -263,7 +263,7 @@ def glance(
     reach = reach_of(workload)
     small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
     sample = small.batch_bytes / small.size
-    most = int(_HOST_BYTES / sample) if sample else 2**30
+    most = int(_HOST_BATCH_BYTES / sample) if sample else 2**30
     high = min(expected_end(small, budget_bytes), most)
 
     def through(size: int, limit_s: float | None) -> Footprint:
@@ -273,13 +273,13 @@ def glance(
 
     try:
         if high <= SMALL[1]:
-            raise ShapeChangedError("too few samples fit to tell lines from two sizes")
+            raise ShapeChangedError("too few samples fit to draw lines through two sizes")
         footprint = through(high, limit_s)
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s, reach=reach)
     end = upper_bound(footprint, budget_bytes, most=most)
     left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
-    if end > _FAR * high and workload.kind != "generation":  # whose traces take long
+    if end > _FAR_BEYOND_TRACE * high and workload.kind != "generation":  # whose traces take long
         # What is slow or fails that far out leaves the first lines, which a run will be compared with.
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
@@ -317,7 +317,7 @@ def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = No
     """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
     most = upper_bound(Footprint.between(first, second), budget_bytes, most=most)
     batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
-    high = most if batch <= 0 else min(most, int(_HOST_BYTES / batch))
+    high = most if batch <= 0 else min(most, int(_HOST_BATCH_BYTES / batch))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
 
 
@@ -340,7 +340,7 @@ def unseen(parts: Iterable[Any]) -> Iterator[str]:
 def _growing(traces: Iterable[Trace]) -> Iterator[str]:
     """What no single size answers: a step that leaves more and more behind."""
     left, line = max((one.left_by_each_step() for one in traces), default=(0, ""))
-    if left >= _WORTH_SAYING:
+    if left >= _REPORTED_GROWTH_BYTES:
         yield f"each step keeps {format_bytes(left)} more than the one before ({line}): no size lasts"
 
 

@@ -1,4 +1,4 @@
-"""A CPU that runs out of memory like a GPU.
+"""A CPU that is out of memory as a GPU would be.
 
 Front door: `memory.py` (`batchfit.virtual_memory`).
 """

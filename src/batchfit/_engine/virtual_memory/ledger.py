@@ -116,7 +116,7 @@ class Ledger:
         return wanted
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew after its length may have changed."""
+        """Count a storage again after its length may have changed."""
         with self.lock:
             self.drain()
             held = self.held.get(storage._cdata)

@@ -6,7 +6,7 @@ Rules that this module keeps:
 - A size that a real run has shown replaces the computed one (`SIZES`): the same call is never sized twice.
 - Operations whose result depends on the data (a boolean index, `nonzero`, `repeat_interleave`, ...) are
   sized by counting the data; those that cannot be counted answer None, and are counted after they ran.
-- Bytes are the blocks that the CUDA caching allocator hands out, not the bytes that were asked for.
+- Bytes are the blocks that the CUDA caching allocator returns, not the bytes that were asked for.
 """
 
 from __future__ import annotations
@@ -234,10 +234,10 @@ def computed_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
             if op in _NORMS and not (op is _BATCH_NORM and args[5]):
                 made = made[:1]
             after = given | {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors_in(made))}
-            # A storage that an argument lent and that is longer now was allocated anew.
+            # A storage that an argument lent and that is longer now was allocated again.
             grown = (s.nbytes() for address, s in after.items() if s.nbytes() > before.get(address, 0))
             return sum(block_bytes(size) for size in grown)
-    except Exception:  # noqa: BLE001 - whatever a missing or failing meta kernel raises, the real run will tell
+    except Exception:  # noqa: BLE001 - whatever a missing or failing meta kernel raises, the real run will show
         return None
 
 

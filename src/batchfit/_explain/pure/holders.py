@@ -1,10 +1,10 @@
 """Who holds the memory at the highest moment of a step: by kind, by module, by source line, and over time.
 
 Rules:
-- Each way of telling is a partition: its parts add up to the peak, byte for byte.
+- Each list is a partition: its parts add up to the peak, byte for byte.
 - Bytes are those of the allocator's blocks (`GRAIN`), as `max_memory_allocated` counts them.
-- Alike modules are told together ("transformer.h.*"): siblings of one class and about one size. A module is
-  opened as long as it holds much and its children say more; repeated ones are opened inside (`parts`).
+- Alike modules are reported together ("transformer.h.*"): siblings of one class and about one size. A
+  module is opened as long as it holds much and its children say more; repeated ones are opened inside (`parts`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchfit._engine.allocator.footprint import KINDS, OPTIONAL, STATE, Origin,
 
 POINTS = 200  # of a timeline
 _NAMED = STATE  # their origin names a tensor: the module is what comes before
-_OPENS = 0.05  # a module that holds less of the peak is not told in parts
+_OPENED_SHARE = 0.05  # a module that holds less of the peak is not reported by its parts
 _ROWS = 12
 _INSIDE = 6
 _ALIKE = 2.0  # blocks of one class are alike if their weights are within this ratio of the middle one's
@@ -158,7 +158,7 @@ def timeline(trace: Trace, points: int = POINTS) -> list[tuple[int, str, dict[st
         total = sum(live.values())
         if number == last and total <= best:
             continue
-        # A block that is freed tells nothing of the phase: it may come from an earlier one.
+        # A block that is freed says nothing about the phase: it may come from an earlier one.
         phase = origin.phase if event >= 0 else (found[-1][1] if found else "batch")
         moment = (position - begin, phase, {kind: live[kind] for kind in KINDS if live[kind]})
         if number == last:
@@ -194,7 +194,7 @@ class _Node:
 def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside modules") -> list[PeakPart]:
     """Modules, the most first. `classes` has the class of each module's path, the root's under "".
 
-    What belongs to no module is told as `outside`, with its line.
+    What belongs to no module is reported as `outside`, with its line.
     """
     root = _Node(classes.get("", "model"), modules={""})
     alike = _alike(peak.trace, classes)
@@ -206,7 +206,7 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
             others[_elsewhere(origin, outside)].append(block)
         else:
             _node_at(root, path, alike).own.append(block)
-    rows = _opened(peak, root, limit=_ROWS, least=_OPENS * peak.size)
+    rows = _opened(peak, root, limit=_ROWS, least=_OPENED_SHARE * peak.size)
     found = [_told(peak, node) for node in rows if node.blocks()]
     found += [peak.held(name, blocks) for name, blocks in others.items()]
     return _ranked(found)
@@ -272,7 +272,7 @@ def _node_at(root: _Node, path: str, alike: Mapping[str, str]) -> _Node:
 
 
 def _opened(peak: Peak, top: _Node, *, limit: int, least: float, inside: bool = False) -> list[_Node]:
-    """The nodes that tell the most: the largest is opened, again and again; what is its own stays a row."""
+    """The nodes that say the most: the largest is opened repeatedly; what is its own stays a row."""
     sizes: dict[int, int] = {}
 
     def size(node: _Node) -> int:
