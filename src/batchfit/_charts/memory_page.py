@@ -184,6 +184,6 @@ def _numbers(one: WhatIf, arrow: str, wide: int, *, by_size: bool) -> str:
 def _unseen(notes: Sequence[str], width: int) -> list[Line]:
     lines: list[Line] = [[]] if notes else []
     for note in notes:
-        parts = textwrap.wrap(f"not seen: {note}", width - 2, break_on_hyphens=False)
+        parts = textwrap.wrap(f"caveat: {note}", width - 2, break_on_hyphens=False)
         lines += [[("  " + part, "warn")] for part in parts]
     return lines

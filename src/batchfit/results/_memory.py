@@ -39,7 +39,7 @@ class Answer(Result):
     budget_bytes: int
     batch_size: int
     peak_bytes: int
-    name: str = ""  # the card's, where the budget is a card's
+    name: str = ""  # the GPU's, where the budget is a GPU's
     reason: str = ""
 
 
@@ -111,7 +111,7 @@ class Prediction(Result):
 
     def __str__(self) -> str:
         table = text_table(ANSWER_COLUMNS, self._rows()) + "\n" if len(self.answers) > 1 else ""
-        notes = "".join(f"\nnot seen: {one}" for one in self.unseen)
+        notes = "".join(f"\ncaveat: {one}" for one in self.unseen)
         return f"{table}{self.summary}{notes}"
 
     def _repr_html_(self) -> str:
@@ -140,7 +140,7 @@ class Holder(Result):
     share: float
     count: int = 1  # blocks
     kinds: dict[str, int] = Field(default_factory=dict)  # its bytes by kind
-    repeats: int = 1  # alike modules that are told together ("transformer.h.*")
+    repeats: int = 1  # alike modules that are reported together ("transformer.h.*")
     operations: tuple[str, ...] = ()  # those that made the most of it, the most first
     parts: tuple[Holder, ...] = ()  # what it consists of, where that says more
 

@@ -183,7 +183,7 @@ class TestScreen:
         assert best < second
         assert "      costs one more forward pass\n" in text
         assert "little or no gain: expandable segments" in text
-        assert "not seen: torch.compile of the model" in text
+        assert "caveat: torch.compile of the model" in text
 
     def test_two_changes_at_once_are_told_where_each_is(self) -> None:
         one, two = what_if("checkpointing", 77, 33), what_if("bf16", 60, 40)

@@ -1,8 +1,8 @@
-"""`batchfit predict`: the largest batch for cards and budgets, and memory drawn against the size.
+"""`batchfit predict`: the largest batch for GPUs and budgets, and memory drawn against the size.
 
-Rules: each card is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
-a card on which nothing fits is a row of the table, and an error where no other card has more; how sure the
-answer is and what was not seen is said beside it.
+Rules: each GPU is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
+a GPU on which nothing fits is a row of the table, and an error where no other GPU has more; how sure the
+answer is and caveats are said beside it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PredictSettings(TypedDict):
 
 
 def default_settings() -> PredictSettings:
-    """What `predict_batch_size` does when it is told nothing."""
+    """What `predict_batch_size` does without keywords."""
     from batchfit._predict.predict import predict_batch_size
 
     parameters = inspect.signature(predict_batch_size).parameters
@@ -53,7 +53,7 @@ def default_settings() -> PredictSettings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a card, a budget, and what was predicted; size 0 where nothing fits."""
+    """One line of the table: a GPU, a budget, and what was predicted; size 0 where nothing fits."""
 
     card: str
     measured: bool
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """All cards' answers."""
+    """All GPUs' answers."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -81,7 +81,7 @@ def predict_target(
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and predict its largest batch for each card and budget."""
+    """Load a target and predict its largest batch for each GPU and budget."""
     cards = checked_flags(settings)
     delivery.check()
 
@@ -108,7 +108,7 @@ def predict_target(
 
 
 def checked_flags(settings: PredictSettings) -> list[str | None]:
-    """The cards to predict for; None stands for the GPU that is here. Wrong flags need no torch."""
+    """The GPUs to predict for; None stands for the GPU that is here. Wrong flags need no torch."""
     try:
         for budget in settings["budget"] or ():
             parse_bytes(budget)
@@ -135,7 +135,7 @@ def predicted(
     progress: ProgressDisplay,
     text: str,
 ) -> Predicted:
-    """One prediction for each card."""
+    """One prediction for each GPU."""
     from batchfit._engine.distributed.ranks import join_launched
     from batchfit._predict.predict import predict_batch_size
 
@@ -173,7 +173,7 @@ def predicted(
 
 
 def as_json(found: Predicted) -> str:
-    """One card: its prediction. Several: a list with one for each, and those on which nothing fits."""
+    """One GPU: its prediction. Several: a list with one for each, and those on which nothing fits."""
     if len(found.predictions) == 1 and not found.failures:
         return found.predictions[0].to_json()
     told: list[object] = [json.loads(one.to_json()) for one in found.predictions]
@@ -215,7 +215,7 @@ def _headline(found: Predicted) -> str:
 
 def _table(rows: Sequence[Row]) -> list[Line]:
     widest = max(len(row.card) for row in rows)
-    head = f"  {'card':<{max(widest, 4)}}  {'budget':>9}  {'batch size':>10}  {'peak':>9}  {'of budget':>9}"
+    head = f"  {'GPU':<{max(widest, 4)}}  {'budget':>9}  {'batch size':>10}  {'peak':>9}  {'of budget':>9}"
     lines: list[Line] = [[(head, "head")]]
     for row in rows:
         size = str(row.batch_size) if row.batch_size else "none"
@@ -262,7 +262,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]
     facts += [("no larger", _of_row(row, found) + row.reason) for row in found.rows if row.reason]
     seen: dict[str, None] = dict.fromkeys(note for one in found.predictions for note in one.unseen)
-    facts += [("not seen", note) for note in seen]
+    facts += [("caveat", note) for note in seen]
     sizes = ", ".join(map(str, first.trace_sizes))
     elapsed_s = sum(one.elapsed_s for one in found.predictions)
     facts.append(("traced", f"at sizes {sizes} in {elapsed_s:.1f} s"))
@@ -316,9 +316,9 @@ def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
 
 
 def card_lines() -> list[Line]:
-    """The cards that `--gpu` knows."""
+    """The GPUs that `--gpu` knows."""
     wide = max(map(len, GPUS))
-    lines: list[Line] = [[(f"{'card':<{wide}}  {'usable':>9}  capability", "head")]]
+    lines: list[Line] = [[(f"{'GPU':<{wide}}  {'usable':>9}  capability", "head")]]
     for card in GPUS.values():
         major, minor = card.capability
         lines.append(

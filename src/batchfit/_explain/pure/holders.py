@@ -4,7 +4,8 @@ Rules:
 - Each list is a partition: its parts add up to the peak, byte for byte.
 - Bytes are those of the allocator's blocks (`GRAIN`), as `max_memory_allocated` counts them.
 - Alike modules are reported together ("transformer.h.*"): siblings of one class and about one size. A
-  module is opened as long as it holds much and its children say more; repeated ones are opened inside (`parts`).
+  module is opened as long as it holds much and its children say more; repeated ones are opened inside
+  (`parts`).
 """
 
 from __future__ import annotations
