@@ -181,9 +181,9 @@ class TestGlimpse:
         brief = work._brief(4)
         assert brief is not None
         with pytest.raises(RuntimeError, match="needs `trying`"):
-            here.glimpse(brief, 8)
+            here.run_shortened(brief, 8)
         with here.trying(32 * 2**20):
-            assert here.glimpse(brief, 8).fits
+            assert here.run_shortened(brief, 8).fits
             assert writer.weight.tolist() == [0.0] * 4
         assert writer.noted() == [(8, 4)]
 
