@@ -23,7 +23,6 @@ from batchfit._engine.store.describe import UndescribableError, digest_of
 from batchfit._engine.store.key import NoSampleError
 from batchfit._find.pure.search import Observation, Request, Search
 from batchfit.results import FitResult
-from batchfit.workload import Workload
 
 if TYPE_CHECKING:
     from batchfit._engine.store.sqlite import Store, StoredAnswer
@@ -168,31 +167,6 @@ def confirm(
     if search.strategy == "guided" and search.start is None:
         search = replace(search, start=known.size)  # it ran once: the answer is not far below
     return search, False
-
-
-def check_store(
-    store: bool, fresh: bool, key: object, work: Workload | None = None, *, isolate: bool = False
-) -> None:
-    """Refuse wrong settings of the store."""
-    for name, flag in (("store", store), ("fresh", fresh)):
-        if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, not {flag!r}")
-    if key is not None and (not isinstance(key, str) or not key.strip()):
-        raise ValueError(f"key must be a name or None, not {key!r}")
-    if isolate:
-        for name, value, off in (("key", key, None), ("fresh", fresh, False), ("store", store, False)):
-            if value != off:
-                raise ValueError(
-                    f"{name} must be {off} with isolate=True, not {value!r}: the workload is made in a child "
-                    "process, so there is nothing here to make its key from"
-                )
-    if fresh and not store and key is None:
-        raise ValueError("fresh must be False without store=True or key, not True")
-    if store and key is None and work is not None and work.model is None:
-        raise ValueError(
-            "key must be given to store the answer of a step without a model, not None: "
-            'key="my-workload" names it'
-        )
 
 
 def _tolerance(search: Search) -> float:

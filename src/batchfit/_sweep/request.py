@@ -15,7 +15,7 @@ from typing import Any, final
 
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.workload.target import NamedFunction, loaded, source_line
-from batchfit._find.find import check_steps
+from batchfit._find.pure.options import check_steps
 from batchfit._find.pure.search import Search
 from batchfit._sweep.configuration import SEED
 from batchfit._sweep.job import Job
@@ -117,7 +117,7 @@ def _check_settings(settings: SweepSettings) -> None:
         raise ValueError(f"batch_size must be given with strategy {settings.strategy!r}, not None")
     if type(settings.min_size) is int and size is not None and settings.min_size > size:
         raise ValueError(f"min_size must be at most batch_size ({size}), not {settings.min_size!r}")
-    check_steps(settings.steps, settings.soak_steps, None)
+    check_steps(settings.steps, settings.soak_steps)
     if settings.device is not None:
         resolve_device(settings.device)
     Search(

@@ -20,12 +20,15 @@ import batchfit
 from batchfit._charts.text import as_text
 from batchfit._cli import png
 from batchfit._cli.commands import explain, predict
-from batchfit._cli.commands.explain import ExplainSettings, explain_target
-from batchfit._cli.commands.predict import PredictSettings, Row, default_settings, predict_target
+from batchfit._cli.commands.explain import explain_target
+from batchfit._cli.commands.predict import Row, predict_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.target import NO_GPU, TOO_LARGE
 from batchfit._cli.traced import Delivery
 from batchfit._engine.allocator.gpus import GPUS
+from batchfit._explain.pure.options import ExplainOptions
+from batchfit._options import flag_names
+from batchfit._predict.pure.options import PredictOptions
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -122,14 +125,13 @@ def run_here(*arguments: str) -> Result:
 def predict_here(
     target: str, *, delivery: Delivery | None = None, full_traceback: bool = False, **changes: object
 ) -> Code:
-    settings: PredictSettings = {**default_settings(), **changes}  # type: ignore[typeddict-item]
-    return predict_target(target, settings, delivery=delivery or Delivery(), full_traceback=full_traceback)
+    return predict_target(target, changes, delivery=delivery or Delivery(), full_traceback=full_traceback)
 
 
 def explain_here(target: str, *, delivery: Delivery | None = None, **changes: object) -> Code:
-    settings: ExplainSettings = {
+    settings: dict[str, object] = {
         "batch_size": 8, "budget": None, "gpu": "rtx4090", "what_if": True, **changes
-    }  # type: ignore[typeddict-item]  # fmt: skip
+    }  # fmt: skip
     return explain_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
 
 
@@ -146,11 +148,11 @@ class TestFlags:
         from batchfit._cli import app
 
         flags = {n: p.default for n, p in inspect.signature(app.predict).parameters.items() if n not in OWN}
-        assert flags == keywords(batchfit.predict_batch_size) == default_settings()
-        assert set(flags) == set(PredictSettings.__annotations__)
+        assert flags == keywords(batchfit.predict_batch_size)
+        assert set(flags) == flag_names(PredictOptions)
         flags = {n: p.default for n, p in inspect.signature(app.explain).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.explain_memory)
-        assert set(flags) == set(ExplainSettings.__annotations__)
+        assert set(flags) == flag_names(ExplainOptions)
 
     @pytest.mark.parametrize(
         ("name", "given"),

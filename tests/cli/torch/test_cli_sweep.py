@@ -24,8 +24,9 @@ from torch import nn
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
 from batchfit._cli.commands import sweep as command
-from batchfit._cli.commands.sweep import SweepFlags, sweep_file
+from batchfit._cli.commands.sweep import sweep_file
 from batchfit._cli.commands.sweep_file import NEEDED, OPTIONAL, SweepFile
+from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import Pace, SweepLines, SweepTable, column_widths
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._sweep.job import Job
@@ -120,7 +121,7 @@ def test_every_flag_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     ran = CliRunner().invoke(app, ["sweep", "s.yaml", *arguments])
     assert ran.exit_code == 7, ran.output
     everything = SweepFlags(
-        sets=("a=1", "b=2"), devices="cpu,cpu", engine="ray", ray_address="auto",
+        sets=["a=1", "b=2"], devices="cpu,cpu", engine="ray", ray_address="auto",
         output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
         csv=Path("o.csv"), as_json=True, dry_run=True, full_traceback=True,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from torch import nn
 
 import batchfit
 from batchfit import FitResult
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target
 from batchfit._cli.commands.find_answer import facts, format_age
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import CpuDevice
@@ -526,7 +526,7 @@ class TestCommandHere:
 
     def find(self, target: str, **changes: Any) -> FitResult:
         flags = {"budget": "2MiB", "soak_steps": 3, "store": True, **changes}
-        given = cast(FindSettings, {**default_settings(), **flags})
+        given = dict(flags)
         output = Path("fit.json")
         assert find_target(target, given, as_json=False, output=output, full_traceback=False) == Code.FOUND
         sys.modules.pop("train", None)
@@ -546,7 +546,7 @@ class TestCommandHere:
         with Path("train.py").open("a") as file:
             file.write("\n\ndef make_step():\n    return lambda batch_size: None\n")
         flags = {"budget": "2MiB", "store": True, **changes}
-        given = cast(FindSettings, {**default_settings(), **flags})
+        given = dict(flags)
         with pytest.raises(CommandFailed, match=words) as caught:
             find_target(target, given, as_json=False, output=None, full_traceback=False, store_asked=True)
         assert caught.value.code == Code.USAGE

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import throughput_lines
-from batchfit._cli.commands.find import SearchJob, default_settings, run_job
-from batchfit._cli.commands.predict import default_settings as prediction_settings
+from batchfit._cli.commands.find import SearchJob, run_job
 from batchfit._cli.commands.predict import predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
@@ -25,6 +24,8 @@ from batchfit._cli.exits import Code, CommandFailed, load_torch
 from batchfit._cli.output import check_writable, write_atomically
 from batchfit._cli.progress import progress_here, speaks
 from batchfit._cli.traced import show
+from batchfit._find.pure.options import FindOptions
+from batchfit._predict.pure.options import PredictOptions
 from batchfit._units import parse_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
         what="the small GPT",
         make=lambda: small_gpt_training(device),
         explain=_bug,
-        settings={**default_settings(), "budget": budget, "device": device},
+        options=FindOptions(budget=budget, device=device),
         intro=(
             f"Finding the largest batch with which a small GPT (0.9 million parameters, {TOKENS} tokens) "
             f"trains {where}."
@@ -116,16 +117,15 @@ def _report_too(results: Sequence[Path | Prediction | ThroughputProfile], report
 
 def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
     """The same question without running it: for this GPU's budget, or for cards that are not here."""
-    settings = prediction_settings()
     if device == "cuda":
-        settings["budget"], where = [budget], "with the same memory, from two small runs and a trace"
+        wanted = [PredictOptions(budget=[budget])]
+        where = "with the same memory, from two small runs and a trace"
     else:
-        settings["gpu"], where = CARDS, f"for cards that are not here ({', '.join(CARDS)}), from a trace"
+        wanted = [PredictOptions(gpu=gpu) for gpu in CARDS]
+        where = f"for cards that are not here ({', '.join(CARDS)}), from a trace"
     with progress_here(steps=0, soak_steps=0) as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
-        found = predicted(
-            small_gpt_training(device), settings, settings["gpu"] or [None], progress, "the small GPT"
-        )
+        found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")
     sys.stdout.write("\n")
     show(
         lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain),

@@ -11,13 +11,12 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
 from batchfit._cli.commands.sweep_file import PLACES, SweepFile
+from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import screen_here
 from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
@@ -33,31 +32,13 @@ if TYPE_CHECKING:
     from batchfit.results._sweep import SweepResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFlags:
-    """The flags of `batchfit sweep`."""
-
-    sets: Sequence[str] = ()
-    devices: str | None = None
-    engine: str | None = None
-    ray_address: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    retry_failed: bool = False
-    overwrite: bool = False
-    csv: Path | None = None
-    as_json: bool = False
-    dry_run: bool = False
-    full_traceback: bool = False
-
-
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
     """Read the file, run what waits, and show the result."""
     if flags.dry_run and flags.csv is not None:
         raise CommandFailed(Code.USAGE, "csv must be left out with --dry-run, which measures nothing")
     named = ("devices", "engine", "ray_address")
     given = {name: value for name in named if (value := getattr(flags, name)) is not None}
-    file = SweepFile.read(path, flags.sets, given)
+    file = SweepFile.read(path, flags.sets or (), given)
     entries = file.entries()
     output = file.output if flags.output is None else flags.output
     for name, one in (("output", output), ("csv", flags.csv)):
@@ -227,7 +208,7 @@ def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, *, output: 
 def _command(path: Path, flags: SweepFlags, *, stale: bool) -> str:
     """The command that goes on with the same sweep; `stale`: the file is still as it was before."""
     words = ["batchfit", "sweep", str(path)]
-    for one in flags.sets:
+    for one in flags.sets or ():
         words += ["--set", one]
     for name in ("devices", "engine", "ray_address", "output"):
         value = getattr(flags, name)
