@@ -206,7 +206,7 @@ class BackwardPass:
         return terms.backward(loss, share=self._shares[index], check_graph=check_graph)
 
     def _joined(self) -> Any:
-        """The outputs of all microbatches, in the batch's order; those without weight run now, for their outputs."""
+        """The outputs of all microbatches, in order; microbatches without weight run now, for theirs."""
         left = [index for index in range(len(self._plan)) if index not in self._indices]
         if left and self._terms.ranks.collectives == "every":
             raise ValueError(

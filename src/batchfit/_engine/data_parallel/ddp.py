@@ -207,7 +207,7 @@ class DdpBatch:
         return "kept"
 
     def _agree_to_overlap(self, work: BatchWork) -> bool:
-        """Agree whether DDP reduces this batch itself, which needs sizes that have run before on every rank."""
+        """Agree whether DDP reduces this batch itself: where the sizes of every rank have run before."""
         everybody = self._all
         world_size = everybody.ranks.world_size
         if not self._asks:
