@@ -31,7 +31,7 @@ def batch_norms(layers: Iterable[BatchNorm]) -> list[BatchNorm]:
     return [layer for layer in layers if layer.training or layer.running_mean is None]
 
 
-def told(sizes: Sequence[int], total: int, layers: int) -> str:
+def warning(sizes: Sequence[int], total: int, layers: int) -> str:
     """What splitting a batch of `total` into these sizes means for so many layers, and what to do."""
     least, most = min(sizes), max(sizes)
     return (

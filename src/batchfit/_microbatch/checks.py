@@ -72,10 +72,10 @@ def generators_of(models: Sequence[Any]) -> list[object]:
 def check_generators(generators: Any) -> None:
     """Refuse what is no generator of random numbers."""
     if isinstance(generators, str) or not isinstance(generators, Sequence):
-        raise TypeError(f"generators must be a list of generators, not {_brief(generators)}")
+        raise TypeError(f"generators must be a list of generators, not {brief(generators)}")
     for one in generators:
         if not rng.is_generator(one):
-            raise TypeError(f"generators must be generators of torch, NumPy or random, not {_brief(one)}")
+            raise TypeError(f"generators must be generators of torch, NumPy or random, not {brief(one)}")
 
 
 def check_options(
@@ -92,11 +92,11 @@ def check_options(
     """Refuse options of `Microbatcher` that mean nothing."""
     if weight is not None and not isinstance(weight, str) and not callable(weight):
         raise TypeError(
-            f"weight must be a callable, the name of a part of the batch or None, not {_brief(weight)}"
+            f"weight must be a callable, the name of a part of the batch or None, not {brief(weight)}"
         )
     for name, value in (("split", split), ("count", count), ("on_event", on_event)):
         if value is not None and not callable(value):
-            raise TypeError(f"{name} must be a callable or None, not {_brief(value)}")
+            raise TypeError(f"{name} must be a callable or None, not {brief(value)}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise TypeError(f"microbatch_size must be a positive integer or None, not {size!r}")
     if size is not None and size < 1:
@@ -127,13 +127,7 @@ def check_ragged(lengths: Any, split: Any, pad_keys: Any, pad_dim: Any, padding_
     check_padding(pad_keys, pad_dim, padding_side)
 
 
-def check_callable(fn: Any, name: str) -> None:
-    """Refuse what cannot be called with a microbatch."""
-    if not callable(fn):  # its signature is not looked at: that takes as long as all else before a batch
-        raise TypeError(f"{name} must be a callable {name}(micro), not {_brief(fn)}")
-
-
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """As text that fits into a line: not all the numbers of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

@@ -13,7 +13,6 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -21,25 +20,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from batchfit._engine.batch.padding import Lengths
-from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import Count
-from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.user_split import Cutter, Split
-from batchfit._engine.data_parallel.ddp import together
-from batchfit._engine.data_parallel.fsdp import FsdpRanks
+from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.resolve import Device, check_budget, resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.memory_budget import MemoryBudget
+from batchfit._engine.sizing.pure.events import EventLog, MicrobatchEvent
 from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.shortage import owned_bytes
 from batchfit._engine.sizing.uniform import UniformSizer
-from batchfit._microbatch.backward import run_batch
+from batchfit._microbatch.backward import BackwardCall
+from batchfit._microbatch.batch_run import BatchRun
+from batchfit._microbatch.cached import CachedCall
 from batchfit._microbatch.checks import check_generators, check_models, check_options, check_ragged, where
-from batchfit._microbatch.context import AnyCall, MicrobatchContext
-from batchfit._microbatch.evaluate import map_batch
+from batchfit._microbatch.context import MicrobatchContext
+from batchfit._microbatch.evaluate import MapCall
 from batchfit._microbatch.loss_check import LossCheck
-from batchfit._microbatch.passes import Around, BackwardPass, CachedBackwardPass
 from batchfit._microbatch.weights import Weighing, Weight, checked_advice
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit._units import parse_bytes
@@ -139,42 +137,40 @@ class Microbatcher:
         self._device = resolve_device(device, near=models)
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
-        self._reduction = reduction
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._noise = noise
-        self._target = where(device, models)
-        self._sizing = UniformSizer(
-            self._device,
-            budget_bytes=budget_bytes,
-            most=microbatch_size,
-            on_event=on_event,
-            models_bytes=lambda: owned_bytes(models, "cpu" if self._target is None else self._target.type),
-        )
-        self._packing = RaggedSizer(
-            self._sizing,
+        target = where(device, models)
+        kind = "cpu" if target is None else target.type
+        memory = MemoryBudget(self._device, budget_bytes, models_bytes=lambda: owned_bytes(models, kind))
+        events = EventLog(on_event)
+        self._uniform = UniformSizer(memory, events, most=microbatch_size)
+        self._ragged = RaggedSizer(
+            memory,
+            events,
             most=microbatch_size,
             pad_keys=pad_keys,
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
-        all_ranks = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
-        if isinstance(all_ranks, FsdpRanks):
-            self._sizing.shards = all_ranks.ranks.world_size
-        if noise is not None and all_ranks.in_step:
+        modules = leaves_of(models)[2]
+        ranks = data_parallel_of(modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
+        if ranks.shards is not None:
+            self._uniform.shards = ranks.shards
+        if noise is not None and ranks.shards is not None:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
                 "norm of its own batch's"
             )
-        self._setting = MicrobatchContext(
+        self._context = MicrobatchContext(
             models,
             device=self._device,
-            target=self._target,
+            target=target,
             cutter=Cutter(split, count),
             lengths=lengths,
             batch_norm=batch_norm,
-            sizing=self._sizing,
-            packing=self._packing,
-            sync=all_ranks,
+            uniform=self._uniform,
+            ragged=self._ragged,
+            ranks=ranks,
             generators=generators,
         )
         self._loss_check = LossCheck(
@@ -199,44 +195,12 @@ class Microbatcher:
         everything as the call found it. `lengths`, those of this batch's samples, goes before that of
         `Microbatcher`.
         """
-
-        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[BackwardPass | None, float]:
-            micros = whole.micros(plan)
-            shares, weight = self._weighing.shares(micros, plan)
-            if shares is None:
-                return None, weight
-            if self._noise is not None and around.is_local:
-                sizes = [piece.size for piece in plan]
-                factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
-                watch = self._noise.watching(around.watch, sizes, factors, scaler)
-                around = replace(around, watch=watch)
-            return BackwardPass(fn, whole, plan, micros, shares, around), weight
-
-        opened, plan, done, outcome = run_batch(
-            self._setting,
-            batch,
-            "backward",
-            {"fn": fn},
-            lengths=lengths,
-            scaler=scaler,
-            make=make,
-            weigh_one=self._weighing.weight_of,
-            check=self._loss_check,
+        call = BackwardCall(
+            fn, scaler=scaler, weighing=self._weighing, loss_check=self._loss_check, noise=self._noise
         )
-        call = opened.call
-        if outcome == "nothing":
-            self._weighing.check_zero()
-            size = plan[0].size if plan else 0
-            self._sizing.tell("skipped", size, size, "the batch has no weight")
-        if call is None or done is None:
-            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
-        if self._noise is not None:
-            self._noise.keep(is_sorted=call.whole.trimmer is not None)
-        if len(plan) > 1:
-            advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
-            if advice:
-                self._sizing.warn_once("tokens", advice)
-        return _report(call, plan, done)
+        run = BatchRun(self._context, call, batch, lengths=lengths)
+        run.execute()
+        return call.report(run)
 
     def backward_cached(
         self,
@@ -257,25 +221,10 @@ class Microbatcher:
         `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
         too: pass them to `Microbatcher`.
         """
-
-        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[CachedBackwardPass, float]:
-            again = _encoded_again(encode, whole, plan)
-            return CachedBackwardPass(again, loss_fn, whole, plan, around), float(whole.length)
-
-        fns = {"encode": encode, "loss_fn": loss_fn}
-        opened, plan, done, outcome = run_batch(
-            self._setting,
-            batch,
-            "cached",
-            fns,
-            lengths=lengths,
-            scaler=scaler,
-            make=make,
-            weigh_one=self._weighing.weight_of,
-        )
-        if opened.call is None:
-            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
-        return _report(opened.call, plan, done)
+        call = CachedCall(encode, loss_fn, scaler=scaler)
+        run = BatchRun(self._context, call, batch, lengths=lengths)
+        run.execute()
+        return call.report(run)
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
@@ -290,7 +239,9 @@ class Microbatcher:
         those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
         with zeros up to the batch's width.
         """
-        return map_batch(self._setting, fn, batch, lengths)
+        call = MapCall(fn)
+        BatchRun(self._context, call, batch, lengths=lengths).execute()
+        return call.joined
 
     def step(
         self,
@@ -308,59 +259,36 @@ class Microbatcher:
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
         `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
         """
-        ranks: Any = self._setting.sync
+        ranks = self._context.ranks
         norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
         gathered: Any = getattr(norm, "full_tensor", None)  # of shards: a sum over the ranks, on all of them
         return norm if gathered is None else gathered()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
-        return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
+        return {**self._uniform.state_dict(), "ragged": self._ragged.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned; on another device or budget it is learned anew, and that is logged.
 
         Under FSDP2 with another number of ranks too: each then holds other shards.
         """
-        before = self._sizing.learned
+        before = self._uniform.learned
         try:
-            if self._sizing.load_state_dict(state):
-                self._packing.load(state.get("ragged", {}))
+            if self._uniform.load_state_dict(state):
+                self._ragged.load(state.get("ragged", {}))
             else:
-                self._packing.forget()
+                self._ragged.forget()
         except (KeyError, TypeError, AttributeError) as error:
-            self._sizing.learned = before
+            self._uniform.learned = before
             raise ValueError(
                 f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
             ) from None
 
     def _also_restores(self, take: Callable[[], Callable[[], None]]) -> None:
         """For frameworks: `take()` at each call's beginning, what it returns where a try is undone."""
-        self._setting.also.append(take)
+        self._context.also_restores.append(take)
 
     def _nothing_larger(self) -> None:
         """For frameworks that have searched: what ran so far is the largest that fits."""
-        self._sizing.learned.nothing_larger()
-
-
-def _encoded_again(encode: Callable[[Any], Any], whole: Batch, plan: Sequence[Piece]) -> Callable[[Any], Any]:
-    """`encode`, which chunks call a second time: that must see the same batch."""
-    if len(plan) == 1:
-        return encode
-
-    def encoded(micro: Any) -> Any:
-        before = whole.versions()
-        found = encode(micro)
-        if before != whole.versions():
-            raise BatchfitError(
-                "encode changed the batch in place, and each chunk is encoded twice: the second time it "
-                "would see the changed batch. Clone what encode writes into"
-            )
-        return found
-
-    return encoded
-
-
-def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
-    sizes = tuple(piece.size for piece in plan)
-    return StepReport(done.loss, sizes, call.retries, call.peak_bytes, outputs=done.outputs)
+        self._uniform.learned.nothing_larger()

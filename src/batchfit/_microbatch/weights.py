@@ -42,20 +42,20 @@ class Weighing:
 
     def __init__(self, weight: Weight | None, *, reduction: Reduction, skips: bool) -> None:
         self._weight = weight
-        self._reduction = reduction
+        self.sums = reduction == "sum"  # losses are sums over samples, not means
         self._skips = skips
         self._looks = 0  # of `advice`
 
     def advice(self, batch: Any, *, is_ragged: bool) -> str:
         """What to say of the first batches that were split, once; "" for nothing."""
-        if self._weight is not None or self._reduction == "sum" or self._looks > _HOST_LOOKS:
+        if self._weight is not None or self.sums or self._looks > _HOST_LOOKS:
             return ""
         self._looks += 1
         return _advice_on_tokens(batch, is_ragged=is_ragged, looks=self._looks)
 
     def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> tuple[list[float] | None, float]:
         """The share of each microbatch in the batch's mean, None where it has no weight; and that weight."""
-        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
+        if self.sums or (self._weight is None and len(plan) == 1):
             return [1.0] * len(plan), float(sum(piece.size for piece in plan))
         if self._weight is None:
             weights = [float(piece.size) for piece in plan]

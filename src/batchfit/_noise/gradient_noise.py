@@ -24,7 +24,7 @@ from batchfit._noise.gradient_norms import Later, Parts, RankNorms, together
 from batchfit._noise.pure.estimate import MIN_STEPS, NoiseReading, NoiseState, joined_reading, observe
 
 if TYPE_CHECKING:
-    from batchfit._engine.sizing.watch import PassWatch
+    from batchfit._engine.sizing.interface import PassWatch
 
 log = logging.getLogger("batchfit")
 

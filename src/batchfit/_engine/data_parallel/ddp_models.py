@@ -100,7 +100,7 @@ class Wrapped:
         return asked.pop()
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         """Inside, forward and backward of the models have no collective.
 
         Not only `no_sync()`: the first forward under it still broadcasts buffers, and so does one in eval
@@ -118,8 +118,8 @@ class Wrapped:
                     setattr(model, name, value)
 
     @contextmanager
-    def loud(self) -> Iterator[None]:
-        """Inside `quiet`, DDP does all that it does by itself."""
+    def with_collectives(self) -> Iterator[None]:
+        """Inside `without_collectives`, DDP reduces and broadcasts as it does by itself."""
         self._set(True)
         try:
             yield
@@ -127,7 +127,7 @@ class Wrapped:
             self._set(False)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def must_be_called(self) -> Iterator[None]:
         """Inside, a model that gets gradients must be called through its wrapper, or DDP reduces nothing."""
         seen: set[int] = set()
 
@@ -147,11 +147,11 @@ class Wrapped:
                     "sync='safe' does in either case"
                 )
 
-    def arranged(self) -> int:
+    def rebuilt(self) -> int:
         """How many of them have sorted their buckets anew, which is a collective in a forward."""
         return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in self._models)
 
-    def settle_buckets(self) -> None:
+    def rebuild_buckets(self) -> None:
         """DDP sorts its buckets anew once, in the forward after the first batch that it reduced.
 
         That is a collective, and a rank that has no samples then would not come to it: so it is done now.

@@ -71,13 +71,13 @@ class Shards:
                     "ranks, and could not be put right after an out-of-memory. Pass it too"
                 )
 
-    def twins(self) -> list[torch.Tensor]:
+    def gathered_parameters(self) -> list[torch.Tensor]:
         """The gathered parameters that stand for the sharded ones in a graph, as far as they exist."""
         groups = self._groups()
         found = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
         return [one for one in found if one is not None]
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """All parameters sharded, and no forward remembered: what a microbatch sends is the same each time.
 
         A forward without a backward (evaluation) leaves the root's parameters gathered, and an entry in the
@@ -107,7 +107,7 @@ class Shards:
                 fsdp.reset(module)
         except SnapshotError:
             with suppress(Exception):  # as far as it goes: memory for what is still to be sent
-                self.rest()
+                self.reshard()
             return False
         return True
 

@@ -27,7 +27,7 @@ STEP: Final = "an optimizer step"
 
 
 @final
-class StepTurn:
+class RankStep:
     """One optimizer step of one rank: as long as others wait for its vote, an error inside votes too."""
 
     def __init__(self, ranks: Ranks, steps: StepsTaken | None = None) -> None:

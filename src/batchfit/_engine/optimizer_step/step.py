@@ -31,9 +31,10 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from batchfit._engine.data_parallel.ddp import DdpRanks, SingleProcess
+from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.data_parallel.pure.protocol import StepVote, settle_ready, settle_tried
-from batchfit._engine.data_parallel.step_vote import StepTurn
+from batchfit._engine.data_parallel.single import SINGLE_PROCESS
+from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import oom
 from batchfit._engine.device.ram import read_ram
 from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_memory, guess
@@ -45,8 +46,6 @@ from batchfit.errors import BatchfitError, SnapshotError
 
 logger = logging.getLogger("batchfit")
 
-_ALONE: Final = SingleProcess()
-
 # RAdam takes more from its sixth step on, when its variance is tractable.
 _RECORDED_STEPS: Final = 8
 
@@ -57,7 +56,7 @@ def step(
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
     rollback: bool = False,
-    ranks: DdpRanks | SingleProcess = _ALONE,
+    ranks: DataParallel = SINGLE_PROCESS,
 ) -> torch.Tensor | None:
     """Clip and step, all of it or nothing: `unscale_`, clip, `optimizer.step()`, `scaler.update()`.
 
@@ -65,7 +64,7 @@ def step(
 
     Returns the norm of the gradients before clipping, as `clip_grad_norm_` does (a tensor: reading it is
     what would wait for the device), or None without `clip_norm`. Several optimizers are prepared together
-    and stepped in turn; `clip_norm` is then the norm over the parameters of all of them.
+    and stepped in rank_step; `clip_norm` is then the norm over the parameters of all of them.
 
     An OOM before anything moved, or one that could be undone, is a `torch.OutOfMemoryError` that says so:
     parameters, gradients, optimizer state and scaler are as before the call. Otherwise it is a
@@ -77,33 +76,35 @@ def step(
     A step that is tried again after a rollback runs the optimizer's step hooks again. A first step that
     the scaler skips leaves the new optimizer state behind, untouched (its moments are zero).
     """
-    with ranks.step() as turn:
+    with ranks.step() as rank_step:
         optimizers = _checked(optimizer, scaler, clip_norm, rollback)
-        if turn is not None:
-            turn.check(optimizers)
+        if rank_step is not None:
+            rank_step.check(optimizers)
         work = StepRun(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
         ranks.check_reduced(parameter for some in work.parameters for parameter in some)
         plan = _plan_of(work)
         learned = plan.need if plan.covers(work) else None
         made = [] if learned is not None else _prepared(work)
         snapshot = _protection(work, plan, learned, made, rollback=rollback)
-        if turn is not None:
-            snapshot = _agreed(work, turn, snapshot, made)
+        if rank_step is not None:
+            snapshot = _agreed(work, rank_step, snapshot, made)
         recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
         if snapshot is not None:
-            _protected(work, snapshot, plan, made, turn, recording=recording)
+            _protected(work, snapshot, plan, made, rank_step, recording=recording)
             return work.norm
-        if turn is not None:
-            turn.moves()
+        if rank_step is not None:
+            rank_step.moves()
         failed = _attempt(work, None, plan, recording=recording)
         if failed is not None:
             raise work.interrupted(failed) from torch.OutOfMemoryError(failed)
         return work.norm
 
 
-def _agreed(work: StepRun, turn: StepTurn, snapshot: Snapshot | None, made: list[Undo]) -> Snapshot | None:
+def _agreed(
+    work: StepRun, rank_step: RankStep, snapshot: Snapshot | None, made: list[Undo]
+) -> Snapshot | None:
     """All ranks are ready, or all raise; a host copy on all of them, or on none."""
-    votes = turn.vote(StepVote(protected=snapshot is not None))
+    votes = rank_step.vote(StepVote(protected=snapshot is not None))
     action = settle_ready(votes)
     if action == "protect":
         if snapshot is None:
@@ -113,12 +114,12 @@ def _agreed(work: StepRun, turn: StepTurn, snapshot: Snapshot | None, made: list
                 undo_all(made)
                 why = f"another rank needs a host copy on all of them, and here: {oom.describe(error)}"
                 raise _nothing_moved(why, None) from error
-        votes = turn.vote(StepVote(protected=True))
+        votes = rank_step.vote(StepVote(protected=True))
         action = settle_ready(votes)
     if action == "fail":
-        turn.over()
+        rank_step.over()
         undo_all(made)
-        raise _failed_elsewhere(votes, turn)
+        raise _failed_elsewhere(votes, rank_step)
     return snapshot
 
 
@@ -127,7 +128,7 @@ def _protected(
     snapshot: Snapshot,
     plan: _StepPlan,
     made: list[Undo],
-    turn: StepTurn | None,
+    rank_step: RankStep | None,
     *,
     recording: bool,
 ) -> None:
@@ -137,11 +138,11 @@ def _protected(
     for tries in (1, 2):
         failed = _attempt(work, snapshot, plan, recording=recording)
         votes = [StepVote(failed or "", failed is not None, True)]
-        if turn is not None:
-            votes = _tried(turn, votes[0], snapshot)
+        if rank_step is not None:
+            votes = _tried(rank_step, votes[0], snapshot)
         action = settle_tried(votes, tries=tries)
-        if turn is not None and action != "again":
-            turn.over()
+        if rank_step is not None and action != "again":
+            rank_step.over()
         if action == "done":
             return
         snapshot.restore()
@@ -149,23 +150,23 @@ def _protected(
         if action == "undo":
             break
     undo_all(made)
-    if failed is None and turn is not None:
-        raise _failed_elsewhere(votes, turn)
+    if failed is None and rank_step is not None:
+        raise _failed_elsewhere(votes, rank_step)
     raise _nothing_moved(failed or "", plan)
 
 
-def _tried(turn: StepTurn, mine: StepVote, snapshot: Snapshot) -> list[StepVote]:
+def _tried(rank_step: RankStep, mine: StepVote, snapshot: Snapshot) -> list[StepVote]:
     """How the try went on all ranks; where nobody can say, the step is taken back here."""
     try:
-        return turn.vote(mine)
+        return rank_step.vote(mine)
     except BatchfitError:
         snapshot.restore()
         raise
 
 
-def _failed_elsewhere(votes: Sequence[StepVote], turn: StepTurn) -> Exception:
+def _failed_elsewhere(votes: Sequence[StepVote], rank_step: RankStep) -> Exception:
     """What a rank raises that did nothing wrong itself: the same kind of error as those that did."""
-    error = turn.failed(votes)
+    error = rank_step.failed(votes)
     if all(vote.out_of_memory for vote in votes if vote.error):
         return _nothing_moved(str(error), None)
     return error

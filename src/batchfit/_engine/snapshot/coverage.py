@@ -40,7 +40,7 @@ class Coverage:
 
     def look(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> Look | None:
         """What to call with the losses before the first backward; None: these functions are known."""
-        key = (kind, len(leaves), *map(_code, fns))
+        key = (kind, len(leaves), *map(function_key, fns))
         if key in self._seen:
             return None
         known = {id(leaf) for leaf in leaves}
@@ -104,7 +104,7 @@ def _within(value: Any) -> Iterable[Any]:
     return (*cells, *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
 
 
-def _code(fn: Any) -> object:
+def function_key(fn: Any) -> object:
     """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
     plain = getattr(fn, "__func__", fn)
     code = getattr(plain, "__code__", None)
@@ -125,7 +125,7 @@ def loss_key(fn: Any) -> object:
         return id(fn) if isinstance(fn, nn.Module) else type(fn)
     inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
     called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
-    return _code(fn), *called
+    return function_key(fn), *called
 
 
 def _content(cell: Any) -> Any:
