@@ -27,6 +27,7 @@ from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.placement import device_to_run
+from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
     Basis,
     Oracle,
@@ -109,16 +110,17 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
     card, max_size, margin, calibrate = options.card, options.max_size, options.margin, options.calibrate
-    rules = rules_for(work, card)
+    reach = reach_of(work)
+    rules = rules_for(work, card, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = options.budgets_bytes or [_default_budget(card, work if here else None)]
     capped = here and is_capped(device_to_run(work), min(budgets))
     settings = allocator_rules(options.expandable_segments, capped=capped)
-    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
+    residual = (float(held_beside(reach.parts, rules.card)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and (work.declared if calibrate is None else calibrate):
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))

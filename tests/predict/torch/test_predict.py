@@ -364,8 +364,8 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workload looks as if it were on a GPU; its trace for a search is made without one all the same."""
 
-    def rules(work: batchfit.Workload, card: Gpu | None = None) -> CudaRules:
-        return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
+    def rules(work: batchfit.Workload, card: Gpu | None = None, reach: Any = None) -> CudaRules:
+        return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card, reach)
 
     for module in (_predict, foresight):
         monkeypatch.setattr(module, "rules_for", rules)
