@@ -85,8 +85,12 @@ class Recall:
     store: Store | None = None
 
     def keep(self, fit: FitResult) -> FitResult:
-        """Store the answer of a search that has ended; one from the store is there already."""
-        if self.store is None or self.key is None or fit.from_store or fit.stopped_because not in _OWN_ENDS:
+        """Store the answer of a search that has ended; one from the store is there already, and was used."""
+        if self.store is None or self.key is None:
+            return fit
+        if fit.from_store:
+            self.store.mark_used(self.key)
+        if fit.from_store or fit.stopped_because not in _OWN_ENDS:
             return fit
         if fit.trials_resumed == len(fit.trials):  # nothing was run now, so nothing says what is true now
             return fit

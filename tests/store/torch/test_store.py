@@ -79,11 +79,20 @@ class TestConfirmed:
             (first.batch_size, False, 3)
         ]
 
-    def test_a_confirmed_answer_is_not_stored_again(self) -> None:
+    def test_a_confirmed_answer_is_not_stored_again_but_counts_as_used(self) -> None:
         find(workload())
-        before = Store().path.read_bytes()
+
+        def rows(table: str) -> list[Any]:
+            with sqlite3.connect(Store().path) as db:
+                found = db.execute(f"SELECT * FROM {table}").fetchall()
+            db.close()
+            return found
+
+        before, begun = rows("answers"), time.time()
         assert find(workload()).from_store
-        assert Store().path.read_bytes() == before
+        assert rows("answers") == before
+        ((_, used_at),) = rows("uses")
+        assert used_at >= begun
 
     def test_state_and_random_numbers_are_put_back(self) -> None:
         work = workload()
