@@ -79,6 +79,7 @@ def checked_flags(settings: ExplainSettings) -> None:
 
 
 def _draw_file(told: MemoryExplanation, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_explanation
+    from batchfit._charts.figures import timeline_chart
+    from batchfit._cli.png import draw_charts
 
-    draw_explanation(told, path, title=title)
+    draw_charts([timeline_chart(told)], path, title=title)
