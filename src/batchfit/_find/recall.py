@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.store.describe import UndescribableError, digest_of
-from batchfit._engine.store.key import NoSampleError
+from batchfit._engine.store.key import NoKeyError, NoSampleError, digest_of
 from batchfit._find.pure.search import Observation, Request, Search
 from batchfit.results import FitResult
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("batchfit")
 
-KEY_VERSION: Final = 1  # to be raised where a key means something else than it did
+KEY_VERSION: Final = 2  # to be raised where a key means something else than it did
 # Ends that would come again: another run with more time or trials could not do better.
 _OWN_ENDS: Final = frozenset(
     {"within_tolerance", "bracketed", "predicted", "max_size", "near_max_size", "attempts", "strategy"}
@@ -85,8 +84,12 @@ class Recall:
     store: Store | None = None
 
     def keep(self, fit: FitResult) -> FitResult:
-        """Store the answer of a search that has ended; one from the store is there already."""
-        if self.store is None or self.key is None or fit.from_store or fit.stopped_because not in _OWN_ENDS:
+        """Store the answer of a search that has ended; one from the store is there already, and was used."""
+        if self.store is None or self.key is None:
+            return fit
+        if fit.from_store:
+            self.store.mark_used(self.key)
+        if fit.from_store or fit.stopped_because not in _OWN_ENDS:
             return fit
         if fit.trials_resumed == len(fit.trials):  # nothing was run now, so nothing says what is true now
             return fit
@@ -113,7 +116,7 @@ def recall(
         mine = make_digest()
     except NoSampleError:
         pass
-    except UndescribableError as error:
+    except NoKeyError as error:
         why = str(error)
     except Exception as error:  # noqa: BLE001  objects of the user's are read, and may raise anything
         why = f"reading it raised {type(error).__name__}: {error}"

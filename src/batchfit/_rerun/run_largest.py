@@ -38,7 +38,7 @@ from batchfit._engine.distributed.collectives import is_lost_connection
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.store.describe import digest_of
+from batchfit._engine.store.key import digest_of
 from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest
 from batchfit._rerun.step_counter import EnoughSeen, counted
 from batchfit.errors import CollectivesError, NothingFitsError

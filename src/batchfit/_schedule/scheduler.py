@@ -329,7 +329,7 @@ class BatchSizeScheduler:
 
     def _limit(self, at: Progress) -> str:
         if isinstance(self._plan, Increases):
-            return self._plan.told_at(at.epoch).why
+            return self._plan.at_epoch(at.epoch).why
         return "" if self._noise is not None else self._plan.limited_at(at)
 
     def _tell_limit(self, at: Progress, why: str, factors: tuple[float, ...]) -> None:

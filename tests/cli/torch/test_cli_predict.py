@@ -29,6 +29,8 @@ from batchfit._engine.allocator.gpus import GPUS
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._options import flag_names
 from batchfit._predict.pure.options import PredictOptions
+from batchfit._report.files import Source
+from batchfit._report.sections import charts
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -480,8 +482,7 @@ class TestPlot:
             **answer, peak_phase="backward", margin=0.02, based_on="no GPU", card="h100",
             answers=(answer,), curve=curve,
         )  # type: ignore[arg-type]  # fmt: skip
-        rows = [Row("h100", False, 80 * GIB, 64, 70 * GIB), Row("t4", False, 14 * GIB, 0, 0)]
-        png.draw_prediction([told], rows, Path(name), title="train.py:make")
+        png.draw_charts(charts([Source(told)]), Path(name), title="train.py:make")
         begins = b"\x89PNG" if name.endswith("png") else b"<?xml"
         assert Path(name).read_bytes().startswith(begins)
         explain_here("train.py:make", what_if=False, delivery=Delivery(plot=Path(f"b.{name}")))
@@ -495,7 +496,7 @@ class TestPlot:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(png, "check_plot", lambda path: None)
-        monkeypatch.setattr(png, "draw_prediction", full)
+        monkeypatch.setattr(png, "draw_charts", full)
         with pytest.raises(CommandFailed, match=r"could not be saved to a.png: No space left") as caught:
             predict_here("train.py:make", budget=["4GiB"], delivery=Delivery(plot=Path("a.png")))
         assert caught.value.code == Code.BROKEN

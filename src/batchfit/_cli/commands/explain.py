@@ -60,6 +60,7 @@ def explain_target(
 
 
 def _draw_file(told: MemoryExplanation, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_explanation
+    from batchfit._charts.figures import timeline_chart
+    from batchfit._cli.png import draw_charts
 
-    draw_explanation(told, path, title=title)
+    draw_charts([timeline_chart(told)], path, title=title)

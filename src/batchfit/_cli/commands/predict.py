@@ -286,9 +286,11 @@ def _confidence(found: Predicted) -> str:
 
 
 def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_prediction
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import Source
+    from batchfit._report.sections import charts
 
-    draw_prediction(found.predictions, found.rows, path, title=title)
+    draw_charts(charts([Source(one) for one in found.predictions]), path, title=title)
 
 
 def card_lines() -> list[Line]:

@@ -106,6 +106,8 @@ def _watched(step: Callable[[int], object], progress: ProgressDisplay) -> Callab
 
 
 def _draw_file(profile: ThroughputProfile, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_profile
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import Source
+    from batchfit._report.sections import charts
 
-    draw_profile(profile, path, title=title)
+    draw_charts(charts([Source(profile)]), path, title=title)

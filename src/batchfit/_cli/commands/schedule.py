@@ -11,7 +11,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,6 +294,14 @@ def _raised(error: BaseException) -> str:
 
 
 def _draw_file(shown: FollowedSchedule, path: Path) -> None:
-    from batchfit._cli.png import draw_schedule
+    from batchfit._charts.svg import Rule
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import SchedulePlan, Source
+    from batchfit._report.sections import charts
 
-    draw_schedule(shown, path)
+    sizes, *rates = charts([Source(SchedulePlan.from_json(shown.to_json()))])
+    if shown.room is not None:
+        fits = shown.room.largest * shown.world_size
+        sizes = replace(sizes, rules=(Rule(fits, f"{fits:,} fit at once"),))
+    title = f"{shown.config}: {shown.updates:,} updates, {shown.saved:.1%} fewer than at {shown.initial}"
+    draw_charts([sizes, *rates], path, title=title)
