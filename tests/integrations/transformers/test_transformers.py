@@ -310,9 +310,9 @@ def test_what_was_found_is_used_for_every_width_and_nothing_below_it(tmp_path: P
 def test_a_second_kind_of_loss_uses_what_was_found_too(tmp_path: Path) -> None:
     run = adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens()))._batchfit
     trainer, model, batch = Trainer(gpt2(), arguments(tmp_path)), gpt2(), padded(list(Tokens(8)))
-    first = run.cutter_of(trainer, model, sums=True)
+    first = run.microbatcher_of(trainer, model, sums=True)
     first.backward(lambda micro: model(**micro).loss, batch)
-    assert run.cutter_of(trainer, model, sums=False).state_dict() == first.state_dict()
+    assert run.microbatcher_of(trainer, model, sums=False).state_dict() == first.state_dict()
 
 
 def test_microbatches_by_length(tmp_path: Path) -> None:
@@ -748,7 +748,7 @@ def test_a_loader_that_a_schedule_cannot_follow_is_refused(tmp_path: Path) -> No
         assert trainer.seen == []
 
     refused(doubling, "not Doubling, which has an __iter__ of its own")
-    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it deals out batches")
+    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it makes batches")
     refused(
         lambda trainer: trainer.accelerator.prepare(loader_of(trainer, batch_sampler=Twos())), "not with Twos"
     )
@@ -1273,7 +1273,7 @@ class Comparing(Plain):
     [
         (Summing, 48, "Set trainer.loss_is_scaled_for_ga = True", "reduction='sum'"),
         (Comparing, 48, "Microbatcher.backward_cached in a loop of your own", "Use backward_cached"),
-        (Plain, 4100, "is done again in smaller pieces", "make_batch"),
+        (Plain, 4100, "is retried in smaller microbatches", "make_batch"),
     ],
 )
 def test_warnings_advise_what_can_be_done_in_a_trainer(
