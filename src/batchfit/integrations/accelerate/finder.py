@@ -57,7 +57,7 @@ def find_executable_batch_size(
 
     Args:
         function: takes the batch size first. It is a whole program: a second call starts all over.
-        starting_batch_size: the largest per-process size; it may be large, since sizes are halved and bisected.
+        starting_batch_size: the largest size of one process; it may be large: sizes are halved and bisected.
         reduce_batch_size_fn: takes nothing and returns the next size after each OOM; then nothing is probed.
         workload: a `batchfit.Workload`, or a function of the same arguments (without the batch size) that
             makes one: the size is then found by `batchfit.find_batch_size` before the function is run, up to
