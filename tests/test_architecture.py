@@ -51,7 +51,14 @@ THIRD_PARTY = {
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
 }
-HAS_CODE_IN_INIT = {"", "_cli", "results", "integrations.lightning", "integrations.transformers"}
+HAS_CODE_IN_INIT = {
+    "",
+    "_cli",
+    "results",
+    "integrations.accelerate",
+    "integrations.lightning",
+    "integrations.transformers",
+}
 
 
 def modules() -> dict[str, Path]:
