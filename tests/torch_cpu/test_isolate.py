@@ -639,10 +639,10 @@ class TestCommand:
         assert caught.value.text == "a step of mine.py:make raised Odd at mine.py:4 (in step)"
         assert "mine.Odd: strange" in caught.value.details
         assert "raised while trying batch size 2 (step 1)" in caught.value.details
-        assert "child.py" not in caught.value.details
+        assert "child_main.py" not in caught.value.details
         with pytest.raises(CommandFailed) as caught:
             self.find("mine.py:make", full_traceback=True)
-        assert "child.py" in caught.value.details
+        assert "child_main.py" in caught.value.details
 
     def test_an_error_of_the_factory_names_its_line(self) -> None:
         Path("mine.py").write_text("def make():\n    raise LookupError('no data')\n")

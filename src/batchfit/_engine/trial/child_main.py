@@ -34,7 +34,7 @@ import torch.distributed
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, resolve_device
-from batchfit._engine.device.tensors import optimizers_in, tensors_in
+from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
 from batchfit._engine.trial.interface import TrialRequest
@@ -162,7 +162,6 @@ def _run(
         return work.step(batch_size)
 
     begun = time.perf_counter()
-    parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
     message = ""
     if request.is_smallest:
         faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
@@ -173,7 +172,7 @@ def _run(
                 request.size,
                 device=place,
                 snapshot=Snapshot.take(()),
-                parameters=list(parameters.values()),
+                parameters=trained_in(work.state),
                 steps=request.steps_of(work.kind),
                 soak=request.soak,
                 may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
