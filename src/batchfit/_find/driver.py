@@ -23,7 +23,7 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.interface import RunTrial, TrialRequest, TrialRunner
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._find.outcome import observation_of, worst
-from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.pure.search import Observation, Request, Search
 from batchfit._find.pure.shared_device import SharedBudget, under
 from batchfit._units import format_bytes
 from batchfit.results import Trial
@@ -63,7 +63,7 @@ class SearchDriver:
         self.search = under(search, budget_bytes)
         self.room = SharedBudget(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
-        self._told, self._start, self._attempts = search.told, search.start, search.attempts
+        self._observations, self._start, self._attempts = search.observations, search.start, search.attempts
         self._min_size = search.min_size
         self._steps, self._time_limit_s = steps, time_limit_s
         self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
@@ -90,11 +90,11 @@ class SearchDriver:
             if ask is not None:
                 self._try(ask)
 
-    def attempt(self, ask: Ask) -> Told | None:
+    def attempt(self, ask: Request) -> Observation | None:
         """One trial, whether or not the search has asked for it; None where there is no time for it."""
         return self._try(ask) if self.may_begin() else None
 
-    def _try(self, ask: Ask) -> Told | None:
+    def _try(self, ask: Request) -> Observation | None:
         """One trial, told to the search; None where no step of one sample can run, so that it begins at 2."""
         try:
             trial = self._tried(ask)
@@ -132,7 +132,7 @@ class SearchDriver:
             self._limit()  # the budget was all that was free, so nothing was limited; now more is free
         return True
 
-    def _tried(self, ask: Ask) -> Trial:
+    def _tried(self, ask: Request) -> Trial:
         """One trial; again, if it ran out while another program had some of the memory for a moment."""
         trial, reachable = self._run(ask)
         if trial.fits or not self.room.lacks(reachable):
@@ -154,7 +154,7 @@ class SearchDriver:
             self._make_do_with(reachable)
         return trial
 
-    def _run(self, ask: Ask) -> tuple[Trial, int]:
+    def _run(self, ask: Request) -> tuple[Trial, int]:
         """One trial on all ranks, and the least that any of them can reach after it."""
         request = TrialRequest(
             ask.size,
@@ -175,10 +175,10 @@ class SearchDriver:
             self.runs.regroup()
         return trial, min(reachable for _, reachable in answers)
 
-    def _tell(self, trial: Trial) -> Told:
+    def _tell(self, trial: Trial) -> Observation:
         learned = observation_of(trial)
         self.trials.append(trial)
-        self._told = (*self._told, learned)
+        self._observations = (*self._observations, learned)
         self.search = self.search.tell(learned)
         try:
             self._keep_as_it_is(time.perf_counter() - self.begun)
@@ -215,7 +215,7 @@ class SearchDriver:
             # As it was asked for, with all that it was told: this is what a later run compares.
             whole = replace(
                 self.search,
-                told=self._told,
+                observations=self._observations,
                 start=self._start,
                 attempts=self._attempts,
                 min_size=self._min_size,

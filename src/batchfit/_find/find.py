@@ -39,7 +39,7 @@ from batchfit._files import locked
 from batchfit._find.driver import OnTrial, SearchDriver
 from batchfit._find.foresight import Foresight
 from batchfit._find.outcome import fit_result as fit_result
-from batchfit._find.pure.search import Ask, Search
+from batchfit._find.pure.search import Request, Search
 from batchfit._find.pure.shared_device import SharedBudget
 from batchfit._find.recall import Known, Recall, check_store, confirm, recall
 from batchfit._find.resume import ResumeFile
@@ -280,7 +280,7 @@ def _foreseen(trying: SearchDriver) -> Search:
     if search.ask() is None or not (isinstance(runs, InProcess) and _traceable(runs.work, runs.device)):
         return search
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
-    few = search.max_trials is not None and search.max_trials - len(search.told) < 3
+    few = search.max_trials is not None and search.max_trials - len(search.observations) < 3
     brief = runs.work._brief(_GLIMPSE)
     if few and brief is None:
         return search
@@ -288,12 +288,16 @@ def _foreseen(trying: SearchDriver) -> Search:
     if sight is None:
         return search
     look = sight.look_first()
-    if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
+    if (
+        look is not None
+        and look in search.sizes
+        and all(one.fits or look < one.size for one in search.observations)
+    ):
         seen = None
         if brief is not None and trying.may_begin():
             seen = _glimpsed(sight, runs, brief, look)
         if seen is None:
-            learned = None if few else trying.attempt(Ask(look, False))
+            learned = None if few else trying.attempt(Request(look, False))
             if learned is None:
                 return search
             search = search.tell(learned)
