@@ -174,8 +174,9 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
     load_torch()
     from batchfit._engine.device.budget import without_budget
     from batchfit._engine.device.resolve import resolve_device
-    from batchfit._engine.trial.in_children import Factory
+    from batchfit._engine.trial.factory import Factory
     from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+    from batchfit._engine.workload.target import parse_target
     from batchfit._find import find
     from batchfit._find.recall import check_store
 
@@ -202,11 +203,10 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
             join_launched()  # this process loads nothing of the target that could make a group
             passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
             watched = Factory(
-                job.what,
+                parse_target(job.what, job.arguments),
                 on_loaded=loaded,
                 on_step=watch.step,
                 on_output=passed_on,
-                arguments=job.arguments,
             )
         else:
             if settings["device"] is not None:
