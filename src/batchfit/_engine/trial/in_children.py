@@ -304,7 +304,8 @@ class InChildren:
 
     def _blame_others(self, message: Message) -> None:
         """A child that lost a connection has not failed itself, if another rank says that its own has."""
-        if not self._company.is_alone and reads_as_lost(message["text"]) and self._company.fails_soon():
+        text = f"{message['type']}: {message['text']}"
+        if not self._company.is_alone and reads_as_lost(text) and self._company.fails_soon():
             raise CutOff
 
 
