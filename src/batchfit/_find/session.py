@@ -22,7 +22,8 @@ from batchfit._engine.device.budget import usable_bytes
 from batchfit._engine.distributed.lost_ranks import Everyone
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
-from batchfit._engine.trial.in_children import Factory, InChildren
+from batchfit._engine.trial.factory import Factory
+from batchfit._engine.trial.in_children import InChildren
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._engine.trial.interface import TrialRunner
 from batchfit._engine.workload.placement import device_to_run, ram_held_bytes

@@ -24,20 +24,20 @@ from torch import nn
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.compile import compilations
-from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import Device, Peaks
-from batchfit._engine.device.tensors import tensors_in
+from batchfit._engine.device.tensors import trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
-from batchfit._engine.trial.trial import put_back, run_trial
+from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.virtual_memory.eager import eagerly
-from batchfit._engine.workload import loop, phase
 from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
-from batchfit._profile.timing import UNCOUNTED, Step, TimedRun, counts_memory, run_timed
+from batchfit._profile.timing import TimedRun, run_timed
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Bench:
 
     def __enter__(self) -> Self:
         self._snapshot = Snapshot.take(self.work.state)
-        self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
+        self._parameters = trained_in(self.work.state)
         collect_garbage(self.work, self.device)
         with ExitStack() as stack:
             self._collections = stack.enter_context(FrozenGarbage())
@@ -149,27 +149,13 @@ class Bench:
         return True
 
     def briefly(self, read: Callable[[], T]) -> T | None:
-        """What `read` says, which may run steps; None where it ran out of memory. State is put back."""
-        raised: BaseException | None = None
-        ambient = sys.exception()
-        answer: T | None = None
-        counts = counts_memory(self.device)
-        with Interrupts() as interrupts:
-            try:
-                with loop.running(), interrupts.opened():
-                    answer = read()
-            except Exception as error:
-                if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
-                    raised = error
-                    raise
-            except BaseException as error:
-                raised = error
-                raise
-            finally:
-                phase.clear()
-                put_back(self._snapshot, self.device if counts else UNCOUNTED, raised, cut_off=answer is None)
-                raised = None
-        return answer
+        """What `read` returns, which may run steps; None on an OOM. The state is restored."""
+        answers: list[T] = []
+        device = self.device if counts_memory(self.device) else None
+        with guarded_steps(self._snapshot, device=device) as guarded:
+            guarded.run(lambda _: answers.append(read()), raise_ambiguous=True)
+            guarded.completed = bool(answers) and answers[0] is not None
+        return answers[0] if answers else None
 
     def _agree(self, size: int) -> Callable[[bool, bool], bool | None]:
         def agree(wants_more: bool, failed: bool) -> bool | None:

@@ -15,10 +15,11 @@ from typing import final
 import torch
 
 from batchfit._charts.throughput_page import format_rate
+from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import CpuDevice
 from batchfit._profile.bench import Bench
 from batchfit._profile.model_inputs import is_compiled
-from batchfit._profile.timing import TimedRun, counts_memory
+from batchfit._profile.timing import TimedRun
 from batchfit.results import Accumulation, ThroughputPoint
 
 _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it

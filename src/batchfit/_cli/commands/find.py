@@ -156,15 +156,15 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
 def _in_children(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Any:
     """What children are to load; a child finds out what is wrong with the device."""
     from batchfit._engine.distributed.ranks import join_launched
-    from batchfit._engine.trial.in_children import Factory
+    from batchfit._engine.trial.factory import Factory
+    from batchfit._engine.workload.target import parse_target
 
     join_launched()  # this process loads nothing of the target that could make a group
     return Factory(
-        job.what,
+        parse_target(job.what, job.arguments),
         on_loaded=partial(_show_device, job, watch, progress),
         on_step=watch.step,
         on_output=pass_on if progress.draws_rows else None,  # or it would write over the picture
-        arguments=job.arguments,
     )
 
 

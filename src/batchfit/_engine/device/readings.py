@@ -22,7 +22,7 @@ def recover(device: Device) -> None:
     """Give back what the failed try left: cycles, cast copies of weights, cached blocks."""
     torch.clear_autocast_cache()
     gc.collect()
-    if _counts(device):
+    if counts_memory(device):
         device.reset()
 
 
@@ -35,7 +35,7 @@ def read(device: Device) -> DeviceReading:
             return DeviceReading(0, 0)
         held = int(stats["allocated_bytes"]["all"]["current"])
         return DeviceReading(held, int(stats.get("num_alloc_retries", 0)))
-    if not _counts(device):
+    if not counts_memory(device):
         return DeviceReading(None, None)
     return DeviceReading(device.held_bytes(), device.alloc_retries())
 
@@ -54,8 +54,9 @@ def begin_peak(device: Device) -> None:
 
 def peak(device: Device) -> int | None:
     """The most that was live since `begin_peak`; None where the device does not tell."""
-    return device.peaks().allocated_bytes if _counts(device) else None
+    return device.peaks().allocated_bytes if counts_memory(device) else None
 
 
-def _counts(device: Device) -> bool:
+def counts_memory(device: Device) -> bool:
+    """Whether the device's memory can be read now: a CPU's only under `virtual_memory`."""
     return not isinstance(device, CpuDevice) or active() is not None

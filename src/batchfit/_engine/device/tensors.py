@@ -43,6 +43,11 @@ def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Te
             yield from tensors_in(thing, depth=depth - 1)
 
 
+def trained_in(things: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors among `things` that require gradients, each once."""
+    return list({id(one): one for one in tensors_in(things) if one.requires_grad}.values())
+
+
 def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     """What tensors among `things`, gradients and optimizer states hold on a device, each storage once.
 

@@ -22,10 +22,8 @@ from torch import nn
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit.errors import BatchfitError
 
 _WIDTH = 4
-_HEADROOM = 0.05
 
 
 @final
@@ -41,22 +39,6 @@ class SelfTest:
     def passed(self) -> bool:
         """Whether a step that failed anywhere may be tried again."""
         return self.forward and self.backward
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether the module, or a part of it, is under FSDP2."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has no such module
-    kind = getattr(fsdp, "FSDPModule", None)
-    return kind is not None and any(isinstance(one, kind) for one in module.modules())
-
-
-def mesh_of(module: nn.Module) -> Any:
-    """The device mesh that a module is sharded over; None where it is not."""
-    for parameter in module.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None:
-            return mesh
-    return None
 
 
 def sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
@@ -185,37 +167,3 @@ def _differs(mesh: Any, phase: str) -> str:
         return f"{type(error).__name__}: {error}"
     unequal = sum(not torch.equal(a, b) for a, b in zip(right, tried, strict=True))
     return f"{unequal} of {len(right)} parameters differ" if unequal else ""
-
-
-def agreed_size(
-    known_good: int,
-    ranks: Ranks,
-    *,
-    peak_bytes: int | None = None,
-    budget_bytes: int | None = None,
-    headroom: float = _HEADROOM,
-) -> int:
-    """The microbatch size that all ranks use: the smallest of what each knows to fit, with room to spare.
-
-    A rank whose reading at its size came within `headroom` of the budget offers less, in proportion.
-    """
-    if type(known_good) is not int or known_good < 1:
-        raise ValueError(f"known_good must be a positive integer, not {known_good!r}")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be at least 0 and less than 1, not {headroom!r}")
-    mine = known_good
-    if peak_bytes and budget_bytes:
-        room = budget_bytes * (1 - headroom)
-        mine = max(1, min(known_good, int(known_good * room / peak_bytes)))
-    return ranks.minimum(mine, doing="the microbatch size of sharded models")
-
-
-def lone_failure(ranks: Ranks, failed: bool, *, doing: str) -> None:
-    """A clean error on all ranks if some, but not all, ran out: the group cannot be used any more."""
-    told = ranks.gather(failed, doing=doing)
-    if any(told) and not all(told):
-        who = ", ".join(str(rank) for rank, one in enumerate(told) if one)
-        raise BatchfitError(
-            f"rank {who} ran out of memory alone in {doing}, and a sharded step cannot be done again by some "
-            "ranks only. Load a checkpoint and start with a smaller microbatch_size."
-        )

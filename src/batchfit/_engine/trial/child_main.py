@@ -19,7 +19,6 @@ import ctypes
 import faulthandler
 import importlib
 import json
-import operator
 import os
 import pickle
 import queue
@@ -34,22 +33,14 @@ import torch.distributed
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, resolve_device
-from batchfit._engine.device.tensors import optimizers_in, tensors_in
+from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
 from batchfit._engine.trial.interface import TrialRequest
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.placement import device_to_run
-from batchfit._engine.workload.target import (
-    LoadedTarget,
-    Target,
-    home_of,
-    load_target,
-    loaded_target,
-    make_workload,
-    parse_target,
-)
+from batchfit._engine.workload.target import Target, home_of, load_target, make_workload
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
@@ -73,14 +64,14 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
     say("started")
     request = asked.get()
     be_taken_first()
-    target = _target_of(request)
+    target = Target(**request["target"])
     stage, made_at = "place", ""
     try:
         join(request)
         if request["device"] is not None:  # a wrong one is told before the user's code runs
             resolve_device(request["device"])
         stage = "load"
-        loaded = _load(request, target)
+        loaded = load_target(target)
         made_at = loaded.line
         work = make_workload(target, loaded)
         stage = "place"
@@ -162,7 +153,6 @@ def _run(
         return work.step(batch_size)
 
     begun = time.perf_counter()
-    parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
     message = ""
     if request.is_smallest:
         faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
@@ -173,7 +163,7 @@ def _run(
                 request.size,
                 device=place,
                 snapshot=Snapshot.take(()),
-                parameters=list(parameters.values()),
+                parameters=trained_in(work.state),
                 steps=request.steps_of(work.kind),
                 soak=request.soak,
                 may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
@@ -194,21 +184,6 @@ def _run(
         ambiguous=True,
         message=message,
     )
-
-
-def _target_of(request: Message) -> Target:
-    if request["module"] is None:
-        return parse_target(request["text"], request["arguments"])
-    return Target(text=request["text"], place=request["module"], function=request["function"])
-
-
-def _load(request: Message, target: Target) -> LoadedTarget:
-    if request["module"] is None:
-        return load_target(target)
-    # The parent's own function, found where the parent found it: its `sys.path` is ours.
-    module = importlib.import_module(request["module"])
-    found = operator.attrgetter(request["function"])(module)
-    return loaded_target(found, name=target.text, file=failure.shown_path(module.__file__))
 
 
 def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import inspect
 import io
-import operator
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, final
@@ -38,98 +36,17 @@ from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial import child_main as child_side
 from batchfit._engine.trial.child_group import ChildGroup, CutOff
-from batchfit._engine.trial.child_process import Child, ChildSilent, Message, OnOutput
+from batchfit._engine.trial.child_process import Child, ChildSilent, Message
+from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.virtual_memory.memory import active
-from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
-from batchfit.workload import Workload
 
 _START_S = 300.0  # to import torch, on a machine that is busy with other things
 _LOOK_S = 60.0  # to look at a device, and to wait for what the child before has held there
 _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer is here
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Factory:
-    """A function that a child can find again: by module and name, or as the text of a target.
-
-    `arguments` are those of the target's script.
-    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do, and
-    `on_output(text, is_error)` what they print: without it that goes where this process' output goes.
-    """
-
-    text: str
-    module: str | None = None
-    function: str = ""
-    on_loaded: Callable[[str, int], object] | None = None
-    on_step: Callable[[int, int], object] | None = None
-    on_output: OnOutput | None = None
-    arguments: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, workload: object) -> Factory:
-        """The factory that the caller of `find_batch_size(isolate=True)` has given."""
-        if isinstance(workload, Factory):
-            return workload
-        if isinstance(workload, str):
-            parse_target(workload)
-            return cls(workload)
-        why = _why_not_a_factory(workload)
-        if why:
-            raise TypeError(
-                "workload must be, with isolate=True, a module-level step(batch_size), a module-level "
-                "function without required arguments that returns the workload, or 'file.py:name' or "
-                "'package.module:name': each trial makes the workload again, in a child process. "
-                f"Not {why}"
-            )
-        return cls._named(workload)
-
-    @classmethod
-    def _named(cls, function: Any) -> Factory:
-        module, name = function.__module__, function.__qualname__
-        if module != "__main__":
-            return cls(f"{module}:{name}", module, name)
-        main: Any = sys.modules["__main__"]
-        if main.__spec__ is not None:  # python -m package.module
-            return cls(f"{main.__spec__.name}:{name}", main.__spec__.name, name)
-        return cls(f"{main.__file__}:{name}")
-
-
-def _why_not_a_factory(given: Any) -> str:
-    if isinstance(given, Workload):
-        return f"{given!r}, which lives in this process"
-    if not inspect.isfunction(given):
-        return f"{given!r}"
-    name, module = given.__qualname__, sys.modules.get(given.__module__)
-    if "<" in name:
-        return f"{name!r}, which no other process can import: move it to the top of its module"
-    try:
-        found = operator.attrgetter(name)(module)
-    except AttributeError:
-        found = None
-    if found is not given:
-        if module is None or found is None:  # made by exec, or by a tool that runs cells
-            return f"{name!r}, which is in no module that a child could import: put it into a file"
-        return f"{given!r}: {given.__module__}:{name} is something else"
-    if given.__module__ == "__main__" and not _main_can_be_loaded(module):
-        return f"{name!r} of an interactive session: put it into a file"
-    needed = [p.name for p in inspect.signature(given).parameters.values() if _is_required(p)]
-    if len(needed) > 1:
-        return f"{name!r}, which needs arguments ({', '.join(needed)})"
-    return ""
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    optional = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in optional
-
-
-def _main_can_be_loaded(main: Any) -> bool:
-    return main.__spec__ is not None or os.path.isfile(getattr(main, "__file__", None) or "")
 
 
 def _check_possible(device: object) -> str | None:
@@ -294,15 +211,8 @@ class InChildren:
         factory = self._factory
         child = self._started()
         try:
-            child.send(
-                text=factory.text,
-                module=factory.module,
-                function=factory.function,
-                arguments=factory.arguments,
-                device=self._device_name,
-                **self._company.invite(),
-            )
-            doing = f"loading {factory.text}"
+            child.send(target=asdict(factory.target), device=self._device_name, **self._company.invite())
+            doing = f"loading {factory.target.text}"
             loaded = self._await(child, "loaded", doing=doing, timeout_s=self._timeout_s)
             if self._first is None:
                 self._first = _place(loaded)
@@ -394,7 +304,8 @@ class InChildren:
 
     def _blame_others(self, message: Message) -> None:
         """A child that lost a connection has not failed itself, if another rank says that its own has."""
-        if not self._company.is_alone and reads_as_lost(message["text"]) and self._company.fails_soon():
+        text = f"{message['type']}: {message['text']}"
+        if not self._company.is_alone and reads_as_lost(text) and self._company.fails_soon():
             raise CutOff
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.device.tensors import optimizers_in, own_bytes, tensors_in
+from batchfit._engine.device.tensors import optimizers_in, own_bytes, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
@@ -57,7 +57,7 @@ class InProcess:
             run_trial,
             device=self.device,
             snapshot=Snapshot.take(self.work.state),
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
         )
         gc.collect()
         with self.device.limit(self.device.budget_bytes()), FrozenGarbage():
@@ -65,16 +65,13 @@ class InProcess:
             if failed:
                 self.regroup()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())
-
     @property
     def state_bytes(self) -> int | None:
         """What weights and gradients take, and what there is of optimizer state; more of it may come.
 
         None for steps of the user's own: nobody knows which gradients they keep.
         """
-        trained = self._parameters()
+        trained = trained_in(self.work.state)
         if self.work.kind != "training" or self.work.optimizer is None or not trained:
             return None
         on = trained[0].device
@@ -101,7 +98,7 @@ class InProcess:
         """Inside, a function that runs one trial under the budget."""
         work, first = self.work, True
         snapshot = Snapshot.take(work.state)
-        parameters = self._parameters()
+        parameters = trained_in(self.work.state)
 
         def run_one(request: TrialRequest) -> Trial:
             nonlocal first
@@ -152,7 +149,7 @@ class InProcess:
             size,
             device=self.device,
             snapshot=self._snapshot,
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
             steps=1,
             generates=True,
         )
@@ -173,7 +170,7 @@ class InProcess:
             self._low,
             device=self.device,
             snapshot=snapshot,
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
             steps=2,
         )
 
