@@ -116,8 +116,8 @@ class NoiseChoice:
             "%s",
             f"the noise was not measured in {step - self._measured_at} steps, and the batch size stays "
             f"{size}. A batch must come in two microbatches or more, and be reported: "
-            "Microbatcher(model, noise=noise, microbatch_size=...) with at most half of what a rank gets, or noise.microbatch(...) and "
-            "noise.total()",
+            "Microbatcher(model, noise=noise, microbatch_size=...) with at most half of what a rank gets, "
+            "or noise.microbatch(...) and noise.total()",
         )
 
     def state_dict(self) -> dict[str, Any]:
