@@ -205,7 +205,6 @@ class LRClock:
                 "%s",
                 f"{type(lr_scheduler).__name__} is stepped once per batch, and the batch size changes: it "
                 "will get another number of steps than with a constant size. Step it once per epoch, or make "
-                "it "
-                "for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), and "
-                "say so with updates_known=True",
+                "it for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), "
+                "and say so with updates_known=True",
             )
