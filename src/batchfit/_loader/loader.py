@@ -139,7 +139,7 @@ class ResizableLoader:
         }
         self._lock = threading.RLock()
         # A number that workers see; without workers nothing is prefetched.
-        self._void_below = cast(
+        self._discarded_below = cast(
             Number, multiprocessing.RawValue("q", 0) if num_workers else SimpleNamespace(value=0)
         )
         self._deals = CurrentDealer()
@@ -325,11 +325,11 @@ class ResizableLoader:
     ) -> Dealer:
         state = {} if state is None else state
         if not self._streams:
-            return Dealer(self._settings, begun, ledger, self._void_below, state.get("sampler"))
+            return Dealer(self._settings, begun, ledger, self._discarded_below, state.get("sampler"))
         places = [SampleLocation(**place) for place in state.get("workers", ())] or [SampleLocation()] * max(
             1, self.num_workers
         )
-        return StreamDealer(self._settings, begun, ledger, self._void_below, places)
+        return StreamDealer(self._settings, begun, ledger, self._discarded_below, places)
 
     def _new_order(self, dealer: Dealer) -> FixedOrder | SampledOrder:
         epoch = dealer.begun.epoch
@@ -344,13 +344,13 @@ class ResizableLoader:
             fetch = StreamFetch(
                 self.dataset,
                 self._collate_fn,
-                self._void_below,
+                self._discarded_below,
                 drop_last=self._settings.drop_last,
                 places=tuple(self._dealer.places),
                 run=self._dealer.run,
             )
         else:
-            fetch = IndexFetch(self.dataset, self._collate_fn, self._void_below)
+            fetch = IndexFetch(self.dataset, self._collate_fn, self._discarded_below)
         return DataLoader(fetch, batch_sampler=self._deals, collate_fn=as_it_is, **self._keywords)
 
     def _length(self) -> int:

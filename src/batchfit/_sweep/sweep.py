@@ -31,7 +31,7 @@ from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
 from batchfit._sweep.pure.estimates import EstimateFunction
-from batchfit._sweep.pure.events import OnEvent, SweepEvent, tell
+from batchfit._sweep.pure.events import OnEvent, SweepEvent, report_event
 from batchfit._sweep.pure.grid import Entry, without_done
 from batchfit._sweep.request import Asked
 from batchfit._sweep.run_state import Measure, SweepSettings
@@ -364,7 +364,7 @@ def run_sweep(
         keeper.begun()
         # A record is told once it is kept, which the engine does not see.
         if event.kind != "record":
-            tell(event, on_event)
+            report_event(event, on_event)
 
     records: Any = engine(asked.job, keeper.waiting(), pass_on)
     if not isinstance(records, Iterator):
@@ -376,7 +376,7 @@ def run_sweep(
             stack.callback(records.close)
         for record in records:
             keeper.keep(record)
-            tell(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)
+            report_event(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)
             if on_record is not None:
                 on_record(record)
     if keeper.path is not None and not keeper.path.exists():

@@ -324,7 +324,7 @@ def test_the_same_size_again_voids_nothing() -> None:
     serial = loader._dealer.ledger.serial
     loader.batch_size = 8
     loader.schedule = Sizes(lambda progress: 8)
-    assert not loader._dealer.ledger.void_below
+    assert not loader._dealer.ledger.discarded_below
     assert flat([numbers(batch) for batch in iter_]) == list(range(8, 40))
     assert serial == 3
 
