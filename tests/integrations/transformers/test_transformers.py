@@ -6,6 +6,7 @@ import gc
 import importlib
 import random
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -784,6 +785,8 @@ SCHEDULES: dict[str, tuple[Any, list[tuple[int, int]], int]] = {
     "steps of the second epoch": ("0:8 8:16 step", [(0, 8), (8, 16)], 6 + 2 + 2),
     "epochs": (batchfit.StepBatchSizeConfig(step_size=1, gamma=2), [(0, 16), (3, 32)], 3 + 2),
     "samples": ("0:8 24:16 48:32 samples", [(0, 8), (3, 16), (5, 32)], 3 + 2 + 2),
+    "a second epoch of more batches": ("0:16 1:8", [(0, 16), (3, 8)], 3 + 6),
+    "more batches by steps": ("0:16 3:8 step", [(0, 16), (3, 8)], 3 + 6),
 }
 
 
@@ -832,8 +835,8 @@ def test_the_learning_rate_follows_and_is_logged(tmp_path: Path) -> None:
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.01, 0.01]  # taken out again
 
 
-@pytest.mark.parametrize("schedule", [None, "0:8 3:16 step"])
-@pytest.mark.parametrize("stop", [2, 4, 5, 6])
+@pytest.mark.parametrize("schedule", [None, "0:8 3:16 step", "0:16 1:8"])
+@pytest.mark.parametrize("stop", [2, 3, 4, 5, 6, 8])
 def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     schedule: str | None, stop: int, tmp_path: Path
 ) -> None:
@@ -851,6 +854,18 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     assert resumed.state.global_step == whole.state.global_step
     assert resumed.state.epoch == whole.state.epoch
     assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+@pytest.mark.skipif(
+    not hasattr(Trainer, "_prepare_for_training"), reason="transformers before 5.3 starts its clock before"
+)
+def test_the_time_of_the_search_is_not_in_train_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = importlib.import_module("batchfit.integrations.transformers.trainer")
+    monkeypatch.setattr(overrides, "find_microbatch", lambda *given: time.sleep(5))
+    trainer = adapt(Trainer(Plain(), arguments(tmp_path, max_steps=1), train_dataset=points()))
+    assert trainer.train().metrics["train_runtime"] < 4
 
 
 @pytest.mark.parametrize("length", [44, 45, 48])
