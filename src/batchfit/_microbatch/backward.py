@@ -27,7 +27,7 @@ from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
 from batchfit._microbatch.batch_norm import ExactStatistics, norms_in
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
-from batchfit._microbatch.loss_check import LossCheck, LossLook
+from batchfit._microbatch.loss_check import LossCheck, LossInspection
 from batchfit._microbatch.weights import Weighing
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.results import StepReport
@@ -116,7 +116,7 @@ class BackwardCall(MicrobatchCall["BackwardPass"]):
         if failure is not None:
             recover(device)
         self._loss_check.run(
-            LossLook(
+            LossInspection(
                 fn=self._fn,
                 whole=whole,
                 plan=plan,

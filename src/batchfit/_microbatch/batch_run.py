@@ -293,7 +293,7 @@ class BatchRun(Generic[PassT]):
     def is_proven(self) -> bool:
         if self.call.kind != "backward" or self.sized is None:
             return False
-        plan = self.sized.plan()  # a split in equal parts may be smaller than what may be tried
+        plan = self.sized.plan()  # a split in equal parts may be smaller than the largest that is allowed
         return not self._is_to_inspect(plan) and self.sized.is_proven()
 
     def weigh(self) -> float:

@@ -171,7 +171,7 @@ class CachedBackwardPass:
         """Backward of one chunk; whether it had a graph (not where all its rows are masked)."""
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
-            raise ValueError("encode must return the same rows when it is called again with the same samples")
+            raise ValueError("encode must return the same rows when it is called twice with the same samples")
         pairs = [
             (tensor, self._part(gradient, tensor, start))
             for tensor, gradient, start in zip(tensors, gradients, begin, strict=True)

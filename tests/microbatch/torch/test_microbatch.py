@@ -673,7 +673,7 @@ def refused_as_wrapped() -> None:
 
 
 def test_models_that_talk_to_other_ranks_are_refused() -> None:
-    with pytest.raises(BatchfitError, match="SyncBatchNorm talks to the other ranks"):
+    with pytest.raises(BatchfitError, match="SyncBatchNorm has collectives"):
         Microbatcher(nn.Sequential(nn.SyncBatchNorm(3)))
     with pytest.raises(TypeError, match="at least one module, not none"):
         Microbatcher()

@@ -256,7 +256,9 @@ def test_a_loss_over_the_whole_batch_that_does_not_fit_is_not_blamed_on_the_enco
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
 
     mb = Microbatcher(encoder, microbatch_size=16, on_event=events.append)
-    with pytest.raises(NothingFitsError, match=r"a batch of 64 does not fit.*loss_fn ran out over the rep"):
+    with pytest.raises(
+        NothingFitsError, match=r"a batch of 64 does not fit.*loss_fn is out of memory over the rep"
+    ):
         mb.backward_cached(encode, compare, torch.randn(64, 4))
     assert sizes == [16] * 8  # once, and once more with memory freed
     assert [(event.kind, event.size_after) for event in events] == [("retry", 16)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,14 +33,20 @@ def global_states() -> list[tuple[str, Undo]]:
 
 def is_generator(value: object) -> bool:
     """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
-    if isinstance(value, torch.Generator):
+    return is_generator_type(type(value))
+
+
+@lru_cache(maxsize=512)
+def is_generator_type(kind: Any) -> bool:
+    """Whether objects of this type are generators that `undo_generator` knows."""
+    if issubclass(kind, torch.Generator):
         return True
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
+    if issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
-    return isinstance(value, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+    return issubclass(kind, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
 
 
 def undo_generator(value: object) -> Undo | None:
