@@ -74,7 +74,7 @@ def generators_held(fns: Iterable[Any]) -> list[object]:
     waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
     while waiting:
         value, depth = waiting.pop()
-        kind = type(value)
+        kind: Any = type(value)
         if _holds_no_generators(kind) or id(value) in seen:
             continue
         seen.add(id(value))

@@ -33,7 +33,8 @@ def global_states() -> list[tuple[str, Undo]]:
 
 def is_generator(value: object) -> bool:
     """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
-    return is_generator_type(type(value))
+    kind: Any = type(value)
+    return is_generator_type(kind)
 
 
 @lru_cache(maxsize=512)
