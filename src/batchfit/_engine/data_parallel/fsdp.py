@@ -238,7 +238,7 @@ class FsdpBatch:
         names = [call.op._schema.name.partition("::")[2].lstrip("_") for call in calls]
         odd = sorted({name for name in names if not name.startswith(_KINDS)})
         if odd:
-            return f"it has collectives beside those of FSDP2 ({', '.join(odd)})"
+            return f"it has collectives beside FSDP2 ({', '.join(odd)})"
         if begun != Counter(call.group for call in calls):
             return "it has collectives that cannot be recorded"
         return ""
