@@ -220,10 +220,9 @@ class Microbatcher:
         `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
         too: pass them to `Microbatcher`.
         """
-        call = CachedCall(encode, loss_fn, scaler=scaler)
-        run = BatchRun(self._context, call, batch, lengths=lengths)
+        run = BatchRun(self._context, CachedCall(encode, loss_fn, scaler=scaler), batch, lengths=lengths)
         run.execute()
-        return call.report(run)
+        return run.report()
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.

@@ -339,7 +339,7 @@ def test_cached_errors_of_the_user() -> None:
     frozen.backward_cached(lambda x: model(x).detach(), lambda reps: head(reps).sum(), batch)
     assert head.weight.grad is not None
     rows_seen = iter([2, 2, 1])
-    with pytest.raises(ValueError, match="the same rows when it is called again"):
+    with pytest.raises(ValueError, match="the same rows when it is called twice"):
         mb.backward_cached(lambda x: model(x)[: next(rows_seen)], lambda reps: reps.sum(), batch)
 
 
