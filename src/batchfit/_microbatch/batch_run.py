@@ -28,7 +28,7 @@ from batchfit._engine.device.readings import read, recover
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.shortage import whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
-from batchfit._engine.snapshot.coverage import Look, function_key, modules_held
+from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.batch_norm import BatchNorm
 from batchfit._microbatch.checks import brief
@@ -111,7 +111,7 @@ class PassTerms:
     end: Callable[[], None]  # called at the end of a pass that ran; it may allocate
     scaler: Any
     layers: Sequence[BatchNorm]  # whose running statistics are to be those of the full batch
-    check_graph: Look | None
+    check_graph: GraphCheck | None
     watch: PassWatch | None
     mark: Callable[[], None]  # after an OOM, what follows is undone to here
 
@@ -126,7 +126,9 @@ class PassTerms:
         if self.watch is not None:
             self.watch.end(index)
 
-    def backward(self, loss: Any, *, share: float = 1.0, check_graph: Look | None = None) -> torch.Tensor:
+    def backward(
+        self, loss: Any, *, share: float = 1.0, check_graph: GraphCheck | None = None
+    ) -> torch.Tensor:
         """Backward of a loss, which adds nothing without a graph; returns the loss, scaled and detached."""
         if check_graph is not None and loss.requires_grad:
             check_graph([loss])
@@ -188,7 +190,7 @@ class BatchRun:
             self.sized: SizedBatch | None = opened.sized
             self.shared_leaves: Sequence[torch.Tensor] = opened.leaves[: opened.shared]
             leaves = opened.leaves if self._trains else []
-            self._check = context.coverage.look(fns, leaves, call.kind) if self._trains else None
+            self._check = context.coverage.check_of(fns, leaves, call.kind) if self._trains else None
             self.is_new_function = self._check is not None
             self._marks = None if self._trains else context.free_buffers(context.marks)
             with call.grad_mode(ranks), context.undoing(opened, leaves, call.scaler) as self.undo:
@@ -386,7 +388,7 @@ class BatchRun:
         check_loss(found, "fn")
         # Sharded parameters are in a graph as gathered ones only.
         leaves = [*self.opened.leaves, *gathered()]
-        check = self.context.coverage.look([fn], leaves, self.call.kind)
+        check = self.context.coverage.check_of([fn], leaves, self.call.kind)
         if check is not None:
             check([found])
         (found * 0.0).backward()
