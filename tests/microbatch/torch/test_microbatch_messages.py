@@ -101,15 +101,15 @@ def test_the_graph_is_walked_once_for_a_function_that_is_made_anew() -> None:
     looks = []
     for _ in range(3):
         fn = lambda micro: model(micro).mean()  # noqa: E731
-        looks.append(coverage.look([fn], list(model.parameters()), "backward"))
+        looks.append(coverage.check_of([fn], list(model.parameters()), "backward"))
         if looks[-1] is not None:
             looks[-1]([fn(torch.ones(1, 3))])
     assert looks[0] is not None
     assert looks[1:] == [None, None]
-    other = coverage.look([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
+    other = coverage.check_of([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
     assert other is not None
     model.bias.requires_grad_(False)
-    assert coverage.look([fn], [model.weight], "backward") is not None
+    assert coverage.check_of([fn], [model.weight], "backward") is not None
 
 
 def test_the_same_code_with_another_module_is_looked_at_again() -> None:
