@@ -74,8 +74,8 @@ def generators_held(fns: Iterable[Any]) -> list[object]:
     waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
     while waiting:
         value, depth = waiting.pop()
-        kind: Any = type(value)
-        if _holds_no_generators(kind) or id(value) in seen:
+        kind = type(value)
+        if issubclass(kind, _NO_GENERATORS) or id(value) in seen:
             continue
         seen.add(id(value))
         if rng.is_generator_type(kind):
@@ -83,11 +83,6 @@ def generators_held(fns: Iterable[Any]) -> list[object]:
         elif depth < _DEEPEST:
             waiting += [(one, depth + 1) for one in _within(value)]
     return list(found.values())
-
-
-@functools.lru_cache(maxsize=512)
-def _holds_no_generators(kind: Any) -> bool:
-    return issubclass(kind, _NO_GENERATORS)
 
 
 def _within(value: Any) -> Iterable[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,13 +32,14 @@ def global_states() -> list[tuple[str, Undo]]:
 
 def is_generator(value: object) -> bool:
     """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
-    kind: Any = type(value)
-    return is_generator_type(kind)
+    return is_generator_type(type(value))
 
 
-@lru_cache(maxsize=512)
-def is_generator_type(kind: Any) -> bool:
-    """Whether objects of this type are generators that `undo_generator` knows."""
+def is_generator_type(kind: type) -> bool:
+    """Whether objects of this type are generators that `undo_generator` knows.
+
+    By type, since `isinstance` of torch's classes runs Python code: a batch asks for dozens of values.
+    """
     if issubclass(kind, torch.Generator):
         return True
     if issubclass(kind, random.Random):
@@ -47,7 +47,8 @@ def is_generator_type(kind: Any) -> bool:
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
-    return issubclass(kind, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+    kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
+    return issubclass(kind, kinds)
 
 
 def undo_generator(value: object) -> Undo | None:
