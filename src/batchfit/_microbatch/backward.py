@@ -27,14 +27,14 @@ from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
 from batchfit._microbatch.batch_norm import ExactStatistics, norms_in
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
-from batchfit._microbatch.loss_check import LossCheck, LossLook
+from batchfit._microbatch.loss_check import LossCheck, LossInspection
 from batchfit._microbatch.weights import Weighing
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.results import StepReport
 
 
 @final
-class BackwardCall(MicrobatchCall["BackwardPass"]):
+class BackwardCall(MicrobatchCall):
     """One call of `Microbatcher.backward`."""
 
     kind = "backward"
@@ -84,15 +84,15 @@ class BackwardCall(MicrobatchCall["BackwardPass"]):
             terms, watch=self._noise.watching(terms.watch or NO_WATCH, sizes, factors, self.scaler)
         )
 
-    def report(self, run: BatchRun[BackwardPass]) -> StepReport:
+    def report(self, run: BatchRun) -> StepReport:
         """What the call did, once the batch has run on all ranks."""
         events, is_skipped = run.context.events, run.outcome == "nothing"
         if is_skipped:
             self._weighing.check_zero()
             size = run.plan[0].size if run.plan else 0
             events.report("skipped", size, size, "the batch has no weight")
-        if run.made is None or run.sized is None:
-            return run.report_of_nothing()
+        if not run.has_run:
+            return run.report()
         is_sorted = run.whole.trimmer is not None
         if self._is_measured and self._noise is not None:
             self._noise.keep(is_sorted=is_sorted)
@@ -100,7 +100,7 @@ class BackwardCall(MicrobatchCall["BackwardPass"]):
             advice = self._weighing.advice(run.whole.batch, is_ragged=is_sorted)
             if advice:
                 events.once("tokens", advice)
-        return run.report_of(run.made.loss, run.made.outputs)
+        return run.report()
 
     def needs_inspection(self, modules: Sequence[nn.Module]) -> bool:
         # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
@@ -108,7 +108,7 @@ class BackwardCall(MicrobatchCall["BackwardPass"]):
             layer.running_mean is None for layer in norms_in(modules)
         )
 
-    def inspect(self, run: BatchRun[BackwardPass], plan: Sequence[Piece]) -> None:
+    def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:
         whole, device = run.whole, run.context.device
         # A wrong cut is refused before `fn` gets any of it. One that does not fit is for the pass itself.
         note = "batchfit: raised while the batch was cut"
@@ -116,7 +116,7 @@ class BackwardCall(MicrobatchCall["BackwardPass"]):
         if failure is not None:
             recover(device)
         self._loss_check.run(
-            LossLook(
+            LossInspection(
                 fn=self._fn,
                 whole=whole,
                 plan=plan,

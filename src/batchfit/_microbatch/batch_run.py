@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, final
+from functools import cached_property
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from batchfit._engine.device.readings import read, recover
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.shortage import whole_sentences
 from batchfit._engine.snapshot.batch_undo import BatchUndo
-from batchfit._engine.snapshot.coverage import Look, function_key, modules_held
+from batchfit._engine.snapshot.coverage import GraphCheck, function_key, modules_held
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.batch_norm import BatchNorm
 from batchfit._microbatch.checks import brief
@@ -48,12 +49,11 @@ class MicrobatchPass(PlannedPass, Protocol):
     """One pass of a call over the microbatches of a plan."""
 
     in_loss: bool  # it is in a loss over the whole batch, which smaller microbatches leave as it is
+    loss: Any  # of the batch, once the pass has run; None for a pass without one
+    outputs: Any  # that the user's function has returned beside the loss
 
 
-PassT = TypeVar("PassT", bound=MicrobatchPass)
-
-
-class MicrobatchCall(ABC, Generic[PassT]):
+class MicrobatchCall(ABC):
     """What a call of `Microbatcher` does with a batch: `backward`, `backward_cached` or `map`."""
 
     kind: Kind
@@ -87,14 +87,16 @@ class MicrobatchCall(ABC, Generic[PassT]):
         """Whether the loss is inspected before the batch is cut."""
         return False
 
-    def inspect(self, run: BatchRun[PassT], plan: Sequence[Piece]) -> None:
+    def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:  # noqa: B027 - most calls need none
         """Before a batch is cut: refuse a loss that cannot be."""
 
     @abstractmethod
-    def prepare(self, whole: Batch, plan: Sequence[Piece], terms: PassTerms) -> tuple[PassT | None, float]:
+    def prepare(
+        self, whole: Batch, plan: Sequence[Piece], terms: PassTerms
+    ) -> tuple[MicrobatchPass | None, float]:
         """A pass over a plan (None where the batch has no weight), and the weight of the batch."""
 
-    def finish(self, run: BatchRun[PassT]) -> None:
+    def finish(self, run: BatchRun) -> None:  # noqa: B027 - most calls need none
         """The pass that counts has run."""
 
 
@@ -109,7 +111,7 @@ class PassTerms:
     end: Callable[[], None]  # called at the end of a pass that ran; it may allocate
     scaler: Any
     layers: Sequence[BatchNorm]  # whose running statistics are to be those of the full batch
-    check_graph: Look | None
+    check_graph: GraphCheck | None
     watch: PassWatch | None
     mark: Callable[[], None]  # after an OOM, what follows is undone to here
 
@@ -124,7 +126,9 @@ class PassTerms:
         if self.watch is not None:
             self.watch.end(index)
 
-    def backward(self, loss: Any, *, share: float = 1.0, check_graph: Look | None = None) -> torch.Tensor:
+    def backward(
+        self, loss: Any, *, share: float = 1.0, check_graph: GraphCheck | None = None
+    ) -> torch.Tensor:
         """Backward of a loss, which adds nothing without a graph; returns the loss, scaled and detached."""
         if check_graph is not None and loss.requires_grad:
             check_graph([loss])
@@ -145,7 +149,7 @@ class PassTerms:
 
 
 @final
-class BatchRun(Generic[PassT]):
+class BatchRun:
     """One batch of one call; a `BatchWork` that the strategy for the ranks runs (`RankBatch.run`)."""
 
     undo: BatchUndo
@@ -153,7 +157,7 @@ class BatchRun(Generic[PassT]):
     def __init__(
         self,
         context: MicrobatchContext,
-        call: MicrobatchCall[PassT],
+        call: MicrobatchCall,
         batch: Any,
         *,
         lengths: Lengths | None,
@@ -162,7 +166,10 @@ class BatchRun(Generic[PassT]):
         self.call = call
         self.device = context.target
         self.plan: tuple[Piece, ...] = ()  # of the pass that counts
-        self.made: PassT | None = None  # the pass that counts; None where it has no weight
+        # Not the pass itself: it refers to this object, and such a cycle would keep the batch allocated.
+        self.has_run = False  # False: the batch has no weight here
+        self.loss: Any = None
+        self.outputs: Any = None
         self.weight = 0.0
         self.outcome: Outcome = "nothing"
         self._batch = batch
@@ -183,7 +190,7 @@ class BatchRun(Generic[PassT]):
             self.sized: SizedBatch | None = opened.sized
             self.shared_leaves: Sequence[torch.Tensor] = opened.leaves[: opened.shared]
             leaves = opened.leaves if self._trains else []
-            self._check = context.coverage.look(fns, leaves, call.kind) if self._trains else None
+            self._check = context.coverage.check_of(fns, leaves, call.kind) if self._trains else None
             self.is_new_function = self._check is not None
             self._marks = None if self._trains else context.free_buffers(context.marks)
             with call.grad_mode(ranks), context.undoing(opened, leaves, call.scaler) as self.undo:
@@ -212,7 +219,7 @@ class BatchRun(Generic[PassT]):
                 run = _LazyPass(self.prepare, plan)
                 failure = sized.attempt(run)
                 if failure is None:
-                    self._finish_alone(plan, run.made)
+                    self._finish_alone(sized, plan, run.made)
                     return
                 at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
                 del run
@@ -230,13 +237,13 @@ class BatchRun(Generic[PassT]):
         with self.limits():
             failure = self.sized.attempt(run)
         if failure is None:
-            self._finish_alone(plan, run.made)
+            self._finish_alone(self.sized, plan, run.made)
         return failure
 
-    def _finish_alone(self, plan: tuple[Piece, ...], made: PassT | None) -> None:
+    def _finish_alone(self, sized: SizedBatch, plan: tuple[Piece, ...], made: MicrobatchPass | None) -> None:
         if made is not None:
             plan = (*self.call.done,) or plan
-            self.sized.finish(plan)  # type: ignore[union-attr]
+            sized.finish(plan)
         self.finish(plan, made)
 
     def _undo_pass(self) -> None:
@@ -293,7 +300,7 @@ class BatchRun(Generic[PassT]):
     def is_proven(self) -> bool:
         if self.call.kind != "backward" or self.sized is None:
             return False
-        plan = self.sized.plan()  # a split in equal parts may be smaller than what may be tried
+        plan = self.sized.plan()  # a split in equal parts may be smaller than the largest that is allowed
         return not self._is_to_inspect(plan) and self.sized.is_proven()
 
     def weigh(self) -> float:
@@ -308,7 +315,7 @@ class BatchRun(Generic[PassT]):
             return ()
         return self.context.layers(self.whole, self.opened.modules, plan)
 
-    def prepare(self, plan: Sequence[Piece]) -> PassT | None:
+    def prepare(self, plan: Sequence[Piece]) -> MicrobatchPass | None:
         assert self.sized is not None
         terms = PassTerms(
             device=self.device,
@@ -336,18 +343,18 @@ class BatchRun(Generic[PassT]):
             self._check(losses)
 
     def finish(self, plan: tuple[Piece, ...], made: Any) -> None:
-        self.plan, self.made = plan, made
+        self.plan, self.has_run = plan, made is not None
+        if made is not None:
+            self.loss, self.outputs = made.loss, made.outputs
         self.call.finish(self)
 
-    def report_of(self, loss: Any, outputs: Any) -> StepReport:
-        """The report of a batch that ran."""
-        assert self.sized is not None
+    def report(self) -> StepReport:
+        """How the batch ended, once it has run on all ranks."""
+        sized = self.sized
+        if sized is None or not self.has_run:
+            return StepReport(torch.zeros((), device=self.device), (), skipped=self.outcome == "nothing")
         sizes = tuple(piece.size for piece in self.plan)
-        return StepReport(loss, sizes, self.sized.retries, self.sized.peak_bytes, outputs=outputs)
-
-    def report_of_nothing(self) -> StepReport:
-        """The report of a rank that has no samples, or none with weight."""
-        return StepReport(torch.zeros((), device=self.device), (), skipped=self.outcome == "nothing")
+        return StepReport(self.loss, sizes, sized.retries, sized.peak_bytes, outputs=self.outputs)
 
     def limits(self) -> AbstractContextManager[None]:
         return nullcontext() if self.sized is None else self.context.limits(self.sized)
@@ -357,12 +364,12 @@ class BatchRun(Generic[PassT]):
 
     # --- passes of ranks that run the same number of microbatches (FSDP2)
 
-    @property
+    @cached_property
     def key(self) -> Hashable:
         fn = next(iter(self.call.functions.values()))
         return self.context.mode(self.call.kind), len(self.shared_leaves), function_key(fn)
 
-    @property
+    @cached_property
     def least_samples(self) -> int:
         return 2 if self.context.training_norms(self.opened.modules) else 1
 
@@ -381,22 +388,24 @@ class BatchRun(Generic[PassT]):
         check_loss(found, "fn")
         # Sharded parameters are in a graph as gathered ones only.
         leaves = [*self.opened.leaves, *gathered()]
-        check = self.context.coverage.look([fn], leaves, self.call.kind)
+        check = self.context.coverage.check_of([fn], leaves, self.call.kind)
         if check is not None:
             check([found])
         (found * 0.0).backward()
 
 
 @final
-class _LazyPass(Generic[PassT]):
+class _LazyPass:
     """A pass that is prepared where it runs: to cut a batch and to weigh its microbatches may need memory."""
 
     __slots__ = ("_plan", "_prepare", "made")
 
-    def __init__(self, prepare: Callable[[Sequence[Piece]], PassT | None], plan: Sequence[Piece]) -> None:
+    def __init__(
+        self, prepare: Callable[[Sequence[Piece]], MicrobatchPass | None], plan: Sequence[Piece]
+    ) -> None:
         self._prepare = prepare
         self._plan = plan
-        self.made: PassT | None = None
+        self.made: MicrobatchPass | None = None
 
     def __call__(self) -> None:
         self.made = self._prepare(self._plan)

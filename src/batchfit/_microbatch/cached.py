@@ -20,13 +20,12 @@ from batchfit._engine.snapshot import rng
 from batchfit._engine.workload.checks import check_loss, loss_and_outputs
 from batchfit._microbatch.backward import detached
 from batchfit._microbatch.batch_norm import ExactStatistics
-from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
+from batchfit._microbatch.batch_run import MicrobatchCall, PassTerms
 from batchfit.errors import BatchfitError
-from batchfit.results import StepReport
 
 
 @final
-class CachedCall(MicrobatchCall["CachedBackwardPass"]):
+class CachedCall(MicrobatchCall):
     """One call of `Microbatcher.backward_cached`."""
 
     kind = "cached"
@@ -53,10 +52,6 @@ class CachedCall(MicrobatchCall["CachedBackwardPass"]):
     ) -> tuple[CachedBackwardPass, float]:
         encode = self._encode if len(plan) == 1 else _checking_writes(self._encode, whole)
         return CachedBackwardPass(encode, self._loss_fn, whole, plan, terms), float(whole.length)
-
-    def report(self, run: BatchRun[CachedBackwardPass]) -> StepReport:
-        """What the call did, once the batch has run on all ranks."""
-        return run.report_of_nothing() if run.made is None else run.report_of(run.made.loss, run.made.outputs)
 
 
 def _checking_writes(encode: Callable[[Any], Any], whole: Batch) -> Callable[[Any], Any]:
@@ -171,7 +166,7 @@ class CachedBackwardPass:
         """Backward of one chunk; whether it had a graph (not where all its rows are masked)."""
         tensors = tensors_of(self._encode(micro))
         if [tensor.size(0) if tensor.dim() else 0 for tensor in tensors] != rows:
-            raise ValueError("encode must return the same rows when it is called again with the same samples")
+            raise ValueError("encode must return the same rows when it is called twice with the same samples")
         pairs = [
             (tensor, self._part(gradient, tensor, start))
             for tensor, gradient, start in zip(tensors, gradients, begin, strict=True)

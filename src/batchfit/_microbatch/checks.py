@@ -1,8 +1,8 @@
 """What may be run in microbatches: models and options that allow it, and what models bring along.
 
 Rules
-- Refused, with the reason: whatever talks to other ranks in forward or backward. One rank alone that tries
-  again would leave the others waiting for ever. FSDP2 is let through: its ranks run in step (`lockstep`).
+- Refused, with the reason: whatever has collectives in forward or backward. One rank alone that retries
+  would leave the others waiting. FSDP2 is allowed: its ranks run the same number of microbatches.
 - Nothing here touches a device.
 """
 
@@ -23,11 +23,11 @@ from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit.errors import BatchfitError
 
-_ALONE = "one rank alone that tries again would leave the others waiting"
+_ALONE = "one rank alone that retries would leave the others waiting"
 
 
 def check_models(models: Sequence[Any]) -> None:
-    """Refuse what is no model, and models that cannot be tried again."""
+    """Refuse what is no model, and models that cannot be retried."""
     if not models:
         raise TypeError("models must be at least one module, not none")
     for model in models:
@@ -42,10 +42,10 @@ def check_models(models: Sequence[Any]) -> None:
             raise BatchfitError(f"{type(module).__name__} is not supported by Microbatcher so far: {_ALONE}")
         if isinstance(module, nn.SyncBatchNorm):
             raise BatchfitError(
-                f"SyncBatchNorm talks to the other ranks in forward: {_ALONE}. Use BatchNorm or GroupNorm"
+                f"SyncBatchNorm has collectives in forward: {_ALONE}. Use BatchNorm or GroupNorm"
             )
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    # What `fully_shard` has made of its modules' parameters is looked at in `sharded`.
+    # Parameters of modules under `fully_shard` are checked in `data_parallel/fsdp_models.py`.
     if sharded is not None and not in_step and any(isinstance(leaf, sharded) for leaf in leaves):
         raise BatchfitError(f"parameters are spread over ranks (DTensor): {_ALONE}")
 

@@ -1,10 +1,10 @@
-"""What every call of a Microbatcher begins with: the models, the device, and a batch looked at.
+"""What every call of a Microbatcher begins with: the models, the device, and an inspected batch.
 
 Rules
 - What stays from call to call is here once: where microbatches go, how batches are cut, what was learned.
-- Everything that can be wrong with a batch or the models is told before anything runs.
-- Where splitting would change the result, that is said (BatchNorm) or refused (captured graphs).
-- Models are walked once a batch, since layers may be frozen, added or put into another mode in between.
+- Everything that can be wrong with a batch or the models is an error before anything runs.
+- Where splitting would change the result, that is a warning (BatchNorm) or refused (captured graphs).
+- Models are walked once per batch, since layers may be frozen, added or put into another mode in between.
 """
 
 from __future__ import annotations
@@ -133,18 +133,18 @@ class MicrobatchContext:
         return self._ragged.begin(whole, lengths, compiled=compiled, trains=trains, joins=joins)
 
     def _whole(self, batch: Any, kind: str, lengths: Lengths | None) -> Batch:
-        look = partial(Batch.of, batch, cutter=self._cutter, mode=self.mode(kind))
+        read_batch = partial(Batch.of, batch, cutter=self._cutter, mode=self.mode(kind))
         if self._cutter.split is None:
             try:
-                return look()
+                return read_batch()
             except AmbiguousBatchError:
                 if lengths is None or isinstance(lengths, str):
                     raise
                 # As many samples as there are lengths.
-                return look(known_count=len(lengths(batch) if callable(lengths) else lengths))
+                return read_batch(known_count=len(lengths(batch) if callable(lengths) else lengths))
         # A trial cut may need memory.
         note = "batchfit: raised while the samples of a batch were counted by what split returns"
-        return run_twice(look, device=self.device, note=note)
+        return run_twice(read_batch, device=self.device, note=note)
 
     def _check_leaves(self, leaves: list[torch.Tensor]) -> None:
         """Refuse or warn of tensors that get gradients, where others did before."""
@@ -187,9 +187,9 @@ class MicrobatchContext:
     def mode(self, kind: str) -> str:
         training = any(isinstance(model, nn.Module) and model.training for model in self._models)
         mode = f"{kind},{'train' if training else 'eval'}"
-        place = "cpu" if self.target is None else self.target.type
-        if torch.is_autocast_enabled(place):
-            mode += f",{torch.get_autocast_dtype(place)}"
+        device_type = "cpu" if self.target is None else self.target.type
+        if torch.is_autocast_enabled(device_type):
+            mode += f",{torch.get_autocast_dtype(device_type)}"
         return mode
 
     def free_buffers(self, buffers: Buffers) -> Buffers:

@@ -25,7 +25,7 @@ from batchfit.errors import BatchfitError
 
 
 @final
-class MapCall(MicrobatchCall["ForwardPass"]):
+class MapCall(MicrobatchCall):
     """One call of `Microbatcher.map`."""
 
     kind = "map"
@@ -49,7 +49,7 @@ class MapCall(MicrobatchCall["ForwardPass"]):
             self.done.clear()
         return ForwardPass(self._fn, whole, plan, terms, self._outputs, self.done), float(whole.length)
 
-    def finish(self, run: BatchRun[ForwardPass]) -> None:
+    def finish(self, run: BatchRun) -> None:
         """Join the outputs, which needs memory too."""
         if run.sized is None:
             return
@@ -71,6 +71,8 @@ class ForwardPass:
     """Calls of `fn` for what is left of a batch; outputs are kept as they come."""
 
     in_loss = False
+    loss = None
+    outputs = None
 
     def __init__(
         self,

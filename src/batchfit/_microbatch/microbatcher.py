@@ -1,12 +1,11 @@
-"""Microbatcher: a batch of any size, in pieces that fit, with the gradients of the whole.
+"""Microbatcher: a batch of any size, in microbatches that fit, with the gradients of the whole batch.
 
 Rules
 - `backward` adds to `.grad` what the full batch would have added. The weights of all microbatches are known
   before the first backward.
-- A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
-  ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
-- Nothing waits for the device in the steady state: no `.item()`, no `empty_cache`, one reading a batch.
-- A batch that ran is never repeated; what it taught (`UniformSizer`) is for the next one.
+- A pass that fails with an OOM is undone as a whole and retried smaller (`batch_run`): a retried call ends
+  as one that began at that size.
+- Nothing synchronizes in the steady state: no `.item()`, no `empty_cache`, one memory reading per batch.
 - Where splitting would change the result, that is said (BatchNorm) or refused (collectives, captured graphs).
 """
 
@@ -55,17 +54,17 @@ class Microbatcher:
             report = mb.backward(lambda micro: loss_fn(model, micro), batch)   # batch of any size
             mb.step(optimizer)
 
-    Pass every model (or parameter) that gets gradients in `backward`: what is not passed could not be put
-    back when a try runs out of memory, so that is an error. The device's peak counters are begun anew when a
-    size runs for the first time.
+    Pass every model (or parameter) that gets gradients in `backward`: gradients of a model that
+    is not passed could not be undone after an OOM, so that is an error. The device's peak memory counters
+    are reset when a size runs for the first time.
 
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).
         weight: what a microbatch counts in the batch's mean: `weight(micro) -> number`, or the name of a part
             of the batch whose sum it is. Count what the loss divides by: for a causal language model
             `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
-            Evaluated where the batch is, before anything moves: keep batches on the host, or each batch waits
-            for the device once. Default: its samples.
+            Evaluated where the batch is, before it is copied: keep batches on the host, or each batch forces
+            one synchronization. Default: its samples.
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. The
             first ones are checked: together they are the batch.
         count: `count(batch) -> number of samples`, where a batch can be read in two ways (an error names
@@ -75,7 +74,7 @@ class Microbatcher:
             trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
             padded to multiples of 64.
         pad_keys, pad_dim, padding_side: the names of the padded parts, their padded dimension, and "left" or
-            "right", where shapes and masks do not tell.
+            "right", where shapes and masks do not show them.
         microbatch_size: the most samples a microbatch may have; default: the whole batch.
         budget: bytes that the program may use ("20GiB"). Enforced while a size is new, trusted afterwards.
         reduction: what `fn` returns for a microbatch, the "mean" or the "sum" of its losses.
@@ -83,22 +82,22 @@ class Microbatcher:
         batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
             still that of each microbatch), or "ignore".
         compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
-            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a look.
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check.
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
-        sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
+        sync: under DDP, "safe": an OOM on any rank is survived; gradients are reduced once all
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
-            microbatch is in backward, and running out there is an error on all ranks.
+            microbatch is in backward, and an OOM there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
         generators: `torch.Generator`s of your own that `fn` draws from (of NumPy and `random` too), so that
-            they are restored when a batch is tried again. Those that `fn` or the models hold are found.
+            they are restored when a batch is retried. Those that `fn` or the models hold are found.
         advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
-            or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
+            or a "sum" against `reduction`, or "compared" between samples, in place of the texts here.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
     of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
-    FSDP2 too: all ranks then run as many microbatches, and do a batch again together.
+    FSDP2 too: all ranks then run the same number of microbatches, and retry a batch together.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class Microbatcher:
         `fn(micro)` gets a part of the batch, on the device, and returns its loss, or `(loss, outputs)`: those
         of all microbatches are joined in the batch's order in `report.outputs`, without a graph, and each
         sample is there once. A microbatch whose loss has no graph (all its rows are masked) adds nothing.
-        `fn` may be called again with the same samples: after an out-of-memory the whole batch begins again,
+        `fn` may be called twice with the same samples: after an OOM the whole batch is retried,
         with gradients, random numbers, buffers and scaler where they were. Before the first batch is cut,
         `fn` is also called without gradients, with models in eval mode, for sets of up to 8 samples: ten
         times, more where the loss is random. A loss that is neither a mean nor a sum over samples is refused
@@ -221,10 +220,9 @@ class Microbatcher:
         `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
         too: pass them to `Microbatcher`.
         """
-        call = CachedCall(encode, loss_fn, scaler=scaler)
-        run = BatchRun(self._context, call, batch, lengths=lengths)
+        run = BatchRun(self._context, CachedCall(encode, loss_fn, scaler=scaler), batch, lengths=lengths)
         run.execute()
-        return call.report(run)
+        return run.report()
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
@@ -234,9 +232,9 @@ class Microbatcher:
 
         The mode of the model is yours to set. Tensors are joined along their first dimension, in any
         structure; lists have one item per sample; a value of the whole batch (a mean, a number) is an error,
-        also for a batch that is not cut; outputs stay where `fn` left them. After an out-of-memory
-        only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
-        those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
+        also for a batch that is not cut; outputs stay where `fn` left them. After an OOM
+        only microbatches that have not run are run, so nothing is counted twice. Sizes are learned apart from
+        those of training, so they may be larger. With `lengths`, outputs with one value per token are filled
         with zeros up to the batch's width.
         """
         call = MapCall(fn)
@@ -251,13 +249,13 @@ class Microbatcher:
         clip_norm: float | None = None,
         rollback: bool = False,
     ) -> torch.Tensor | None:
-        """An optimizer step that running out of memory cannot leave half done; returns the gradient norm.
+        """An optimizer step that an OOM cannot leave half done; returns the gradient norm.
 
             norm = mb.step(optimizer, scaler=scaler, clip_norm=1.0)
 
-        Unscales, clips, steps and updates the scaler; several optimizers step together. Running out before
+        Unscales, clips, steps and updates the scaler; several optimizers step together. An OOM before
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
-        `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
+        `rollback=True` copies what a step changes to host memory first, so that it can always be undone.
         """
         ranks = self._context.ranks
         norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
@@ -269,7 +267,7 @@ class Microbatcher:
         return {**self._uniform.state_dict(), "ragged": self._ragged.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned; on another device or budget it is learned anew, and that is logged.
+        """Load what was learned; on another device or budget nothing is loaded, and that is logged.
 
         Under FSDP2 with another number of ranks too: each then holds other shards.
         """
@@ -286,7 +284,7 @@ class Microbatcher:
             ) from None
 
     def _also_restores(self, take: Callable[[], Callable[[], None]]) -> None:
-        """For frameworks: `take()` at each call's beginning, what it returns where a try is undone."""
+        """For frameworks: `take()` is called when a call begins, what it returns where a pass is undone."""
         self._context.also_restores.append(take)
 
     def _nothing_larger(self) -> None:

@@ -160,7 +160,7 @@ class DdpBatch:
         if begun:
             raise CollectivesError(
                 f"fn issues collectives (in its first microbatch: {begun}). A rank that retries after an "
-                "OOM, or has other microbatches than the rest, would leave the others waiting. Reduce "
+                "OOM, or has other microbatches than the others, would leave them waiting. Reduce "
                 "metrics after backward, from report.loss; layers with collectives in forward (tensor, "
                 "expert or pipeline parallelism) cannot run in microbatches under DDP"
             )
@@ -208,23 +208,23 @@ class DdpBatch:
 
     def _agree_to_overlap(self, work: BatchWork) -> bool:
         """Agree whether DDP reduces this batch itself: where the sizes of every rank have run before."""
-        everybody = self._all
-        world_size = everybody.ranks.world_size
+        together = self._all
+        world_size = together.ranks.world_size
         if not self._asks:
             return False
         old = work.undo.old
         # Gradients that are views of DDP's buckets, set aside now, would be written over.
-        viewed = everybody.wrapped.views and any(one is not None for one in old)
+        viewed = together.wrapped.views and any(one is not None for one in old)
         weight = 0.0
-        waits = any(everybody.is_local(leaf, one) for leaf, one in zip(work.shared_leaves, old, strict=False))
-        ready = self._syncs and everybody.wrapped.reduce_all(work.shared_leaves)
+        waits = any(together.is_local(leaf, one) for leaf, one in zip(work.shared_leaves, old, strict=False))
+        ready = self._syncs and together.wrapped.reduce_all(work.shared_leaves)
         if work.is_proven() and ready and not (viewed or waits):
             with suppress(Exception):  # it is raised again in the pass, where all ranks get it
                 weight = work.weigh()
         weights = self._ask_how("", weight)
         self._overlapped = all(weights)
         if self._overlapped:  # DDP divides by the number of ranks
-            self.scale = float(world_size) if everybody.sums else weight * world_size / sum(weights)
+            self.scale = float(world_size) if together.sums else weight * world_size / sum(weights)
         return self._overlapped
 
     def _ask_how(self, error: str, weight: float) -> list[float]:

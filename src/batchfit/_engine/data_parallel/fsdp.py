@@ -30,7 +30,7 @@ from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.fsdp_batch import FsdpPass
 from batchfit._engine.data_parallel.fsdp_models import Shards
 from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Outcome
-from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, Tried, settle_offers, settle_try
+from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, PassVote, settle_offers, settle_pass
 from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import readings
 from batchfit._engine.device.oom_guard import Failure, run_guarded, run_twice
@@ -105,8 +105,8 @@ class FsdpBatch:
     is_alone: Final = False
     collectives: Final[Collectives] = "every"
 
-    def __init__(self, everybody: FsdpRanks, device: Device) -> None:
-        self._all = everybody
+    def __init__(self, together: FsdpRanks, device: Device) -> None:
+        self._all = together
         self._device = device
         self._awaited = True  # the others wait for a vote of this rank
         self.scale = 1.0
@@ -142,7 +142,7 @@ class FsdpBatch:
                 agreed = self._agree(offer)
                 if agreed.action == "nothing":
                     return False
-                # From here to the vote others may wait in a collective: only `_try` may have an OOM.
+                # From here to the vote others may wait in a collective: only `_attempt` may have an OOM.
                 weight = offer.weight
                 self.scale = self._all.models.factor() * (1.0 if self._all.sums else weight / agreed.total)
                 if agreed.rehearse:
@@ -156,8 +156,8 @@ class FsdpBatch:
                     spare=self._all.spares.get(work.key),
                     models=self._all.models,
                 )
-                tried, failure, error = self._try(work, run)
-            if self._is_kept(tried, error):
+                vote, failure, error = self._attempt(work, run)
+            if self._is_kept(vote, error):
                 if run.made is not None and sized is not None:
                     sized.finish(plan)
                 work.finish(plan if weight else (), run.made)
@@ -238,12 +238,12 @@ class FsdpBatch:
         names = [call.op._schema.name.partition("::")[2].lstrip("_") for call in calls]
         odd = sorted({name for name in names if not name.startswith(_KINDS)})
         if odd:
-            return f"it has collectives beside those of FSDP2 ({', '.join(odd)})"
+            return f"it has collectives beside FSDP2 ({', '.join(odd)})"
         if begun != Counter(call.group for call in calls):
             return "it has collectives that cannot be recorded"
         return ""
 
-    def _try(self, work: BatchWork, run: FsdpPass) -> tuple[Tried, Failure | None, Exception | None]:
+    def _attempt(self, work: BatchWork, run: FsdpPass) -> tuple[PassVote, Failure | None, Exception | None]:
         """One pass; whether it fails or not, this rank has sent all that the others wait for."""
         sends, before = self._all.sends[work.key], counts()
         failure: Failure | None = None
@@ -260,13 +260,13 @@ class FsdpBatch:
                 kept = error
             if failure is None and kept is None:
                 self._check_sent(sends, run.count, begun_since(before))
-                return Tried(), None, None
+                return PassVote(), None, None
             text = failure.message if failure is not None else f"{type(kept).__name__}: {kept}"
             work.undo.restore()
             readings.recover(self._device)
-            at_rest = self._all.models.reset()
+            is_reset = self._all.models.reset()
             _send_zeros(sends, run.count, begun_since(before))
-        return Tried("raised" if failure is None else "ran_out", text[:500], at_rest), failure, kept
+        return PassVote("raised" if failure is None else "oom", text[:500], is_reset), failure, kept
 
     def _check_sent(self, sends: StepSends, count: int, begun: dict[str, int]) -> None:
         owed = Counter(call.group for call in sends.records[0])
@@ -278,15 +278,15 @@ class FsdpBatch:
                 "expected from the first one: the collectives of fn must not depend on the data"
             )
 
-    def _is_kept(self, tried: Tried, error: Exception | None) -> bool:
+    def _is_kept(self, own: PassVote, error: Exception | None) -> bool:
         """Vote: whether the pass ran on all ranks; False: retry it, an error where that is not possible."""
-        votes = [Tried(**one) for one in self._all.ranks.gather(asdict(tried), doing=_BATCH)]
-        action = settle_try(votes)
+        votes = [PassVote(**one) for one in self._all.ranks.gather(asdict(own), doing=_BATCH)]
+        action = settle_pass(votes)
         if action == "keep":
             return True
         why = self._all.models.can_retry()
         failed = [(rank, vote.text) for rank, vote in enumerate(votes) if vote.outcome != "ran"]
-        if action == "again" and not why:
+        if action == "retry" and not why:
             return False
         if error is not None:
             raise error

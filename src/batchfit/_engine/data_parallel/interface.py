@@ -142,7 +142,7 @@ class DataParallel(Protocol):
         """One batch without gradients."""
 
     def step(self) -> AbstractContextManager[RankStep | None]:
-        """One optimizer step, with the votes on it; None where there is nobody to vote with."""
+        """One optimizer step, with the votes on it; None where there is no other rank."""
 
     def check_reduced(self, parameters: Iterable[torch.Tensor]) -> None:
         """Refuse to step on gradients that differ from rank to rank."""

@@ -320,7 +320,7 @@ class RaggedBatch:
             raise memory.shortage(what, self.held_bytes, failure.message)
         self._ignores_shapes = self._ignores_shapes or size == 1
         trusted = self.retries == 1 and bool(known.memory.readings)
-        known.memory = known.memory.ran_out(size if trusted else size // 2 + 1, length)
+        known.memory = known.memory.after_oom(size if trusted else size // 2 + 1, length)
         model, budget = self.memory_model()
         after = model.most_samples(length, budget)
         after = min(size - 1, size if after is None else after)

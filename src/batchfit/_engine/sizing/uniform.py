@@ -251,7 +251,7 @@ class UniformBatch:
             raise sizer.memory.shortage(what, reading.held_bytes, failure.message)
         sizer.learned.failed(shape, before)
         sure = sizer.learned.sure(shape)
-        self.bounds = self.bounds.ran_out(before, self.whole.length, sure=sure, compiled=self.compiled)
+        self.bounds = self.bounds.after_oom(before, self.whole.length, sure=sure, compiled=self.compiled)
         self.size = self.bounds.size
         most = self.bounds.most(sizer.memory.free_bytes(reading, fresh=True))
         if most is not None:

@@ -26,7 +26,7 @@ class MicrobatchEvent:
 
     def __str__(self) -> str:
         if self.kind == "relearned":  # of all sizes, so there is none to name
-            return f"microbatch sizes are learned anew: {self.why}"
+            return f"microbatch sizes are learned again: {self.why}"
         change = f"{self.size_before} -> {self.size_after}"
         return f"microbatch {change if self.size_after != self.size_before else self.size_after}: {self.why}"
 
