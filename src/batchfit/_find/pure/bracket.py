@@ -62,14 +62,17 @@ class Observation:
 
     def reading(self, *, releases: bool | None, budget_bytes: int, aside_bytes: int = 0) -> Reading | None:
         """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
-        return Reading.of(
+        shifted = Reading.of(
             self.size,
             self.allocated_bytes and self.allocated_bytes - aside_bytes,
             reserved_bytes=self.reserved_bytes and self.reserved_bytes - aside_bytes,
             split_bytes=self.split_bytes,
             releases=releases,
-            budget_bytes=budget_bytes,
+            budget_bytes=budget_bytes - aside_bytes,
         )
+        if shifted is None:
+            return None
+        return replace(shifted, need_bytes=shifted.need_bytes + aside_bytes, aside_bytes=aside_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,10 @@ _CROWDED = 0.6
 _USUAL = 0.2
 # Weights fill the budget, and nothing says so yet: beyond this share of it, the first reading is no sign that
 # the next size is the last.
-_FULL = 0.65
+_FULL = 0.55
+_TURNED = 0.4
+_LUCK = 2
+_FLAT_LEAP = 8.0
 # Readings lie on a line if the middle one of three is off it by at most this share of what they grow by, or
 # by what an allocator rounds blocks up by.
 _ON_LINE = 0.02
@@ -120,7 +123,7 @@ def _reserved_end(state: State, good: int) -> float:
     held = min(one.held_bytes or 0 for one in at_good)
     aside = _aside_bytes(state.budget_bytes, min(held, *(one.least_bytes for one in at_good)))
     return Curve.through(
-        [Reading(good, taken - aside)], budget_bytes=state.budget_bytes - aside, floor_bytes=held - aside
+        [Reading(good, taken, aside_bytes=aside)], budget_bytes=state.budget_bytes, floor_bytes=held
     ).safe()
 
 
@@ -152,11 +155,6 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
-    # An exact search has failures to go by, and three noisy readings may lie on a line by chance.
-    crowded = _MUCH_FIXED if state.tolerance else _CROWDED
-    fixed = _fixed_bytes(ran, state.budget_bytes)
-    if floor < _MOST_OF_IT * fixed:
-        aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
     # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
@@ -167,39 +165,16 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     readings = [
         reading
         for one in ran
-        if (reading := one.reading(releases=releases, budget_bytes=budget, aside_bytes=aside)) is not None
+        if (reading := one.reading(releases=releases, budget_bytes=state.budget_bytes, aside_bytes=aside)) is not None
     ]
     # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
-    largest = max(one.size for one in ran)
-    full = (1 - NOISE) * budget
-    if not readings or any(one.need_bytes >= full and 2 * one.size <= largest for one in readings):
+    if not readings:
         return None
-    return Curve.through(readings, budget_bytes=budget, floor_bytes=max(0, floor - aside))
-
-
-def _fixed_bytes(ran: Sequence[Observation], budget_bytes: int) -> int:
-    """What does not grow with the size, by the line that the last readings lie on; 0 where they lie on none.
-
-    The floor of what is held between steps leaves out what every step takes again (gradients, workspaces,
-    weights that it loads itself), and the readings' errors count as a share of that too.
-    """
-    highest: dict[int, int] = {}
-    for one in ran:
-        highest[one.size] = max(highest.get(one.size, 0), one.least_bytes)
-    points = sorted(highest.items())
-    while len(points) > 1:
-        (first, low), (middle, between), (last, high) = [points[0], *points][-3:]
-        growth = (high - low) / (last - first)
-        above = between - low - growth * (middle - first)
-        if growth <= 0 and high >= (1 - FINEST) * budget_bytes:
-            points.pop()  # a kernel that tries algorithms takes all that there is, at any size
-            continue
-        if abs(above) <= max(_ON_LINE * (high - low), _ROUNDING_BYTES):
-            return max(0, int(low - growth * first))
-        if above < 0:
-            return 0  # it turns up: how steeply is not seen yet
-        points.pop()  # no peak grows ever more slowly: a reading is wrong, and those before it say more
-    return 0
+    last = max(readings, key=lambda one: one.size)
+    full = max((1 - NOISE) * state.budget_bytes, last.need_bytes)
+    if any(one.need_bytes >= full and 2 * one.size <= last.size for one in readings):
+        return None
+    return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=floor)
 
 
 def _aside_bytes(budget_bytes: int, floor_bytes: int, *, crowded: float = _CROWDED) -> int:
@@ -220,7 +195,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
-    crowded = curve.budget_bytes != state.budget_bytes and look.error <= FINEST
+    crowded = curve.readings[0].aside_bytes > 0 and look.error <= FINEST
     soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.observations) > 1
     if not exact and enough(good, worth, state.tolerance * (1.5 if soaked else 1)):
         return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
@@ -247,42 +222,69 @@ def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> R
 
 
 def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
-    """Where to try next, as a real number: between the ray, which is safe, and the chord, which is not."""
-    good, bad, exact = float(bracket.good or 0), bracket.bad, state.tolerance == 0
+    """Where to try next, as a real number."""
+    if bracket.bad is not None:
+        return _below_failure(state, bracket, curve, look, worth=worth, bad=bracket.bad)
+    good, exact = float(bracket.good or 0), state.tolerance == 0
+    target = _beyond(state, bracket, curve, look)
+    if not exact and worth < _NEAR * good:
+        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
+    return min(target, _LARGEST_LEAP * good)
+
+
+def _beyond(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> float:
+    """Nothing has failed: between the ray, which is safe, and the chord, which is not."""
+    good, exact, known = float(bracket.good or 0), state.tolerance == 0, curve.floor_bytes > 0
     base = max(look.safe, good)
+    leap = _FLAT_LEAP if curve.precise or not look.grows else 1.0
     if len(curve.readings) == 1:
-        target = look.safe * (1 if curve.floor_bytes else _BOLD)
-    elif look.straight or (exact and look.likely < _NEAR * good):
-        low, high = max(look.low, good), min(look.high, bad or math.inf)
-        target = (low + high) / 2 if exact and low < high < math.inf else max(look.aim, good)
+        return look.safe * (1 if known else _BOLD)
+    if look.straight or (exact and look.likely < _NEAR * good):
+        if exact and look.high < math.inf:
+            return (max(look.low, good) + look.high) / 2
+        target = max(look.aim, good)
     else:
         # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
-        by_ray = curve.floor_bytes > 0 and look.likely >= _NEAR * good
+        by_ray = known and (look.likely >= _NEAR * good or curve.precise)
         reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
         # To the nearest size; downwards where a block of one sample more may find no gap.
         half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
-        target = base * (max(look.careful, base) / base) ** reach + half
-    if not exact and worth < _NEAR * good:
-        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
-    target = min(target, 8 * base, _LARGEST_LEAP * good)
-    if curve.floor_bytes and not exact:
+        target = min(base * (max(look.careful, base) / base) ** reach + half, 8 * base)
+        # Where readings are rounded up, `careful` allows for that already.
+        rounded = look.careful if curve.rounding_bytes else base * (max(look.careful, base) / base) ** _REACH
+        far = rounded if look.grows else look.chord
+        target = max(target, min(leap * good, far))
+    if known and not exact:
         # Readings may lie on one line and still be the flat part, before the curve turns up.
-        target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step))
-    if bad is not None:
-        if target >= bad:
-            # Good readings that promised a size which then failed are a little off, and once only.
-            near = bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE
-            target = math.sqrt(base * bad) if base < bad else float(bad) if near else good
-            if len(curve.readings) == 1 and not curve.floor_bytes and not exact and bad > _FAR * base:
-                target = base  # nothing is fixed: what was bold was too bold
-        if bracket.setbacks and not exact:
-            target = min(target, bad * (1 - max(state.tolerance, NOISE / 2) * 2 ** (bracket.setbacks - 1)))
-        crowded = curve.budget_bytes != state.budget_bytes
-        if crowded and bracket.setbacks and not exact and bad > _LEAP * good:
-            target = min(target, math.sqrt(good * bad))  # a leap that failed says little of what is between
-        if target <= good:
-            target = bracket.middle()
+        target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step, leap * good))
     return target
+
+
+def _below_failure(
+    state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int, bad: int
+) -> float:
+    """A size has failed: between what is safe and that."""
+    if state.tolerance == 0 and bracket.setbacks > _LUCK:
+        return bracket.middle()
+    good, exact = float(bracket.good or 0), state.tolerance == 0
+    base = max(look.safe, good)
+    single = len(curve.readings) == 1
+    near = single or enough(good, bad, _EXACT_END) or (exact and look.likely < _NEAR * good)
+    turned = look.likely == bad or not (look.straight or near)
+    target = math.inf if turned else _beyond(state, bracket, curve, look)
+    if target >= bad and bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE:
+        target = bad  # good readings that promised a size which then failed are a little off, and once only
+    elif target >= bad:
+        base = look.safe if good < look.safe < bad else good
+        target = good * (min(look.likely, bad) / good) ** (0.5 if exact else _TURNED)
+        target = max(base, target)
+        if single and not curve.floor_bytes and not exact and bad > _FAR * base:
+            target = base  # nothing is fixed: what was bold was too bold
+    if not exact:
+        target = min(target, bad * (1 - state.tolerance * 2 ** (bracket.setbacks - 1)))
+        if worth < _NEAR * good:
+            target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
+    return target if target > good else bracket.middle()
 
 
 def _without_readings(state: State, bracket: Bracket) -> Request:

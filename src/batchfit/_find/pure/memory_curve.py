@@ -26,6 +26,9 @@ LIVE_NOISE = 0.01
 # What was taken, of a program that is known to have large blocks.
 COARSE_NOISE = 0.02
 FINEST = 0.003
+_ROUNDING = 0.01
+_EXACT = 0.00002
+_SEGMENT_BYTES = 2 * 2**20
 # Three readings that an error of x puts on one line may well hide one of several x.
 _UNSEEN = 8.0
 # A growth counts as seen when it is this many times what the errors of its two readings can feign.
@@ -58,6 +61,7 @@ class Reading:
     need_bytes: float
     noise: float = NOISE
     firm: bool = True
+    aside_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -120,6 +124,8 @@ class Outlook:
     aim: float  # from low to likely, the better what was read is known
     error: float  # what the readings are granted
     straight: bool  # three readings are seen to lie on one line
+    grows: bool  # the peak is seen to grow with the size
+    chord: float = math.inf  # where the line through the first reading and the last ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,7 @@ class Curve:
     readings: tuple[Reading, ...]
     budget_bytes: int
     floor_bytes: float
+    precise: bool = False
 
     @classmethod
     def through(
@@ -152,91 +159,136 @@ class Curve:
         )
         # A floor above a peak is no floor.
         floor = min(max(0.0, floor_bytes or 0.0), *(one.need_bytes for one in points), math.inf)
-        return cls(points, budget_bytes, floor)
+        curve = cls(points, budget_bytes, floor)
+        return replace(curve, precise=curve._is_precise())
+
+    @property
+    def noise(self) -> float:
+        return FINEST if self.precise else self.readings[-1].noise
+
+    @property
+    def rounding_bytes(self) -> float:
+        """What the allocator rounds each reading up by, at most: all are multiples of that."""
+        whole = all(one.need_bytes % _SEGMENT_BYTES == 0 for one in self.readings)
+        return _SEGMENT_BYTES if whole else 0.0
+
+    def _error(self, one: Reading, noise: float | None = None) -> float:
+        """How many bytes the reading may be off by."""
+        if noise is None:
+            noise = FINEST if self.precise else one.noise
+        return noise * self._scale(one) + (self.rounding_bytes if self.precise else 0.0)
+
+    def _scale(self, one: Reading) -> float:
+        if self.precise:
+            return one.need_bytes - self.readings[0].need_bytes + _ROUNDING * one.need_bytes
+        return one.need_bytes - one.aside_bytes
+
+    def _is_precise(self) -> bool:
+        """Three readings on one line, rising or flat, show that they are exact."""
+        if any(one.noise != NOISE for one in self.readings):
+            return False
+        last = len(self.readings) - 1
+        return any(self._off_line(middle, middle + 1) <= _EXACT for middle in range(1, last))
 
     def safe(self) -> float:
         """The largest size that fits for sure if no reading is low by more than its noise (the ray)."""
         room, floor = self.budget_bytes - self.floor_bytes, self.floor_bytes
-        return max(one.size * _over(room, one.need_bytes * (1 + one.noise) - floor) for one in self.readings)
+        return max(
+            one.size * _over(room, one.need_bytes + self._error(one) - floor) for one in self.readings
+        )
 
     def outlook(self, *, failed: int | None = None, setbacks: int = 0) -> Outlook:
-        """What to expect, given the smallest size that failed and the number of failures in a row."""
+        """What to expect, given the smallest size that failed."""
         if len(self.readings) == 1:
             return self._first_outlook()
-        anchor, error, straight = self._line()
+        noise = self.noise
+        anchor, error, straight = self._line(noise)
         base, last = self.readings[anchor], self.readings[-1]
         near = self.readings[anchor + 1 :]
+        safe = self.safe()
         granted = error
         if failed is not None and failed <= min(self._crossing(base, one, 0.0) for one in near):
-            granted = NOISE  # the line promised a size that failed
-        rise = last.need_bytes - base.need_bytes + granted * (last.need_bytes + base.need_bytes)
+            granted = noise  # the line promised a size that failed
+        grows = self._grows(0, len(self.readings) - 1, noise)
+        rise = last.need_bytes - base.need_bytes
+        if grows:
+            rise += self._error(last, granted) + self._error(base, granted)
+        else:
+            rise += sum(one.noise * (one.need_bytes - one.aside_bytes) for one in (base, last))
         careful = last.size + _over((self.budget_bytes - last.need_bytes) * (last.size - base.size), rise)
-        low, high = self._between(base, near, granted * 2 ** max(0, setbacks - 1), failed)
-        likely = 2 / (1 / low + 1 / high) if math.isfinite(low) else math.inf
+        low, high, needed = self._between(base, near, granted * 2 ** max(0, setbacks - 1), failed)
+        if failed is not None and needed > granted and (straight or self.precise):
+            # No error of the readings explains the failure: the curve has turned up since the last of them.
+            safe = min(max(safe, last.size), failed)
+            return Outlook(safe, safe, safe, failed, failed, safe, error, False, True)
+        if failed is not None:
+            high = min(high, failed)
+        if not grows:
+            low, high = min(low, failed or math.inf), float(failed or math.inf)
+        likely = 2 / (1 / low + 1 / high) if grows and math.isfinite(low) else high
         trust = (NOISE - last.noise) / (NOISE - LIVE_NOISE)
         aim = low + trust * (likely - low) if math.isfinite(likely) else low
-        return Outlook(self.safe(), careful, low, high, likely, aim, error, straight)
+        chord = self._crossing(self.readings[0], last, 0.0)
+        return Outlook(safe, careful, low, high, likely, aim, error, straight, grows, chord)
 
     def _first_outlook(self) -> Outlook:
         """One reading: a ray, and a guess at what is fixed."""
         one, safe = self.readings[0], self.safe()
         fixed = self.floor_bytes + _FIXED_SHARE * (one.need_bytes - self.floor_bytes)
         likely = one.size * _over(self.budget_bytes - fixed, one.need_bytes - fixed)
-        return Outlook(safe, safe, safe, likely, likely, safe, one.noise, False)
+        return Outlook(safe, safe, safe, likely, likely, safe, one.noise, False, True)
 
-    def _line(self) -> tuple[int, float, bool]:
-        """Which reading the line to the last ones starts from, its error, and whether a line is seen."""
+    def _line(self, noise: float) -> tuple[int, float, bool]:
+        """Which reading the line to the last one starts from, its error, and whether a line is seen."""
         last = len(self.readings) - 1
-        end = self.readings[last]
-        # Exact readings: the nearest three on one line tell most, however close they are.
-        for middle in range(last - 1, 0, -1):
-            error = self._line_error(middle, last)
-            if (
-                error <= FINEST
-                and self._grows(middle - 1, middle, error)
-                and self._grows(middle, last, error)
-            ):
-                return middle, error, True
-        # Noisy ones: start far enough away that the growth outweighs the noise.
-        anchor = max(
-            (i for i in range(last) if 2 * self.readings[i].size <= self.readings[last].size), default=0
-        )
+        if noise <= FINEST:
+            apart = (i for i in range(last) if self._grows(i, last, noise))
+        else:
+            apart = (i for i in range(last) if 2 * self.readings[i].size <= self.readings[last].size)
+        anchor = max(apart, default=0)
         if anchor > 0:
-            error = min(end.noise, max(self._line_error(anchor, i) for i in range(anchor + 1, last + 1)))
-            if self._grows(anchor - 1, anchor, error):
-                return anchor, error, True
-        return anchor, end.noise, False
+            error = max(self._line_error(anchor, i) for i in range(anchor + 1, last + 1))
+            if not (self.precise and error > noise) and self._grows(anchor - 1, anchor, min(error, noise)):
+                return anchor, min(error, noise), True
+        return anchor, noise, False
 
     def _line_error(self, middle: int, last: int) -> float:
+        """The error that these readings may hide."""
+        return max(FINEST, _UNSEEN * self._off_line(middle, last))
+
+    def _off_line(self, middle: int, last: int) -> float:
         """The error that lets the readings before `middle`, at it and at `last` lie on one line."""
         first, base, end = self.readings[middle - 1], self.readings[middle], self.readings[last]
         reach = (end.size - base.size) / (base.size - first.size)
         expected = (1 + reach) * base.need_bytes - reach * first.need_bytes
-        weight = end.need_bytes + (1 + reach) * base.need_bytes + reach * first.need_bytes
-        return max(FINEST, _UNSEEN * abs(end.need_bytes - expected) / weight)
+        weight = self._scale(end) + (1 + reach) * self._scale(base) + reach * self._scale(first)
+        off = max(0.0, abs(end.need_bytes - expected) - (1 + reach) * self.rounding_bytes)
+        return off / weight
 
     def _grows(self, first: int, second: int, error: float) -> bool:
         """The growth between two readings stands out from their error."""
-        low, high = self.readings[first].need_bytes, self.readings[second].need_bytes
-        return high - low > _CLEAR * error * (high + low)
+        low, high = self.readings[first], self.readings[second]
+        feigned = _CLEAR * error * (self._scale(high) + self._scale(low)) + 2 * self.rounding_bytes
+        return high.need_bytes - low.need_bytes > feigned
 
     def _crossing(self, base: Reading, one: Reading, error: float) -> float:
         """Where the line from `base` through `one`, read wrong by `error`, meets the budget."""
-        rise = one.need_bytes * (1 + error) - base.need_bytes
+        wrong = math.copysign(self._error(one, abs(error)), error) if error else 0.0
+        rise = one.need_bytes + wrong - base.need_bytes
         return base.size + (one.size - base.size) * _over(self.budget_bytes - base.need_bytes, rise)
 
     def _between(
         self, base: Reading, near: Sequence[Reading], error: float, failed: int | None
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
         """What all readings after `base` allow; the error grows until that agrees with all outcomes."""
         largest = near[-1].size
         while error < 0.5:
             low = max(self._crossing(base, one, error) for one in near)
             high = min(self._crossing(base, one, -error) for one in near)
             if low <= high and high > largest and (failed is None or low < failed):
-                return low, high
+                return low, high, error
             error *= 1.5
-        return float(largest), math.inf
+        return float(largest), math.inf, error
 
 
 def _over(value: float, by: float) -> float:
