@@ -7,14 +7,12 @@ Rules: a pure function of the state, as every strategy. Bisection can always sti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from batchfit._find.pure.bracket import (
     HORIZON,
     LIMIT,
     Bracket,
-    Observation,
     Request,
     State,
     descend,
@@ -24,46 +22,38 @@ from batchfit._find.pure.bracket import (
 )
 from batchfit._find.pure.memory_curve import COARSE_NOISE, FINEST, NOISE, Curve, Outlook, Reading
 
-# The numbers below were chosen on simulated curves (benchmarks/search_simulated.py). Bolder ones save a tenth
-# of a trial on straight lines, and cost failures on curves with knees.
+# Constants: benchmarks/search_ablation.py sets each to a neutral value; the largest move of a group's mean
+# (trials; OOMs) stands beside it.
 # Held bytes unknown: part of any peak is fixed, so the first step may go beyond the ray from zero.
-_BOLD = 1.5
-_FAR = 1.2  # times beyond the ray a failure says nothing of where between it and the ray the end is
+_FIRST_STEP_BEYOND_RAY_RATIO = 1.5
 # How far from the ray (0) to the chord (1), by ratio, while no straight line has been seen.
-_REACH = 0.55
-_REACH_EXACT = 0.7  # a failure is part of an exact search anyway
-# Up to this many times what ran the end is near: steps below half of what is left are not worth a trial.
-_NEAR = 2.0
-# A size is worth a trial if the chord, shortened by this much of the readings' error, reaches it.
-_DOUBT = 0.85
-# The ray of the first reading ends within so many times its size: the next size may well be the last.
-_FEW = 2.5
+_CHORD_EXPONENT = 0.55
+# How far from what ran to what failed, by ratio, where the curve has turned up between them.
+_KNEE_EXPONENT = 0.4
+# The end is near up to this many times what ran: steps below half of what is left are not worth a trial.
+_NEAR_END_RATIO = 2.0
+# A size is worth a trial if the chord, shortened by this share of the readings' error, reaches it.
+_ERROR_SHARE_WORTH_NO_TRIAL = 0.85
+# The ray of the first reading ends within so many times its size: the next size may well be the last. Not
+# where that reading is more than a share of the budget: then weights fill it.
+_LAST_STEP_RATIO = 2.5
+_LAST_STEP_BUDGET_SHARE = 0.55
 # Whatever the readings say: a step that allocates elsewhere than where they are taken has none to show.
-_LARGEST_LEAP = 512
-_LEAP = 6.0  # times what ran: beyond it a failure may be far above the end
+_LARGEST_STEP_RATIO = 512
 # With a known floor no size is tried further beyond the ray than this.
-_BEYOND_RAY = 1.1
-# With tolerance 0: where to begin, and how close to the end every trial is a soak.
-_EXACT_START = 8
-_EXACT_END = 0.1
-# What readings are granted is a share of them, chosen on programs that hold up to a fifth of the budget. If
-# more than _CROWDED of it is held for good (frozen weights: LoRA, inference), that share would outweigh the
-# room that is left; then so much is set aside that the rest of the budget looks like theirs.
-_CROWDED = 0.6
-_USUAL = 0.2
-# Weights fill the budget, and nothing says so yet: beyond this share of it, the first reading is no sign that
-# the next size is the last.
-_FULL = 0.55
-_TURNED = 0.4
-_LUCK = 2
-_FLAT_LEAP = 8.0
-# Readings lie on a line if the middle one of three is off it by at most this share of what they grow by, or
-# by what an allocator rounds blocks up by.
-_ON_LINE = 0.02
-_ROUNDING_BYTES = 2 * 2**20
-# What such a line says is fixed counts as set aside beyond this share of the budget.
-_MUCH_FIXED = 0.4
-_MOST_OF_IT = 0.8  # a floor that is that much of it says as much, and is not read off noisy readings
+_RAY_MARGIN_RATIO = 1.1
+# ... but for this many times what ran, where the peak does not grow yet, or readings are exact.
+_FLAT_STEP_RATIO = 8.0
+# With tolerance 0: where to begin, how close to the end every trial is a soak, and after how many failures in
+# a row bisection goes on.
+_EXACT_FIRST_SIZE = 8
+_EXACT_SOAK_SHARE = 0.1
+_EXACT_FAILURES_BEFORE_BISECTION = 2
+# The errors of readings are a share of them, chosen on programs that hold up to _USUAL_BUDGET_SHARE of the
+# budget. If more than _CROWDED_BUDGET_SHARE is held (frozen weights: LoRA, inference), that share would
+# outweigh what is left; then so much is set aside that the rest of the budget looks like theirs.
+_CROWDED_BUDGET_SHARE = 0.6
+_USUAL_BUDGET_SHARE = 0.2
 
 
 def guided(state: State) -> Request | str:
@@ -140,7 +130,7 @@ def _first(state: State, bracket: Bracket) -> Request:
     sizes, bad = bracket.sizes, bracket.bad
     if bad is None:
         # An exact answer costs failures anyway: begin where a reading says more.
-        size = bracket.place(state.start or (1 if state.tolerance else _EXACT_START) * sizes.first)
+        size = bracket.place(state.start or (1 if state.tolerance else _EXACT_FIRST_SIZE) * sizes.first)
     elif (state.start is not None or state.predicted is not None) and bracket.setbacks == 1:
         size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
     else:
@@ -165,7 +155,8 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     readings = [
         reading
         for one in ran
-        if (reading := one.reading(releases=releases, budget_bytes=state.budget_bytes, aside_bytes=aside)) is not None
+        if (reading := one.reading(releases=releases, budget_bytes=state.budget_bytes, aside_bytes=aside))
+        is not None
     ]
     # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
     if not readings:
@@ -177,11 +168,17 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=floor)
 
 
-def _aside_bytes(budget_bytes: int, floor_bytes: int, *, crowded: float = _CROWDED) -> int:
+def _aside_bytes(budget_bytes: int, floor_bytes: int) -> int:
     """What of the floor to leave out of all figures, so that the floor is a usual share of what remains."""
-    if floor_bytes <= crowded * budget_bytes:
+    if floor_bytes <= _CROWDED_BUDGET_SHARE * budget_bytes:
         return 0
-    return max(0, int((min(floor_bytes, budget_bytes - 1) - _USUAL * budget_bytes) / (1 - _USUAL)))
+    return max(
+        0,
+        int(
+            (min(floor_bytes, budget_bytes - 1) - _USUAL_BUDGET_SHARE * budget_bytes)
+            / (1 - _USUAL_BUDGET_SHARE)
+        ),
+    )
 
 
 def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
@@ -192,7 +189,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     likely = math.inf if single and good == bracket.sizes.first else look.likely
     # Where one sample more is worth a trial by itself, or two readings are all there is, no doubt counts.
     fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
-    end = likely * (1 - _DOUBT * (look.error - FINEST)) if fine else likely
+    end = likely * (1 - _ERROR_SHARE_WORTH_NO_TRIAL * (look.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
     crowded = curve.readings[0].aside_bytes > 0 and look.error <= FINEST
@@ -202,10 +199,10 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
-        final = enough(size, min(likely, bracket.largest), _EXACT_END)
+        final = enough(size, min(likely, bracket.largest), _EXACT_SOAK_SHARE)
     else:
-        full = curve.readings[0].need_bytes > _FULL * curve.budget_bytes
-        few = single and look.safe < _FEW * good and not full
+        full = curve.readings[0].need_bytes > _LAST_STEP_BUDGET_SHARE * curve.budget_bytes
+        few = single and look.safe < _LAST_STEP_RATIO * good and not full
         final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
     return Request(size, state.soak and (final or size == bracket.sizes.last))
 
@@ -227,36 +224,40 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
         return _below_failure(state, bracket, curve, look, worth=worth, bad=bracket.bad)
     good, exact = float(bracket.good or 0), state.tolerance == 0
     target = _beyond(state, bracket, curve, look)
-    if not exact and worth < _NEAR * good:
+    if not exact and worth < _NEAR_END_RATIO * good:
         target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
-    return min(target, _LARGEST_LEAP * good)
+    return min(target, _LARGEST_STEP_RATIO * good)
 
 
 def _beyond(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> float:
     """Nothing has failed: between the ray, which is safe, and the chord, which is not."""
     good, exact, known = float(bracket.good or 0), state.tolerance == 0, curve.floor_bytes > 0
     base = max(look.safe, good)
-    leap = _FLAT_LEAP if curve.precise or not look.grows else 1.0
+    leap = _FLAT_STEP_RATIO if curve.precise or not look.grows else 1.0
     if len(curve.readings) == 1:
-        return look.safe * (1 if known else _BOLD)
-    if look.straight or (exact and look.likely < _NEAR * good):
+        return look.safe * (1 if known else _FIRST_STEP_BEYOND_RAY_RATIO)
+    if look.straight or (exact and look.likely < _NEAR_END_RATIO * good):
         if exact and look.high < math.inf:
             return (max(look.low, good) + look.high) / 2
         target = max(look.aim, good)
     else:
         # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
-        by_ray = known and (look.likely >= _NEAR * good or curve.precise)
-        reach = _REACH_EXACT if exact else 0.0 if by_ray else _REACH
+        by_ray = known and (look.likely >= _NEAR_END_RATIO * good or curve.precise)
+        reach = 0.0 if by_ray and not exact else _CHORD_EXPONENT
         # To the nearest size; downwards where a block of one sample more may find no gap.
         half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
-        target = min(base * (max(look.careful, base) / base) ** reach + half, 8 * base)
+        target = base * (max(look.careful, base) / base) ** reach + half
         # Where readings are rounded up, `careful` allows for that already.
-        rounded = look.careful if curve.rounding_bytes else base * (max(look.careful, base) / base) ** _REACH
+        rounded = (
+            look.careful
+            if curve.rounding_bytes
+            else base * (max(look.careful, base) / base) ** _CHORD_EXPONENT
+        )
         far = rounded if look.grows else look.chord
         target = max(target, min(leap * good, far))
     if known and not exact:
         # Readings may lie on one line and still be the flat part, before the curve turns up.
-        target = min(target, max(_BEYOND_RAY * look.safe, good + bracket.sizes.step, leap * good))
+        target = min(target, max(_RAY_MARGIN_RATIO * look.safe, good + bracket.sizes.step, leap * good))
     return target
 
 
@@ -264,25 +265,21 @@ def _below_failure(
     state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int, bad: int
 ) -> float:
     """A size has failed: between what is safe and that."""
-    if state.tolerance == 0 and bracket.setbacks > _LUCK:
+    if state.tolerance == 0 and bracket.setbacks > _EXACT_FAILURES_BEFORE_BISECTION:
         return bracket.middle()
     good, exact = float(bracket.good or 0), state.tolerance == 0
-    base = max(look.safe, good)
-    single = len(curve.readings) == 1
-    near = single or enough(good, bad, _EXACT_END) or (exact and look.likely < _NEAR * good)
+    near = len(curve.readings) == 1 or enough(good, bad, _EXACT_SOAK_SHARE) or (exact and look.likely < _NEAR_END_RATIO * good)
     turned = look.likely == bad or not (look.straight or near)
     target = math.inf if turned else _beyond(state, bracket, curve, look)
     if target >= bad and bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE:
         target = bad  # good readings that promised a size which then failed are a little off, and once only
     elif target >= bad:
-        base = look.safe if good < look.safe < bad else good
-        target = good * (min(look.likely, bad) / good) ** (0.5 if exact else _TURNED)
-        target = max(base, target)
-        if single and not curve.floor_bytes and not exact and bad > _FAR * base:
-            target = base  # nothing is fixed: what was bold was too bold
+        target = good * (min(look.likely, bad) / good) ** (0.5 if exact else _KNEE_EXPONENT)
+        if look.safe < bad:
+            target = max(look.safe, target)
     if not exact:
         target = min(target, bad * (1 - state.tolerance * 2 ** (bracket.setbacks - 1)))
-        if worth < _NEAR * good:
+        if worth < _NEAR_END_RATIO * good:
             target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
     return target if target > good else bracket.middle()
 
@@ -290,7 +287,7 @@ def _below_failure(
 def _without_readings(state: State, bracket: Bracket) -> Request:
     """Up by doubling, then bisection."""
     size = bracket.place(2 * (bracket.good or 0)) if bracket.bad is None else bracket.middle()
-    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
+    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_SOAK_SHARE))
 
 
 def _bisected(state: State, bracket: Bracket) -> Request:

@@ -25,14 +25,17 @@ NOISE = 0.03
 LIVE_NOISE = 0.01
 # What was taken, of a program that is known to have large blocks.
 COARSE_NOISE = 0.02
+# The least error that a line through readings is granted.
 FINEST = 0.003
-_ROUNDING = 0.01
-_EXACT = 0.00002
+# Readings are exact if three of them are off one line by at most this share: with noise of 3 % that is chance
+# in one case of 500. Their error is then a share of what they grow by.
+_EXACT_READING_SHARE = 0.00002
+# Segments of a caching allocator are multiples of this (kRoundLarge in CUDACachingAllocator.cpp).
 _SEGMENT_BYTES = 2 * 2**20
 # Three readings that an error of x puts on one line may well hide one of several x.
-_UNSEEN = 8.0
+_HIDDEN_ERROR_FACTOR = 8.0
 # A growth counts as seen when it is this many times what the errors of its two readings can feign.
-_CLEAR = 2.5
+_CLEAR_GROWTH_FACTOR = 2.0
 # The share of the budget that live tensors fill where the allocator's rests do not stand in the way. Measured
 # on an H200 under a cap: convolutional nets and ViT run at 96 to 98.9 %, and fail at 98.1 to 98.9 %.
 LIVE_SHARE = 0.972
@@ -46,8 +49,6 @@ _COARSE_SHARE = 0.95
 # With nothing known of the blocks: rests up to this share of the live tensors do not stand in the way
 # (ConvNeXt, ViT); 7 % do (GPT-2).
 _SMALL_RESTS = 0.05
-# One reading cannot tell fixed from growing memory: take a quarter of what lies above the floor as fixed.
-_FIXED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Curve:
 
     def _scale(self, one: Reading) -> float:
         if self.precise:
-            return one.need_bytes - self.readings[0].need_bytes + _ROUNDING * one.need_bytes
+            return one.need_bytes - self.readings[0].need_bytes
         return one.need_bytes - one.aside_bytes
 
     def _is_precise(self) -> bool:
@@ -188,14 +189,12 @@ class Curve:
         if any(one.noise != NOISE for one in self.readings):
             return False
         last = len(self.readings) - 1
-        return any(self._off_line(middle, middle + 1) <= _EXACT for middle in range(1, last))
+        return any(self._off_line(middle, middle + 1) <= _EXACT_READING_SHARE for middle in range(1, last))
 
     def safe(self) -> float:
         """The largest size that fits for sure if no reading is low by more than its noise (the ray)."""
         room, floor = self.budget_bytes - self.floor_bytes, self.floor_bytes
-        return max(
-            one.size * _over(room, one.need_bytes + self._error(one) - floor) for one in self.readings
-        )
+        return max(one.size * _over(room, one.need_bytes + self._error(one) - floor) for one in self.readings)
 
     def outlook(self, *, failed: int | None = None, setbacks: int = 0) -> Outlook:
         """What to expect, given the smallest size that failed."""
@@ -232,10 +231,9 @@ class Curve:
         return Outlook(safe, careful, low, high, likely, aim, error, straight, grows, chord)
 
     def _first_outlook(self) -> Outlook:
-        """One reading: a ray, and a guess at what is fixed."""
-        one, safe = self.readings[0], self.safe()
-        fixed = self.floor_bytes + _FIXED_SHARE * (one.need_bytes - self.floor_bytes)
-        likely = one.size * _over(self.budget_bytes - fixed, one.need_bytes - fixed)
+        """One reading: a ray, with its error and without."""
+        one, safe, floor = self.readings[0], self.safe(), self.floor_bytes
+        likely = one.size * _over(self.budget_bytes - floor, one.need_bytes - floor)
         return Outlook(safe, safe, safe, likely, likely, safe, one.noise, False, True)
 
     def _line(self, noise: float) -> tuple[int, float, bool]:
@@ -254,7 +252,7 @@ class Curve:
 
     def _line_error(self, middle: int, last: int) -> float:
         """The error that these readings may hide."""
-        return max(FINEST, _UNSEEN * self._off_line(middle, last))
+        return max(FINEST, _HIDDEN_ERROR_FACTOR * self._off_line(middle, last))
 
     def _off_line(self, middle: int, last: int) -> float:
         """The error that lets the readings before `middle`, at it and at `last` lie on one line."""
@@ -268,7 +266,9 @@ class Curve:
     def _grows(self, first: int, second: int, error: float) -> bool:
         """The growth between two readings stands out from their error."""
         low, high = self.readings[first], self.readings[second]
-        feigned = _CLEAR * error * (self._scale(high) + self._scale(low)) + 2 * self.rounding_bytes
+        feigned = (
+            _CLEAR_GROWTH_FACTOR * error * (self._scale(high) + self._scale(low)) + 2 * self.rounding_bytes
+        )
         return high.need_bytes - low.need_bytes > feigned
 
     def _crossing(self, base: Reading, one: Reading, error: float) -> float:
