@@ -50,10 +50,10 @@ check: $(STAMP)  ## ruff and mypy
 	$(BIN)/mypy
 
 test-pure: $(STAMP)
-	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/unit
+	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/*/pure
 
 test-torch: $(STAMP)
-	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore=tests/unit tests
+	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore-glob='*/pure' tests
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 
@@ -61,7 +61,7 @@ test-wheel: $(STAMP)  ## the wheel in two new environments, with no extra and wi
 	$(BIN)/python tests/environments.py
 
 test-all: check test-pure test-wheel $(STAMP)  ## the long checks too
-	$(PYTEST) --ignore=tests/unit tests
+	$(PYTEST) --ignore-glob='*/pure' tests
 
 docs: $(STAMP)  ## this documentation as a site, in site/ (open site/index.html)
 	@$(PIP) install --quiet -c constraints.txt -e '.[docs]' $(QUIET)
@@ -78,7 +78,7 @@ soak: $(STAMP)  ## 10,000 steps of random small programs: nothing may stay behin
 	$(BIN)/python benchmarks/soak.py run --out soak.json
 
 gpu:  ## the GPU tests, on a machine with one and with its own torch
-	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/gpu
+	PYTHONPATH=src:.gpu-deps BATCHFIT_REQUIRE=gpu $(PYTHON) -m pytest -q -m gpu tests/*/gpu tests/integrations/*/gpu
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

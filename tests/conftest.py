@@ -1,6 +1,6 @@
 """Rules for every test: torch can be blocked, what must not be skipped is named, nothing leaks.
 
-`BATCHFIT_BLOCK_TORCH=1` makes `import torch` fail: `tests/unit` must pass like that.
+`BATCHFIT_BLOCK_TORCH=1` makes `import torch` fail: the tests in folders named `pure` must pass like that.
 `BATCHFIT_REQUIRE=transformers,gloo` turns the skip of a test that needs one of these into a failure.
 """
 

@@ -24,12 +24,12 @@ TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "pyy
 # What runs against the wheel: quick ones of every layer, files that the package must carry (CSS, scripts)
 # included. The whole of the tests against the wheel is `--tests tests`.
 QUICK = (
-    "tests/unit/test_results.py",
-    "tests/unit/test_cli_light.py",
-    "tests/unit/test_report.py",
-    "tests/torch_cpu/test_workload.py",
-    "tests/torch_cpu/test_testing.py",
-    "tests/torch_cpu/test_oom.py",
+    "tests/results/pure/test_results.py",
+    "tests/cli/pure/test_cli_without_torch.py",
+    "tests/report/pure/test_report.py",
+    "tests/workload/torch/test_workload.py",
+    "tests/testing/torch/test_testing.py",
+    "tests/device/torch/test_oom.py",
     "tests/test_extras.py",
 )
 

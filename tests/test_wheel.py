@@ -97,13 +97,14 @@ def _tools() -> list[importlib.machinery.ModuleSpec]:
 
 @pytest.mark.slow
 def test_quick_tests_pass_against_the_wheel(installed: tuple[Path, Path]) -> None:
-    assert environments.run_tests(*installed, ("tests/unit/test_report.py",)) == 0
+    assert environments.run_tests(*installed, ("tests/report/pure/test_report.py",)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_tests_of_all_layers_pass_against_the_wheel(installed: tuple[Path, Path]) -> None:
-    assert environments.run_tests(*installed, ("tests/unit", *environments.QUICK)) == 0
+    pure = sorted(str(path) for path in installed[1].glob("tests/*/pure"))
+    assert environments.run_tests(*installed, (*pure, *environments.QUICK)) == 0
 
 
 @pytest.mark.slow
@@ -112,6 +113,6 @@ def test_a_wheel_without_one_file_fails(installed: tuple[Path, Path], tmp_path: 
     (packages,) = installed[0].glob("lib/python*/site-packages")
     shutil.move(packages / "batchfit" / "_charts" / "chart.css", tmp_path / "kept.css")
     try:
-        assert environments.run_tests(*installed, ("tests/unit/test_report.py",)) == 1
+        assert environments.run_tests(*installed, ("tests/report/pure/test_report.py",)) == 1
     finally:
         shutil.move(tmp_path / "kept.css", packages / "batchfit" / "_charts" / "chart.css")

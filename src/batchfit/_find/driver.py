@@ -20,8 +20,7 @@ from typing import Self, final
 
 from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.trial.in_children import InChildren, RunOne
-from batchfit._engine.trial.in_process import InProcess
+from batchfit._engine.trial.interface import RunTrial, TrialRequest, TrialRunner
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._find.outcome import observation_of, worst
 from batchfit._find.pure.search import Observation, Request, Search
@@ -50,7 +49,7 @@ class SearchDriver:
         self,
         search: Search,
         trials: list[Trial],
-        runs: InProcess | InChildren,
+        runs: TrialRunner,
         ranks: Ranks,
         *,
         steps: int,
@@ -113,11 +112,11 @@ class SearchDriver:
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
         reachable = self.runs.reachable_after_bytes()
-        elsewhere = self.runs.place.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
+        elsewhere = self.runs.device.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
         if self.ranks.is_main and elsewhere and self.room.has_grown(reachable):
             log.info(
                 "%s are free on %s now, and %s were when the search began: its answer is for that",
-                *(format_bytes(reachable), self.runs.place.name, format_bytes(self.room.begun_bytes)),
+                *(format_bytes(reachable), self.runs.device.name, format_bytes(self.room.begun_bytes)),
             )
 
     def may_begin(self) -> bool:
@@ -129,7 +128,7 @@ class SearchDriver:
         if any(is_late for is_late, _ in seen):
             return False
         self._make_do_with(min(reachable for _, reachable in seen))
-        if self.room.is_exceeded(mine) and getattr(self.runs.place, "can_limit", True):
+        if self.room.is_exceeded(mine) and getattr(self.runs.device, "can_limit", True):
             self._limit()  # the budget was all that was free, so nothing was limited; now more is free
         return True
 
@@ -148,7 +147,7 @@ class SearchDriver:
                 log.warning(
                     "batch size %d ran out while another program had memory of %s; it is free again, so the "
                     "size is tried once more",
-                    *(ask.size, self.runs.place.name),
+                    *(ask.size, self.runs.device.name),
                 )
             trial, reachable = self._run(ask)
         if not trial.fits:
@@ -157,14 +156,15 @@ class SearchDriver:
 
     def _run(self, ask: Request) -> tuple[Trial, int]:
         """One trial on all ranks, and the least that any of them can reach after it."""
-        mine = self._run_one(
+        request = TrialRequest(
             ask.size,
             steps=self._steps_of_a_soak if ask.soak else self._steps,
             soak=ask.soak,
             may_settle=ask.soak and self._may_settle,
-            few=None if self._few is None else self._few[ask.soak],
-            smallest=ask.size == self.search.sizes.first,
+            generation_steps=None if self._few is None else self._few[ask.soak],
+            is_smallest=ask.size == self.search.sizes.first,
         )
+        mine = self._run_one(request)
         answers = self.ranks.gather(
             [None if mine is None else mine.model_dump(), self.runs.reachable_after_bytes()],
             doing=f"the trial of batch size {ask.size}",
@@ -200,7 +200,7 @@ class SearchDriver:
             log.warning(
                 "%s of %s went to other programs during the search (or to libraries that this one has "
                 "loaded); searching on within %s, and the answer is for that",
-                *(format_bytes(before - self.room.budget_bytes), self.runs.place.name),
+                *(format_bytes(before - self.room.budget_bytes), self.runs.device.name),
                 format_bytes(self.room.budget_bytes),
             )
         self._limit()
@@ -208,7 +208,7 @@ class SearchDriver:
     def _limit(self) -> None:
         """Hold trials to the budget as it is now."""
         self._stack.close()
-        self._run_one: RunOne = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
+        self._run_one: RunTrial = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
 
     def _keep_as_it_is(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:

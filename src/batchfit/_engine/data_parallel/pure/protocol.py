@@ -13,8 +13,8 @@ Rules
   of microbatches before each try (`settle_offers`), and on what became of it after it (`settle_try`). Whoever
   fails in between goes on sending, so that all come to the second vote.
 
-`docs/ranks_microbatch.md` says the same in words, and `tests/unit/test_protocol.py` runs every interleaving
-of 2 and 3 ranks with a failure at every point.
+`docs/ranks_microbatch.md` says the same in words, and `tests/data_parallel/pure/test_protocol.py` runs every
+interleaving of 2 and 3 ranks with a failure at every point.
 """
 
 from __future__ import annotations

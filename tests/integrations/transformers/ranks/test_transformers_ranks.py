@@ -1,0 +1,71 @@
+"""Hugging Face's Trainer on two gloo ranks: all agree, and end as one process with the joined batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks, values
+
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs transformers")
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo: torch.distributed without it"
+)
+
+import hf_cases as cases  # noqa: E402
+from hf_models import arguments, gpt2, parameters_of  # noqa: E402
+from transformers import Trainer  # noqa: E402
+
+from batchfit.integrations.transformers import adapt  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has to say, of all cases."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    return values(run_ranks(cases.everything, world_size=2, args=(folder,), timeout_s=200))
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+@pytest.mark.slow
+def test_a_rank_that_runs_out_tries_again_and_all_end_as_one_process(
+    name: str, tmp_path: Path, answers: list[dict[str, Any]]
+) -> None:
+    told = [answer[name] for answer in answers]
+    given = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    model = cases.MODELS[name]()
+    one = Trainer(
+        model,
+        arguments(tmp_path, **given, per_device_eval_batch_size=10),
+        train_dataset=cases.data_of(name),
+        eval_dataset=cases.data_of(name, 20),
+    )
+    one.train()
+    loss = one.evaluate()["eval_loss"]
+    assert [one[1] for one in told] == [0, 2]  # rank 1 ran out, in training and in evaluation
+    assert [one[2] for one in told] == [6, 6]
+    assert told[0][0] == told[1][0]
+    assert torch.allclose(torch.tensor(told[0][0], dtype=torch.float64), parameters_of(model), atol=1e-11)
+    # Trainer's own mean over ranks is not one over tokens where the loss is a mean.
+    assert told[0][3] == pytest.approx(loss, rel=1e-5 if name == "gpt2" else 0.02)
+
+
+def test_all_ranks_find_what_fits_on_the_smallest(answers: list[dict[str, Any]]) -> None:
+    found, steps = answers[0]["find"]
+    assert answers[1]["find"] == [found, steps]
+    assert 1 <= found < 16
+    assert steps == 2
+
+
+def test_a_schedule_on_two_ranks_is_that_of_one(tmp_path: Path, answers: list[dict[str, Any]]) -> None:
+    assert answers[0]["schedule"] == answers[1]["schedule"]
+    whole, resumed = answers[0]["schedule"]
+    assert whole == resumed
+    model = gpt2()
+    trainer: Any = Trainer(model, arguments(tmp_path), train_dataset=cases.Tokens())
+    adapt(trainer, schedule="0:8 3:16 step", lr="sqrt", find=False).train()
+    assert torch.allclose(torch.tensor(whole, dtype=torch.float64), parameters_of(model), atol=1e-11)
