@@ -1,4 +1,4 @@
-"""The default strategy: measured memory proposes, the bracket disposes.
+"""The default strategy: measured memory proposes sizes, the bracket limits them.
 
 Rules: a pure function of the state, as every strategy. Bisection can always still end the search within
 `LIMIT` trials; a prediction is tried first, and believed as far as what it took says.
@@ -20,7 +20,7 @@ from batchfit._find.pure.bracket import (
     ran_short,
     settle,
 )
-from batchfit._find.pure.memory_curve import COARSE_NOISE, FINEST, NOISE, Curve, Outlook, Reading
+from batchfit._find.pure.memory_curve import COARSE_NOISE, FINEST, NOISE, Curve, MemoryReading, Outlook
 
 # Constants: benchmarks/search_ablation.py sets each to a neutral value; the largest move of a group's mean
 # (trials; OOMs) stands beside it.
@@ -57,7 +57,7 @@ _USUAL_BUDGET_SHARE = 0.2
 
 
 def guided(state: State) -> Request | str:
-    """Measured memory proposes, the bracket disposes; the default.
+    """Measured memory proposes sizes, the bracket limits them; the default.
 
     Ends without a failure where the memory that is left is worth no further trial. With `tolerance` 0 it
     ends when the next larger size has failed. Without readings it doubles, then bisects.
@@ -86,8 +86,8 @@ def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Request | s
     """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
 
     A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
-    exact search, from there on. Where what it took leaves room for more beyond doubt, the room is used: how
-    an allocator's memory falls into pieces is foreseen less well than what is put into them.
+    exact search, from there on. Where what it took leaves room for more beyond doubt, the room is used:
+    fragmentation is foreseen less well than live tensors.
     """
     size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
     if bracket.bad is not None and bracket.bad <= size:
@@ -105,7 +105,7 @@ def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Request | s
 
 
 def _reserved_end(state: State, good: int) -> float:
-    """The size up to which all that the allocator took for `good` would be within the budget, if it grows."""
+    """The size up to which what was reserved for `good` stays within the budget, if all of it grows."""
     at_good = [one for one in state.observations if one.size == good and one.fits]
     taken = max((one.reserved_bytes or one.allocated_bytes or 0 for one in at_good), default=0)
     if state.budget_bytes is None or not taken:
@@ -113,7 +113,7 @@ def _reserved_end(state: State, good: int) -> float:
     held = min(one.held_bytes or 0 for one in at_good)
     aside = _aside_bytes(state.budget_bytes, min(held, *(one.least_bytes for one in at_good)))
     return Curve.through(
-        [Reading(good, taken, aside_bytes=aside)], budget_bytes=state.budget_bytes, floor_bytes=held
+        [MemoryReading(good, taken, aside_bytes=aside)], budget_bytes=state.budget_bytes, floor_bytes=held
     ).safe()
 
 
@@ -145,143 +145,141 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
     aside = _aside_bytes(state.budget_bytes, min([floor, *(one.least_bytes for one in ran)]))
-    budget = state.budget_bytes - aside
-    # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
+    # The largest size says most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
-    releases = max(shown, key=lambda one: one.size).rests_return(aside_bytes=aside)
-    # A large block among small ones (a kernel's workspace) does not keep those from being handed back.
-    if any(one.handed_back for one in ran):
+    releases = max(shown, key=lambda one: one.size).cache_is_releasable(aside_bytes=aside)
+    # A large block among small ones (a kernel's workspace) does not keep those from being released.
+    if any(one.released_cache for one in ran):
         releases = True
-    readings = [
-        reading
-        for one in ran
-        if (reading := one.reading(releases=releases, budget_bytes=state.budget_bytes, aside_bytes=aside))
-        is not None
-    ]
-    # A reading at the budget while twice the size runs: a pool taken beforehand, not what the step needs.
+    budget = state.budget_bytes
+    needs = (one.reading(releases=releases, budget_bytes=budget, aside_bytes=aside) for one in ran)
+    readings = [one for one in needs if one is not None]
     if not readings:
         return None
+    # As much at the budget for half the size: a pool taken beforehand, not what the step needs.
     last = max(readings, key=lambda one: one.size)
-    full = max((1 - NOISE) * state.budget_bytes, last.need_bytes)
+    full = max((1 - NOISE) * budget, last.need_bytes)
     if any(one.need_bytes >= full and 2 * one.size <= last.size for one in readings):
         return None
-    return Curve.through(readings, budget_bytes=state.budget_bytes, floor_bytes=floor)
+    return Curve.through(readings, budget_bytes=budget, floor_bytes=floor)
 
 
 def _aside_bytes(budget_bytes: int, floor_bytes: int) -> int:
-    """What of the floor to leave out of all figures, so that the floor is a usual share of what remains."""
+    """What of the floor is left out of the readings' errors, where the floor fills most of the budget."""
     if floor_bytes <= _CROWDED_BUDGET_SHARE * budget_bytes:
         return 0
-    return max(
-        0,
-        int(
-            (min(floor_bytes, budget_bytes - 1) - _USUAL_BUDGET_SHARE * budget_bytes)
-            / (1 - _USUAL_BUDGET_SHARE)
-        ),
-    )
+    beyond = min(floor_bytes, budget_bytes - 1) - _USUAL_BUDGET_SHARE * budget_bytes
+    return max(0, int(beyond / (1 - _USUAL_BUDGET_SHARE)))
 
 
 def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     """The next size from the memory model; or the end, where what is left is not worth a trial."""
     good, exact, single = bracket.good or 0, state.tolerance == 0, len(curve.readings) == 1
-    look = curve.outlook(failed=bracket.bad, setbacks=bracket.setbacks)
+    outlook = curve.outlook(failed=bracket.bad, setbacks=bracket.setbacks)
     # The smallest size may hide all growth: nothing ends there.
-    likely = math.inf if single and good == bracket.sizes.first else look.likely
+    likely = math.inf if single and good == bracket.sizes.first else outlook.likely
     # Where one sample more is worth a trial by itself, or two readings are all there is, no doubt counts.
     fine = enough(good, bracket.place(0), state.tolerance) and len(curve.readings) > 2
-    end = likely * (1 - _ERROR_SHARE_WORTH_NO_TRIAL * (look.error - FINEST)) if fine else likely
+    end = likely * (1 - _ERROR_SHARE_WORTH_NO_TRIAL * (outlook.error - FINEST)) if fine else likely
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
-    crowded = curve.readings[0].aside_bytes > 0 and look.error <= FINEST
+    crowded = curve.readings[0].aside_bytes > 0 and outlook.error <= FINEST
     soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.observations) > 1
     if not exact and enough(good, worth, state.tolerance * (1.5 if soaked else 1)):
-        return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
-    size = bracket.place(_target(state, bracket, curve, look, worth=worth))
+        return _last_soak(state, bracket, curve, outlook) or settle(state, bracket, "within_tolerance")
+    size = bracket.place(_target(state, bracket, curve, outlook, worth=worth))
     # A soak now saves a trial if the size turns out to be the answer.
     if exact:
         final = enough(size, min(likely, bracket.largest), _EXACT_SOAK_SHARE)
     else:
         full = curve.readings[0].need_bytes > _LAST_STEP_BUDGET_SHARE * curve.budget_bytes
-        few = single and look.safe < _LAST_STEP_RATIO * good and not full
-        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
+        few = single and outlook.safe < _LAST_STEP_RATIO * good and not full
+        final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + outlook.error / 2))
     return Request(size, state.soak and (final or size == bracket.sizes.last))
 
 
-def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> Request | None:
+def _last_soak(state: State, bracket: Bracket, curve: Curve, outlook: Outlook) -> Request | None:
     """The answer needs a soak yet: of where the memory is expected to end, if the readings are good enough.
 
     It costs no further trial, and a tolerance is for what nobody knows.
     """
     if not state.soak or bracket.sustained == bracket.good or bracket.bad is not None:
         return None
-    size = bracket.place(min(look.aim, bracket.largest))
-    return Request(size, True) if curve.readings[-1].noise < NOISE and size <= look.aim else None
+    size = bracket.place(min(outlook.aim, bracket.largest))
+    return Request(size, True) if curve.readings[-1].noise < NOISE and size <= outlook.aim else None
 
 
-def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
+def _target(state: State, bracket: Bracket, curve: Curve, outlook: Outlook, *, worth: int) -> float:
     """Where to try next, as a real number."""
-    if bracket.bad is not None:
-        return _below_failure(state, bracket, curve, look, worth=worth, bad=bracket.bad)
-    good, exact = float(bracket.good or 0), state.tolerance == 0
-    target = _beyond(state, bracket, curve, look)
-    if not exact and worth < _NEAR_END_RATIO * good:
-        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
-    return min(target, _LARGEST_STEP_RATIO * good)
-
-
-def _beyond(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> float:
-    """Nothing has failed: between the ray, which is safe, and the chord, which is not."""
-    good, exact, known = float(bracket.good or 0), state.tolerance == 0, curve.floor_bytes > 0
-    base = max(look.safe, good)
-    leap = _FLAT_STEP_RATIO if curve.precise or not look.grows else 1.0
-    if len(curve.readings) == 1:
-        return look.safe * (1 if known else _FIRST_STEP_BEYOND_RAY_RATIO)
-    if look.straight or (exact and look.likely < _NEAR_END_RATIO * good):
-        if exact and look.high < math.inf:
-            return (max(look.low, good) + look.high) / 2
-        target = max(look.aim, good)
+    good = float(bracket.good or 0)
+    if bracket.bad is None:
+        target = min(_beyond(state, bracket, curve, outlook), _LARGEST_STEP_RATIO * good)
+        if not state.tolerance:
+            # Sizes run although their readings fill the budget: each step is twice the last.
+            full = sum(one.need_bytes >= curve.budget_bytes for one in curve.readings)
+            target = max(target, good + bracket.sizes.step * 2 ** (full - 1))
     else:
-        # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
-        by_ray = known and (look.likely >= _NEAR_END_RATIO * good or curve.precise)
-        reach = 0.0 if by_ray and not exact else _CHORD_EXPONENT
-        # To the nearest size; downwards where a block of one sample more may find no gap.
-        half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
-        target = base * (max(look.careful, base) / base) ** reach + half
-        # Where readings are rounded up, `careful` allows for that already.
-        rounded = (
-            look.careful
-            if curve.rounding_bytes
-            else base * (max(look.careful, base) / base) ** _CHORD_EXPONENT
-        )
-        far = rounded if look.grows else look.chord
-        target = max(target, min(leap * good, far))
-    if known and not exact:
+        target = _below_failure(state, bracket, curve, outlook, bad=bracket.bad)
+    if state.tolerance and worth < _NEAR_END_RATIO * good:
+        target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
+    return target if bracket.bad is None or target > good else bracket.middle()
+
+
+def _beyond(state: State, bracket: Bracket, curve: Curve, outlook: Outlook) -> float:
+    """Where readings lead: between the ray, which is safe, and the chord, which is not."""
+    good, exact, floor_known = float(bracket.good or 0), state.tolerance == 0, curve.floor_bytes > 0
+    if len(curve.readings) == 1:
+        return outlook.safe * (1 if floor_known else _FIRST_STEP_BEYOND_RAY_RATIO)
+    if outlook.straight or (exact and outlook.likely < _NEAR_END_RATIO * good):
+        if exact and outlook.high < math.inf:
+            return (max(outlook.low, good) + outlook.high) / 2
+        target = max(outlook.aim, good)
+    else:
+        target = _towards_chord(state, bracket, curve, outlook)
+    if floor_known and not exact:
         # Readings may lie on one line and still be the flat part, before the curve turns up.
-        target = min(target, max(_RAY_MARGIN_RATIO * look.safe, good + bracket.sizes.step, leap * good))
+        most = max(_RAY_MARGIN_RATIO * outlook.safe, good + bracket.sizes.step)
+        target = min(target, max(most, _step_ratio(curve, outlook) * good))
     return target
 
 
-def _below_failure(
-    state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int, bad: int
-) -> float:
-    """A size has failed: between what is safe and that."""
-    if state.tolerance == 0 and bracket.setbacks > _EXACT_FAILURES_BEFORE_BISECTION:
-        return bracket.middle()
+def _towards_chord(state: State, bracket: Bracket, curve: Curve, outlook: Outlook) -> float:
+    """No straight line is seen: part of the way from the ray to the chord, or a step along the flat part."""
+    good = float(bracket.good or 0)
+    base = max(outlook.safe, good)
+    between = base * (max(outlook.careful, base) / base) ** _CHORD_EXPONENT
+    # With a known floor the ray leads near the end by itself, and a chord over the flat part beyond it.
+    near = outlook.likely < _NEAR_END_RATIO * good and not curve.precise
+    by_ray = curve.floor_bytes > 0 and not near and state.tolerance > 0
+    # To the nearest size; downwards where a block of one sample more may find no free segment.
+    half = 0.0 if curve.readings[-1].noise == COARSE_NOISE else bracket.sizes.step / 2
+    target = (base if by_ray else between) + half
+    # Where readings are rounded up, `careful` allows for that already.
+    most = outlook.careful if curve.rounding_bytes else between
+    return max(target, min(_step_ratio(curve, outlook) * good, most if outlook.grows else outlook.chord))
+
+
+def _step_ratio(curve: Curve, outlook: Outlook) -> float:
+    """How many times what ran may be tried, whatever the ray says."""
+    return _FLAT_STEP_RATIO if curve.precise or not outlook.grows else 1.0
+
+
+def _below_failure(state: State, bracket: Bracket, curve: Curve, outlook: Outlook, *, bad: int) -> float:
+    """A size has failed: where the readings lead below it, or between it and what ran."""
     good, exact = float(bracket.good or 0), state.tolerance == 0
-    near = len(curve.readings) == 1 or enough(good, bad, _EXACT_SOAK_SHARE) or (exact and look.likely < _NEAR_END_RATIO * good)
-    turned = look.likely == bad or not (look.straight or near)
-    target = math.inf if turned else _beyond(state, bracket, curve, look)
+    if exact and bracket.setbacks > _EXACT_FAILURES_BEFORE_BISECTION:
+        return float(bracket.middle())
+    near = exact and outlook.likely < _NEAR_END_RATIO * good
+    near = near or len(curve.readings) == 1 or enough(good, bad, _EXACT_SOAK_SHARE)
+    turned = outlook.likely == bad or not (outlook.straight or near)
+    target = math.inf if turned else _beyond(state, bracket, curve, outlook)
     if target >= bad and bracket.setbacks == 1 and not exact and curve.readings[-1].noise < NOISE:
         target = bad  # good readings that promised a size which then failed are a little off, and once only
     elif target >= bad:
-        target = good * (min(look.likely, bad) / good) ** (0.5 if exact else _KNEE_EXPONENT)
-        if look.safe < bad:
-            target = max(look.safe, target)
-    if not exact:
-        target = min(target, bad * (1 - state.tolerance * 2 ** (bracket.setbacks - 1)))
-        if worth < _NEAR_END_RATIO * good:
-            target = max(target, (good + worth) / 2)  # a smaller step is not worth a trial
-    return target if target > good else bracket.middle()
+        target = good * (min(outlook.likely, bad) / good) ** (0.5 if exact else _KNEE_EXPONENT)
+        if outlook.safe < bad:
+            target = max(outlook.safe, target)
+    return target if exact else min(target, bad * (1 - state.tolerance * 2 ** (bracket.setbacks - 1)))
 
 
 def _without_readings(state: State, bracket: Bracket) -> Request:
