@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Self, final
 
-from batchfit._engine.device.batch_norm_error import needs_two_samples
+from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial.interface import RunTrial, TrialRequest, TrialRunner
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
