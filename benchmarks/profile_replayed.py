@@ -31,7 +31,7 @@ from typing import Any
 
 from batchfit._find.pure.memory_curve import Curve, MemoryReading
 from batchfit._profile.pure.knee import Knee, Timed, grid
-from batchfit._profile.pure.steady import LOOK, Interval, Timing, fine_after, is_fine, is_warm
+from batchfit._profile.pure.steady import BRIEF, Interval, Timing, fine_after, is_fine, is_warm
 
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "h200_throughput.json"
 CASES = tuple(f"{model}/{cap}" for model in ("gpt2", "resnet50", "vit") for cap in ("uncapped", "24GiB"))
@@ -128,7 +128,7 @@ class _Running:
                 self.seconds += 1.0
                 knee = knee.tell(Timed(ask.size, fits=False))
                 continue
-            timing = fine_after(self.seconds) if ask.fine else LOOK
+            timing = fine_after(self.seconds) if ask.fine else BRIEF
             times = self.time(ask.size, timing, fine=ask.fine)
             interval = Interval.of(times)
             knee = knee.tell(

@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from typing import Self, final
 
-from batchfit._engine.device.batch_norm_error import needs_two_samples
+from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._find.outcome import observation_of, worst

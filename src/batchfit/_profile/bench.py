@@ -5,10 +5,10 @@ Rules:
   decide the same.
 - A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
   trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
-- FLOPs are counted in a step more at the end of one timing, when times and peaks have been read: putting the
-  state back once for both is what makes it cheap.
-- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
-  out of memory is None.
+- FLOPs are counted in one more step at the end of one timing, when times and peaks have been read: restoring
+  the state once for both makes it cheap.
+- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; after an OOM it
+  is None.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Bench:
         if step is None:
             self.seen[size] = seen
         if self.model is None and not compilations():
-            # A step of the caller's own: its first module is looked at once it is clear that nothing is
+            # A step of the caller's own: its first module is watched once it is clear that nothing is
             # compiled, for a hook on a part of a compiled function would make that compile again.
             self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
         if run.times_s and step is None:
@@ -134,7 +134,7 @@ class Bench:
         return None if most == float("inf") or most > 2**40 else int(most)
 
     def _count_flops(self, size: int) -> bool:
-        """Count the operations of one step more, which the timing puts back; False where it was cut off."""
+        """Count the operations of one more step within the timing; False where it was cut off."""
         ambient = sys.exception()
         try:
             with eagerly():
@@ -161,8 +161,8 @@ class Bench:
         def agree(wants_more: bool, failed: bool) -> bool | None:
             if self.ranks.world_size == 1:
                 return None if failed else wants_more
-            told = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
-            return None if any(one[1] for one in told) else any(one[0] for one in told)
+            answers = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
+            return None if any(one[1] for one in answers) else any(one[0] for one in answers)
 
         return agree
 
@@ -170,21 +170,21 @@ class Bench:
         """One run that stands for all ranks': the slowest's times, the highest readings."""
         if self.ranks.world_size == 1:
             return run
-        told = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
-        failed = next((one for one in told if one["outcome"] != "fits"), None)
-        slowest = failed or max(told, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
-        peaks = [one["peaks"] for one in told if one["peaks"] is not None]
+        runs = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
+        failed = next((one for one in runs if one["outcome"] != "fits"), None)
+        slowest = failed or max(runs, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
+        peaks = [one["peaks"] for one in runs if one["peaks"] is not None]
         merged = TimedRun(**{**slowest, "peaks": None})
-        merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        merged.alloc_retries = max(one["alloc_retries"] for one in runs)
         merged.held_bytes = min(
-            (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
+            (one["held_bytes"] for one in runs if one["held_bytes"] is not None), default=None
         )
         if peaks:
             merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
         return merged
 
     def _memory_trial(self, size: int, *, smallest: bool) -> TimedRun | None:
-        """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
+        """On a CPU whose memory is not counted: its peak at this size, or its OOM; once per size."""
         if counts_memory(self.device):
             return None
         if size in self._memory:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.device.budget import usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.oom import needs_two_samples
 from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
@@ -34,7 +34,7 @@ from batchfit._profile.diagnosis import Diagnosis, diagnosed
 from batchfit._profile.pure.knee import Timed, TimingRequest, marginal_gains
 from batchfit._profile.pure.options import OnPoint, ProfileOptions
 from batchfit._profile.pure.peak_flops import peak_flops
-from batchfit._profile.pure.steady import FINE, LOOK, Timing, fine_after, is_fine, verdict
+from batchfit._profile.pure.steady import BRIEF, FINE, Timing, fine_after, is_fine, verdict
 from batchfit._profile.readings import PATIENCE_S, loader_pace
 from batchfit._profile.reasons import KnownSizes, accumulation, notes, reason
 from batchfit._profile.timing import TimedRun
@@ -236,7 +236,7 @@ class _Measuring:
     def _timing(self, ask: TimingRequest) -> Timing:
         if self.knee.sizes:
             return FINE
-        return fine_after(time.perf_counter() - self._begun) if ask.fine else LOOK
+        return fine_after(time.perf_counter() - self._begun) if ask.fine else BRIEF
 
     def _is_smallest(self, size: int) -> bool:
         return size == (min(self.knee.sizes) if self.knee.sizes else self.knee.smallest)

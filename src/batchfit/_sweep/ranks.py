@@ -132,7 +132,7 @@ class AllRanks:
         invitation = None
         if self.ranks.any(worker.child is None, doing=f"the processes for {doing}"):
             worker.end()
-            invitation = company.invite()
+            invitation = company.rendezvous()
         worker.begin(entry, invitation)
         mine = self._answer(worker, on_event, flag=f"sweep {self._asked}")
         gathered = self.ranks.gather(mine.as_json(), doing=f"the record of {doing}")

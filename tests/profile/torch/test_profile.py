@@ -22,7 +22,7 @@ from batchfit._profile import diagnosis, readings, timing
 from batchfit._profile import profile as _profile
 from batchfit._profile.model_inputs import watched_inputs
 from batchfit._profile.pure.knee import Knee, Timed
-from batchfit._profile.pure.steady import FINE, LOOK, Timing
+from batchfit._profile.pure.steady import BRIEF, FINE, Timing
 from batchfit._profile.readings import flops_of, loader_pace, union
 from batchfit._profile.timing import run_timed
 from batchfit.errors import NothingFitsError, SearchStoppedError
@@ -195,7 +195,7 @@ def test_long_steps_that_vary_do_not_take_over_the_time(fake_time: list[float]) 
 
     planted = Wobbling(fake_time)
     profile = planted.profile(largest=200, diagnose=False)
-    assert max(point.steps_timed for point in profile.points) <= LOOK.most + FINE.least
+    assert max(point.steps_timed for point in profile.points) <= BRIEF.most + FINE.least
     assert planted.profile(sizes=[128], diagnose=False).at(128).steps_timed > 2 * FINE.least
 
 
@@ -597,7 +597,7 @@ def test_other_ranks_stop_with_one_that_fails() -> None:
 
     device, snapshot = FakeDevice("1GiB"), Snapshot.take(())
     step = faulty(lambda size: None, {2: "oom"})
-    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=LOOK, agree=agree)
+    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=BRIEF, agree=agree)
     assert run.outcome == "oom"
     assert asked[-1] == (False, True)
     assert sum(failed for _, failed in asked) == 1

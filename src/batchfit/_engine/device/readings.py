@@ -12,14 +12,14 @@ from batchfit._engine.virtual_memory.memory import active
 
 
 class DeviceReading(NamedTuple):
-    """What a device says of itself; None where it does not."""
+    """A device's live bytes and allocation retries; None where they are not counted."""
 
     held_bytes: int | None
     retries: int | None
 
 
 def recover(device: Device) -> None:
-    """Give back what the failed try left: cycles, cast copies of weights, cached blocks."""
+    """Release what a failed call left: cycles, cast copies of weights, cached blocks."""
     torch.clear_autocast_cache()
     gc.collect()
     if counts_memory(device):
@@ -27,7 +27,7 @@ def recover(device: Device) -> None:
 
 
 def read(device: Device) -> DeviceReading:
-    """What the device holds now and how often it had to retry: tens of microseconds, no synchronisation."""
+    """Live bytes now and allocation retries so far: tens of microseconds, no synchronization."""
     if isinstance(device, CudaDevice):
         # Not `memory_stats`, which flattens the same table in Python (100 us).
         stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
@@ -53,7 +53,7 @@ def begin_peak(device: Device) -> None:
 
 
 def peak(device: Device) -> int | None:
-    """The most that was live since `begin_peak`; None where the device does not tell."""
+    """The most that was live since `begin_peak`; None where it is not counted."""
     return device.peaks().allocated_bytes if counts_memory(device) else None
 
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory."""
+"""The tensors that modules, optimizers and containers hold, and their bytes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def optimizers_in(things: Iterable[object]) -> list[Any]:
-    """The optimizers among `things`, those that have something to move."""
+    """The optimizers among `things` that have parameters to update."""
     every = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
     return [one for one in every if any(tensor.requires_grad for tensor in tensors_in([one]))]
 
@@ -86,8 +86,8 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
     leaves: dict[int, torch.Tensor] = {}
     tables: list[Any] = []
     modules: dict[int, nn.Module] = {}
-    # Once a batch, so not through `modules()`, whose nested generators take four times as long, and with
-    # one look into each module's attributes.
+    # Once per batch, so not through `modules()`, whose nested generators take four times as long, and with
+    # one access to each module's attributes.
     for model in models:
         if isinstance(model, torch.Tensor):
             if model.requires_grad:

@@ -1,17 +1,17 @@
 """The collectives of a step, and how a rank whose step failed still takes part in them.
 
 Rules:
-- A rank that runs out inside a step leaves its peers waiting for what it would have sent next. So it sends
-  zeros in its place, one collective after the other, until the steps of the trial are over. The peers end
-  their trial as ever, nobody waits for a time-out, no process group is harmed, and whatever the zeros have
-  done to any state is put back with the rest. That this rank failed is told at the next agreement.
-- Whole numbers are sent as they were in the rehearsal: they are indices (DDP tells the layout of its buckets
-  like that), and zeros would lead the peers astray.
-- What a step sends is looked at beforehand, in a rehearsal at small sizes: kind, group, shapes. Shapes may
+- A rank with an OOM inside a step leaves its peers waiting in the next collective. So it issues the
+  collectives of the trial's remaining steps itself, with zeros. The peers end their trial as usual, nobody
+  waits for a time-out, no process group breaks, and whatever the zeros have done to any state is restored
+  with the rest. The rank reports its failure at the next agreement.
+- Whole numbers are sent as they were in the rehearsal: they are indices (DDP sends the layout of its buckets
+  like that), and zeros would be wrong indices.
+- What a step sends is recorded beforehand, in a rehearsal at small sizes: kind, group, shapes. Shapes may
   grow with the batch size as a straight line. How much of it a step had sent when it failed is read from the
   counter that each process group keeps: nothing is watched, and nothing is slowed down, in a trial itself.
-- What cannot be sent like that is told with its reason (`Unservable`), before any trial: messages between two
-  ranks, pieces whose number depends on the data, steps that send something else each time.
+- What cannot be sent like that is refused with its reason (`Unservable`), before any trial: messages from
+  rank to rank, tensors whose number depends on the data, steps that send something else each time.
 """
 
 from __future__ import annotations
@@ -248,9 +248,9 @@ class ExpectedCollectives:
 class CountedStep:
     """A step that counts its calls and what each has sent, so that the rest can be sent if one fails.
 
-    counted = Counted(step, steps=3)
+    counted = CountedStep(step, steps=3)
     ...                       # run three steps; the second fails
-    counted.serve(owed, 8)    # what is left of the second, and the third
+    counted.serve(expected, 8)    # what is left of the second, and the third
     """
 
     def __init__(self, step: Callable[[int], object], *, steps: int) -> None:
@@ -264,12 +264,12 @@ class CountedStep:
         self._number += 1
         return self._step(size)
 
-    def serve(self, owed: ExpectedCollectives, size: int) -> None:
+    def serve(self, expected: ExpectedCollectives, size: int) -> None:
         """Send what is left of the step that failed, then all of the steps after it."""
         if self._number >= 0:
-            owed.step(self._number).serve(size, begun_since(self._before))
+            expected.step(self._number).serve(size, begun_since(self._before))
         for number in range(self._number + 1, self._steps):
-            owed.step(number).serve(size, {})
+            expected.step(number).serve(size, {})
 
 
 def _send_zeros(call: CollectiveCall) -> None:

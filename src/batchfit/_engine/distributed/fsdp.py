@@ -1,13 +1,13 @@
-"""FSDP2 (`fully_shard`) under steps that fail: what puts it right, whether that works here, agreed sizes.
+"""FSDP2 (`fully_shard`) under steps that fail: how it is reset, and whether that works here.
 
 Rules:
 - A step may be tried again only if all ranks failed in it, before their next collective: a rank that fails
-  alone leaves the others waiting, and only agreed sizes with headroom keep that from happening.
-- After a failed backward FSDP2 goes on without a word and is wrong: parameters without gradients, others
+  alone leaves the others waiting, and only agreed sizes keep that from happening.
+- After a failed backward FSDP2 goes on silently and is wrong: parameters without gradients, others
   half unsharded. `parallel.settle` resets it. Whether that is enough is not read from a version number: a
   self-test on the same mesh fails a tiny model in forward and in backward, tries again, and compares
-  parameters bit for bit with an undisturbed run. All ranks get the same verdict, once a process and mesh.
-- Where the self-test fails, a step that ran out is an error on all ranks, never a retry.
+  parameters bit for bit with an undisturbed run. All ranks get the same verdict, once per process and mesh.
+- Where the self-test fails, an OOM in a step is an error on all ranks, never a retry.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def groups_of(module: Any) -> list[Any]:
 
 
 def can_reset() -> bool:
-    """Whether this torch has what puts FSDP2 at rest after a step that failed in it."""
+    """Whether this torch can reset FSDP2 after a step that failed in it."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     return hasattr(FSDPState, "_reset_iter_state")
 
 
 def reset(module: nn.Module) -> None:
-    """Put FSDP2 at rest after a step that failed; gradients that it has not sharded yet are dropped."""
+    """Reset FSDP2 after a step that failed; gradients that it has not sharded yet are dropped."""
     for one in module.modules():
         parallel.settle(one)
 
@@ -76,7 +76,7 @@ _verdicts: dict[tuple[Any, ...], SelfTest] = {}
 def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
     """Whether failed steps may be tried again on this mesh, with this torch; all ranks call it together.
 
-        if self_test(mesh_of(model)).passed: ...
+        if self_test(mesh).passed: ...
 
     Kept for the process. No random numbers are drawn.
     """
@@ -86,8 +86,8 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
         mine = {}
         for phase in ("forward", "backward"):
             mine[phase] = _differs(mesh, phase)
-        told = ranks.gather(mine, doing="the self-test of FSDP2")
-        whys = {phase: next((one[phase] for one in told if one[phase]), "") for phase in mine}
+        found = ranks.gather(mine, doing="the self-test of FSDP2")
+        whys = {phase: next((one[phase] for one in found if one[phase]), "") for phase in mine}
         why = "; ".join(f"after a failure in {phase}: {text}" for phase, text in whys.items() if text)
         _verdicts[key] = SelfTest(not whys["forward"], not whys["backward"], why)
     return _verdicts[key]
@@ -98,7 +98,7 @@ class _Stop(Exception):
 
 
 class _Fault(nn.Module):
-    """Raises once, in the phase that it is told to."""
+    """Raises once, in the phase that is set."""
 
     def __init__(self) -> None:
         super().__init__()

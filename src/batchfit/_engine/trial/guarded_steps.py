@@ -26,7 +26,6 @@ from typing import final
 import torch
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.device.interface import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.tensors import bytes_of
@@ -76,7 +75,7 @@ class StepCalls:
         at = phase.current()
         where = f"step {self._begun}, {at}" if at else f"step {self._begun}"
         note = f"{NOTE} {self._size} ({where})"
-        if self._size == 1 and needs_two_samples(error):
+        if self._size == 1 and oom.needs_two_samples(error):
             note += "; batch normalization needs two samples in training mode"
         if verdict == "fatal":
             note += "; the device context is dead, so the state could not be restored: restart the process"
@@ -108,7 +107,7 @@ class GuardedSteps:
         note: Callable[[oom.Verdict, BaseException], str] | None = None,
         most_passes: int | None = None,
     ) -> StepFailure | None:
-        """Run steps as those of one loop; how they ran out of memory, or None.
+        """Run steps as those of one loop; how they were out of memory, or None.
 
         `raise_ambiguous`: an error that may or may not mean memory comes out as an error.
         `most_passes`: of a step that accumulates gradients over many passes, this many are run.

@@ -69,7 +69,7 @@ class LoadedTarget:
 
 
 def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
-    """Take a target apart; whatever can be seen wrong without running the user's code is refused here."""
+    """Parse a target; whatever can be seen wrong without running the user's code is refused here."""
     source, colon, function = text.rpartition(":")
     if not colon or not source or not function or "\\" in function or "/" in function:
         raise TargetError(f"target must be {FORM}, not {text!r}{_functions_hint(text)}")
@@ -288,7 +288,7 @@ def required_arguments(function: Callable[..., object]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []  # a builtin without a signature: calling it will tell
+        return []  # a builtin without a signature: calling it will show
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in skipped]
 
