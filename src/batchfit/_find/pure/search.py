@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from batchfit._documents import parse_json
@@ -73,7 +74,7 @@ class Search(State):
 
     def ask(self) -> Request | None:
         """The next trial to run; None when the search is over."""
-        step = self._step()
+        step = _decide(self)
         return step if isinstance(step, Request) else None
 
     def tell(self, observation: Observation) -> Search:
@@ -86,7 +87,7 @@ class Search(State):
     def best(self) -> int | None:
         """The largest size that ran; once the search is over, the largest that survived a soak, if any."""
         bracket = Bracket.of(self)
-        if bracket.sustained is not None and (bracket.soak_failed or not isinstance(self._step(), Request)):
+        if bracket.sustained is not None and (bracket.soak_failed or not isinstance(_decide(self), Request)):
             return bracket.sustained
         ran = (
             one.size
@@ -98,23 +99,8 @@ class Search(State):
     @property
     def stopped_because(self) -> str | None:
         """Why the search is over: a key of `results.REASONS`, or "nothing_fits"; None while it goes on."""
-        step = self._step()
+        step = _decide(self)
         return None if isinstance(step, Request) else step
-
-    def _step(self) -> Request | str:
-        step = STRATEGIES[self.strategy](self)
-        if self.max_trials is None or not isinstance(step, Request):
-            return step
-        left = self.max_trials - len(self.observations)
-        if left <= 0:
-            return "max_trials"
-        if left == 1 and self.soak:
-            # The last trial is for the soak: of what ran, or else of what would have been tried.
-            bracket = Bracket.of(self)
-            return Request(
-                step.size if bracket.good == bracket.sustained else bracket.good or step.size, True
-            )
-        return step
 
     def to_json(self) -> str:
         """This search as JSON text: settings and history."""
@@ -158,6 +144,23 @@ def run(search: Search, trial: Callable[[Request], Observation | None]) -> Searc
             break
         search = search.tell(observation)
     return search
+
+
+@lru_cache(maxsize=256)
+def _decide(search: Search) -> Request | str:
+    """The next trial, or why there is none: computed once per state, since `ask` and its siblings share it."""
+    step = STRATEGIES[search.strategy](search)
+    if search.max_trials is None or not isinstance(step, Request):
+        return step
+    left = search.max_trials - len(search.observations)
+    if left <= 0:
+        return "max_trials"
+    if left == 1 and search.soak:
+        # The last trial is for the soak: of what ran, or else of what would have been tried.
+        bracket = Bracket.of(search)
+        size = step.size if bracket.good == bracket.sustained else bracket.good or step.size
+        return Request(size, True)
+    return step
 
 
 def _known(cls: type[Search] | type[Observation], data: dict[str, Any]) -> dict[str, Any]:
