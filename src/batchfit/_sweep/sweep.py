@@ -23,18 +23,17 @@ from typing import Any, Literal, final
 import torch
 
 import batchfit
-from batchfit._arguments import check_callback, check_flag, checked_file
+from batchfit._arguments import checked_file
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._files import locked, write_atomically
 from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
-from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent, tell
 from batchfit._sweep.pure.grid import Entry, without_done
+from batchfit._sweep.pure.options import EstimateSpec, Measure, OnRecord, SweepOptions
 from batchfit._sweep.request import Asked
-from batchfit._sweep.run_state import Measure, SweepSettings
 from batchfit._units import format_bytes
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results._sweep import (
@@ -44,8 +43,6 @@ from batchfit.results._sweep import (
     in_order,
 )
 from batchfit.workload import Workload
-
-EstimateSpec = str | Mapping[str, Any] | EstimateFunction
 
 
 def sweep(
@@ -76,7 +73,7 @@ def sweep(
     resume: bool = False,
     retry_failed: bool = False,
     overwrite: bool = False,
-    on_record: Callable[[SweepRecord], object] | None = None,
+    on_record: OnRecord | None = None,
     on_event: OnEvent | None = None,
 ) -> SweepResult:
     """Find the largest batch size of every configuration, and measure there.
@@ -127,40 +124,23 @@ def sweep(
 
     A configuration that fails is a record with its `error`, and the sweep goes on.
     """
-    settings = SweepSettings(
-        batch_size=batch_size,
-        min_size=min_size,
-        auto=auto,
-        strategy=strategy,
-        attempts=attempts,
-        budget=budget,
-        tolerance=tolerance,
-        steps=steps,
-        soak_steps=soak_steps,
-        device=device,
-        measure=measure,
-    )
-    asked = Asked.of(factory, knobs, settings, mode=mode, start_from=start_from, estimate=estimate)
-    check_callback("on_record", on_record, "record")
-    check_callback("on_event", on_event, "event")
-    for name, flag in (("resume", resume), ("retry_failed", retry_failed), ("overwrite", overwrite)):
-        check_flag(name, flag)
-    where = Where(
-        devices=devices,
-        engine=engine,
-        ray_address=ray_address,
-        num_gpus=num_gpus,
-        num_cpus=num_cpus,
-        max_retries=max_retries,
-    )
-    alone = where.engine_of(device=device)
+    keywords = {**locals()}  # every argument, by its name
+    factory, knobs = keywords.pop("factory"), keywords.pop("knobs")
+    return sweep_with(factory, knobs, SweepOptions(**keywords))
+
+
+def sweep_with(factory: Any, knobs: Any, options: SweepOptions) -> SweepResult:
+    """Run every configuration on the engine that the options name, or over all ranks."""
+    asked = Asked.of(factory, knobs, options)
+    alone = Where(**options.part(Where)).engine_of(device=options.device)
     with all_ranks() as ranks, telling_others(ranks), contextlib.ExitStack() as stack:
+        main = ranks.is_main
         keeper = SweepRecords.of(
             asked,
-            output if ranks.is_main else None,
-            resume=resume and ranks.is_main,
-            retry_failed=retry_failed and ranks.is_main,
-            overwrite=overwrite and ranks.is_main,
+            options.output if main else None,
+            resume=options.resume and main,
+            retry_failed=options.retry_failed and main,
+            overwrite=options.overwrite and main,
             stack=stack,
         )
         keeper.share(ranks)
@@ -168,8 +148,8 @@ def sweep(
             asked,
             keeper,
             engine=over_ranks(ranks, alone),
-            on_record=on_record if ranks.is_main else None,
-            on_event=on_event if ranks.is_main else None,
+            on_record=options.on_record if main else None,
+            on_event=options.on_event if main else None,
         )
 
 
@@ -355,7 +335,7 @@ def run_sweep(
     keeper: SweepRecords,
     *,
     engine: Engine = here,
-    on_record: Callable[[SweepRecord], object] | None = None,
+    on_record: OnRecord | None = None,
     on_event: OnEvent | None = None,
 ) -> SweepResult:
     """Run what waits on an engine; each record is in the file before anyone is told of it."""

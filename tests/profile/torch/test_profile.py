@@ -265,11 +265,11 @@ def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[floa
 def _late_measuring(planted: Planted) -> Any:
     from batchfit._engine.distributed.ranks import Ranks
     from batchfit._profile.bench import Bench
-    from batchfit._profile.pure.knee import Knee
+    from batchfit._profile.pure.options import ProfileOptions
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
-    return _profile._Measuring(bench, Knee(), None, None, None)
+    return _profile._Measuring(bench, ProfileOptions())
 
 
 def test_tokens_and_accumulation(fake_time: list[float]) -> None:
