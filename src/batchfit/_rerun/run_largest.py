@@ -253,8 +253,8 @@ def _agreed(mine: _Ended, request: RunRequest, ranks: Ranks) -> _Ended:
         _, rank, message = min(failed, default=(0, None, ""))
         raise CollectivesError(
             f"rank {rank} ran out of memory at batch size {request.size} while others were inside a "
-            f"collective with it, which broke off: the process group is lost ({message}). Begin again with a smaller "
-            "size, find one by a workload before, or train with a Microbatcher."
+            f"collective with it, which broke off: the process group is lost ({message}). Begin again with a "
+            "smaller size, find one by a workload before, or train with a Microbatcher."
         )
     if ranks.world_size == 1:
         return mine

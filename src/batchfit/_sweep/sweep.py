@@ -93,17 +93,15 @@ def sweep(
         min_size: the smallest size to try, in a search and in a measurement that goes down: 2 for a model
             that cannot train on one sample (BatchNorm over samples alone).
         auto: find a size for each configuration; False: use `batch_size` for all, confirmed by one trial.
-        estimate: where a search begins: `estimate(configuration, batch_size) -> int`, or for each knob a
-            table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
-            prediction says, where the step can be traced. A function may be given by its name.
-        measure: `measure(workload, size)` returns what is to be recorded, as a dict, at the size found; where
-            it runs out of memory it is called again at a smaller one. Knobs that its further arguments are
-            named after are passed too. Or its name, as for `factory`.
+        estimate: where a search begins: `estimate(configuration, batch_size) -> int` or its name, or for each
+            knob a table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict":
+            what a prediction says, where the step can be traced.
+        measure: `measure(workload, size)`, or its name: returns what to record, as a dict, at the size found.
+            After an OOM it is called again at a smaller size. It may take knobs as further arguments.
         strategy: "guided" (default); "grow": from the estimate, x1.5 while it runs, bisection once it does
             not, at most `attempts` sizes; or another of `find_batch_size`.
         attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
-        start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`, or 12 where there
-            is one knob.
+        start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`; of one knob, 12.
         devices: run on these, a child process each: `["cuda:0", "cuda:1"]`. Factory, measure and estimate
             must then be functions at the top of a module. None: in this process, or under torchrun each
             configuration over all ranks.
@@ -113,9 +111,8 @@ def sweep(
         num_gpus, num_cpus: what a task of Ray's takes; by default one GPU where there are any, and one CPU.
         max_retries: how often Ray tries a configuration again whose worker or node has died.
         output: a file that holds the result after each configuration.
-        resume: go on with the sweep in `output`; without such a file, begin.
+        resume: go on with the sweep in `output`, if there is one. overwrite: replace what is in `output`.
         retry_failed: with `resume`, run configurations again that failed.
-        overwrite: replace what is in `output`.
         on_record: called with each record when it is in the file. on_event: called with all that happens.
 
     Raises:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.text import Line, bar
+from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_room import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, RenderedAnswer, deliver
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
     from batchfit.schedules import AnyConfig
 
 MOST_ROWS = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowSettings:
-    """What was asked for."""
-
-    samples: str
-    epochs: int
-    initial: int | None = None
-    lr: float | None = None
-    lr_rule: str = "none"
-    fits: str | None = None
-    world_size: int = 1
-    microbatch_size: int | None = None
-    tokens_per_sample: int | None = None
-    drop_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
