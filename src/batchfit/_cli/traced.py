@@ -105,7 +105,7 @@ def tell(
 def wrong_flag(error: Exception, command: str) -> CommandFailed:
     """A flag's value is refused."""
     where = (
-        "predict --list-gpus lists the cards"
+        "predict --list-gpus lists the GPUs"
         if str(error).startswith("gpu ")
         else f"{command} --help lists the flags"
     )

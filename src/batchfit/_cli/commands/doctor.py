@@ -157,7 +157,7 @@ def test_a_search(findings: Findings) -> None:
         passed = size in EXPECTED_SIZES and unchanged
         detail = f"found a batch size of {size} in {SELF_TEST_BUDGET} of virtual memory"
         if not unchanged:
-            detail += ", and a parameter was not put back"
+            detail += ", and a parameter was not restored"
     except Exception as error:  # noqa: BLE001  the self-test reports whatever it meets
         detail = f"{type(error).__name__}: {error}"
     elapsed_s = round(time.perf_counter() - begun, 2)

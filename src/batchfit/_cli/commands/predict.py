@@ -1,7 +1,7 @@
-"""`batchfit predict`: the largest batch for cards and budgets, and memory drawn against the size.
+"""`batchfit predict`: the largest batch for GPUs and budgets, and memory drawn against the size.
 
-Rules: each card is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
-a card on which nothing fits is a row of the table, and an error where no other card has more; how sure the
+Rules: each GPU is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
+a GPU on which nothing fits is a row of the table, and an error where no other GPU has an answer; how sure the
 answer is and what was not seen is said beside it.
 """
 
@@ -35,7 +35,7 @@ _HEIGHT = 11  # rows of the picture: table, picture and facts fit on one screen
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a card, a budget, and what was predicted; size 0 where nothing fits."""
+    """One line of the table: a GPU, a budget, and what was predicted; size 0 where nothing fits."""
 
     card: str
     measured: bool
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """All cards' answers."""
+    """The answers of all GPUs."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -63,7 +63,7 @@ def predict_target(
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and predict its largest batch for each card and budget.
+    """Load a target and predict its largest batch for each GPU and budget.
 
     `flags` are options of `predict_batch_size`; `gpu` is a list.
     """
@@ -114,7 +114,7 @@ def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
 def predicted(
     workload: Workload, wanted: Sequence[PredictOptions], progress: ProgressDisplay, text: str
 ) -> Predicted:
-    """One prediction for each card."""
+    """One prediction for each GPU."""
     from batchfit._engine.distributed.ranks import join_launched
 
     join_launched()
@@ -291,8 +291,8 @@ def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
     draw_prediction(found.predictions, found.rows, path, title=title)
 
 
-def card_lines() -> list[Line]:
-    """The cards that `--gpu` knows."""
+def gpu_lines() -> list[Line]:
+    """The GPUs that `--gpu` knows."""
     wide = max(map(len, GPUS))
     lines: list[Line] = [[(f"{'card':<{wide}}  {'usable':>9}  capability", "head")]]
     for card in GPUS.values():

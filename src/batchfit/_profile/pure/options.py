@@ -63,7 +63,7 @@ class ProfileOptions:
         int,
         metavar="N",
         shown_default="read off input_ids",
-        help="Tokens in a sample, to tell tokens/s.",
+        help="Tokens in a sample, for tokens/s.",
     )
     target_batch_size: int | None = flag(
         None,
