@@ -1,7 +1,7 @@
 """`run_largest`: a whole program, run at the largest batch size at which it reaches its end.
 
 Rules
-- The program (`function(batch_size)`) is run again from its start after it ran out of memory;
+- The program (`function(batch_size)`) is run again from its start after an OOM;
   `_rerun.pure.rerun` says at which size. One that has reached its end is never run again.
 - Before it is run again, its memory is given back: outside of `except`, with the frames of its traceback
   cleared, garbage collected and caches emptied.
@@ -11,7 +11,7 @@ Rules
   unchanged where it was raised, and ends the others.
 - Only texts of errors are kept.
 - A program that is run again in this process (the same function, start and device) begins with the size at
-  which it ended before. A function that is made anew for each call is another program: what it closes over
+  which it ended before. A function that is made for each call is another program: what it closes over
   may be another model.
 """
 
@@ -92,9 +92,9 @@ def run_largest(
     print(ran.batch_size, ran.value)
     ```
 
-    `train` is a whole program that begins anew when it is called: it makes its loader, trains, returns. The
+    `train` is a whole program that starts over when it is called: it makes its loader, trains, returns. The
     first run is at `start`, or at the size with which the same function ended before in this process. Where
-    that runs out of memory, smaller sizes are probed: the program runs until
+    that is out of memory, smaller sizes are probed: the program runs until
     its optimizers have stepped `probe_steps` times and is stopped there. The largest size that survives is
     then run to its end, and what that run returns is the answer. For a single step use `find_batch_size`,
     which measures, and for an out-of-memory that must not lose the training so far a `Microbatcher`.
@@ -106,7 +106,7 @@ def run_largest(
             only evaluates); 0: no probes, the size is halved until the program reaches its end.
         tolerance: probes end when about this share could still be gained.
         reduce: says the next size instead, after each out-of-memory; no probes then.
-        state: modules, optimizers and the like that were made outside of the program: put back before each
+        state: modules, optimizers and the like that were made outside of the program: restored before each
             further run, from copies in host memory.
         key: a name under which the size is kept for later programs on such a device, which begin with it.
         fresh: begin with `start`, whatever was kept under `key` or found before in this process.
@@ -115,8 +115,8 @@ def run_largest(
         on_run: called on rank 0 with each run, as a `Trial`; one that was stopped by us has fitted so far.
 
     Raises:
-        NothingFitsError: the program ran out of memory at size 1.
-        CollectivesError: a rank ran out alone, while others were inside a collective with it.
+        NothingFitsError: the program was out of memory at size 1.
+        CollectivesError: a rank was out of memory alone, while others were inside a collective with it.
     """
     _check(function, start, probe_steps, tolerance, reduce, key, fresh, before_retry, on_run)
     ranks = Ranks.current()
@@ -186,7 +186,7 @@ class _Program(Generic[T]):
 def _run(function: Callable[[int], Any], request: RunRequest, ranks: Ranks, flag: str) -> _Ended:
     """One run; running out of memory is a value, and the frames that held the tensors are cleared.
 
-    `flag` is raised by a rank that ran out, for those whose collectives break off because of it.
+    `flag` is raised by a rank with an OOM, for those whose collectives break off because of it.
     """
     ambient = sys.exception()
     begun = time.perf_counter()
@@ -381,7 +381,7 @@ class _Kept:
 
 
 def _remembered(function: Callable[[int], Any]) -> dict[str, int] | None:
-    """The sizes with which a function has ended; None for one that cannot be told from others."""
+    """The sizes with which a function has ended; None for one that cannot be distinguished from others."""
     try:
         return _ended.setdefault(getattr(function, "__self__", function), {})
     except TypeError:  # neither hashed nor referred to weakly

@@ -1,7 +1,7 @@
-"""A sweep as it is asked for: whatever can be told wrong before anything is run is told here.
+"""A sweep as it is asked for: what can be refused before anything is run is refused here.
 
 Rules: arguments are refused with their names (`batch_size must ...`), and knobs with their place among the
-knobs; the factory is looked at, never called. What is asked is kept as plain values (`Asked.said`): a file
+knobs; the factory is inspected, never called. What is asked is kept as plain values (`Asked.said`): a file
 compares them.
 """
 
@@ -47,7 +47,7 @@ class Asked:
         *,
         named: Mapping[str, str] | None = None,
     ) -> Asked:
-        """Refuse whatever can be told wrong before anything is run.
+        """Refuse what can be refused before anything is run.
 
         `named`: what a file is to call functions, where their targets depend on the current folder.
         """

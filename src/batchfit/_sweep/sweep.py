@@ -162,7 +162,7 @@ class SweepRecords:
         self.stale = stale  # the file still holds what this sweep replaces
         self.records = list(records)
         self.resumed = len(self.records)
-        self._told_of_device = False
+        self._warned_of_device = False
 
     @classmethod
     def of(
@@ -205,9 +205,9 @@ class SweepRecords:
             return
         ranks.same(self.asked.said, doing="the settings of the sweep")
         mine = [record.model_dump(mode="json") for record in self.records]
-        told = ranks.gather(mine, doing="what has been run before")[0]
+        kept = ranks.gather(mine, doing="what has been run before")[0]
         if not ranks.is_main:
-            self.records = [SweepRecord.model_validate(one) for one in told]
+            self.records = [SweepRecord.model_validate(one) for one in kept]
             self.resumed = len(self.records)
 
     def waiting(self) -> tuple[Entry, ...]:
@@ -224,12 +224,12 @@ class SweepRecords:
             raise RuntimeError(f"the engine gave a record that was not asked for: {record.label}")
         if any(one.key == record.key for one in self.records):
             raise RuntimeError(f"the configuration {record.label} has been run twice")
-        if self.resumed and not self._told_of_device:
-            self._tell_of_device(record)
+        if self.resumed and not self._warned_of_device:
+            self._warn_of_device(record)
         self.records.append(record)
         self.save()
 
-    def _tell_of_device(self, record: SweepRecord) -> None:
+    def _warn_of_device(self, record: SweepRecord) -> None:
         """Warn, once, where a record is of another device than all those that the file had."""
         own_budget = self.asked.said["budget"] is not None
 
@@ -239,7 +239,7 @@ class SweepRecords:
         before = {what(one) for one in self.records[: self.resumed] if all(what(one))}
         if not before or not all(what(record)) or what(record) in before:
             return
-        self._told_of_device = True
+        self._warned_of_device = True
         then = ", ".join(f"{model} with {format_bytes(size or 0)}" for model, size in sorted(before, key=str))
         model, size = what(record)
         warnings.warn(
@@ -307,7 +307,7 @@ def _kept(path: Path, asked: Asked) -> Sequence[SweepRecord]:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    told = []
+    differences = []
     for name, value in now.items():
         before = then.get(name)
         if key_of({name: before}) == key_of({name: value}):
@@ -315,10 +315,10 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if isinstance(before, dict) and isinstance(value, dict):
             for one in dict.fromkeys((*before, *value)):
                 if key_of({one: before.get(one)}) != key_of({one: value.get(one)}):
-                    told.append(f"{name}.{one}: {_shown(before, one)} then, {_shown(value, one)} now")
+                    differences.append(f"{name}.{one}: {_shown(before, one)} then, {_shown(value, one)} now")
         else:
-            told.append(f"{name}: {_shown(then, name)} then, {_shown(now, name)} now")
-    return told
+            differences.append(f"{name}: {_shown(then, name)} then, {_shown(now, name)} now")
+    return differences
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:
@@ -335,11 +335,11 @@ def run_sweep(
     on_record: OnRecord | None = None,
     on_event: OnEvent | None = None,
 ) -> SweepResult:
-    """Run what waits on an engine; each record is in the file before anyone is told of it."""
+    """Run what waits on an engine; each record is in the file before it is reported."""
 
     def pass_on(event: SweepEvent) -> None:
         keeper.begun()
-        # A record is told once it is kept, which the engine does not see.
+        # A record is reported once it is saved, which the engine does not see.
         if event.kind != "record":
             tell(event, on_event)
 

@@ -640,7 +640,7 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample must be a positive integer or None, not 1.5"),
         ({"target_batch_size": 0}, "target_batch_size must be a positive integer or None, not 0"),
-        ({"loader": 4}, "loader must be something that can be iterated again and again, not 4"),
+        ({"loader": 4}, "loader must be something that can be iterated repeatedly, not 4"),
         ({"loader": iter([1])}, "loader must be something that can be iterated again"),
         ({"diagnose": 1}, "diagnose must be True or False, not 1"),
         ({"on_point": 3}, r"on_point must be a callable on_point\(point\) or None, not 3"),
