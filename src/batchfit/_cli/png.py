@@ -49,7 +49,7 @@ def check_plot(path: Path) -> None:
 def draw_prediction(
     predictions: Sequence[Prediction], rows: Sequence[Row], path: Path, *, title: str
 ) -> None:
-    """Memory against size: a curve for each card, a line for each budget, a mark at each answer."""
+    """Memory against size: a curve for each GPU, a line for each budget, a mark at each answer."""
     figure, axes = _figure()
     unit, name = _unit(max(row.budget_bytes for row in rows))
     for number, one in enumerate(predictions):
@@ -70,11 +70,11 @@ def draw_prediction(
     _save(figure, path)
 
 
-def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None:
+def draw_explanation(explanation: MemoryExplanation, path: Path, *, title: str) -> None:
     """Live memory over one step, by kind, with its phases."""
     figure, axes = _figure()
-    unit, name = _unit(told.peak_bytes)
-    moments = told.timeline
+    unit, name = _unit(explanation.peak_bytes)
+    moments = explanation.timeline
     kinds = [kind for kind in KINDS if any(kind in moment.kinds for moment in moments)]
     kinds += sorted({kind for moment in moments for kind in moment.kinds} - set(KINDS))
     places = [moment.at for moment in moments]
@@ -92,12 +92,13 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
             moments[n].phase, where, xycoords=("data", "axes fraction"), xytext=(2, -9),
             textcoords="offset points", fontsize=7,
         )  # fmt: skip
-    if told.budget_bytes is not None and told.budget_bytes < 2 * told.peak_bytes:
-        axes.axhline(told.budget_bytes / unit, color="0.5", linestyle="--", linewidth=1)
+    if explanation.budget_bytes is not None and explanation.budget_bytes < 2 * explanation.peak_bytes:
+        axes.axhline(explanation.budget_bytes / unit, color="0.5", linestyle="--", linewidth=1)
     axes.set(
         xlabel="allocations and frees of one step",
         ylabel=f"memory ({name})",
-        title=f"{title}, batch size {told.batch_size}: {format_bytes(told.peak_bytes)} in {told.peak_phase}",
+        title=f"{title}, batch size {explanation.batch_size}: "
+        f"{format_bytes(explanation.peak_bytes)} in {explanation.peak_phase}",
         ylim=(0, None),
     )
     if moments:
@@ -110,18 +111,18 @@ def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None
     _save(figure, path)
 
 
-def draw_profile(told: ThroughputProfile, path: Path, *, title: str) -> None:
+def draw_profile(profile: ThroughputProfile, path: Path, *, title: str) -> None:
     """Samples per second against the size with its interval, and memory beside it."""
     figure, axes = _figure()
-    points = told.points
+    points = profile.points
     sizes, rates = [p.size for p in points], [p.samples_per_s for p in points]
     low = [p.samples_per_s * (1 - p.step_s / p.step_s_high) for p in points]
     high = [p.samples_per_s * (p.step_s / p.step_s_low - 1) for p in points]
     axes.errorbar(sizes, rates, yerr=[low, high], color="C0", marker="o", markersize=4, capsize=2)
-    chosen, least = told.at(told.recommended), told.best.samples_per_s * (1 - told.within)
+    chosen, least = profile.at(profile.recommended), profile.best.samples_per_s * (1 - profile.within)
     axes.axhline(least, color="0.5", linestyle="--", linewidth=1)
     axes.annotate(
-        f"{1 - told.within:.0%} of the best", (sizes[0], least), xytext=(0, 3), textcoords="offset points",
+        f"{1 - profile.within:.0%} of the best", (sizes[0], least), xytext=(0, 3), textcoords="offset points",
         fontsize=8,
     )  # fmt: skip
     axes.plot([chosen.size], [chosen.samples_per_s], "o", color="black", markersize=9, fillstyle="none")
@@ -140,7 +141,7 @@ def draw_profile(told: ThroughputProfile, path: Path, *, title: str) -> None:
         right.yaxis.label.set_color("C1")
         right.spines[["top"]].set_visible(False)
     axes.set_title(
-        f"{title}: batch size {told.recommended}, {chosen.samples_per_s:.4g} samples/s", fontsize=10
+        f"{title}: batch size {profile.recommended}, {chosen.samples_per_s:.4g} samples/s", fontsize=10
     )
     _save(figure, path)
 

@@ -181,7 +181,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
-    except (TypeError, ValueError) as error:  # what only an engine can tell, such as a cluster without GPUs
+    except (TypeError, ValueError) as error:  # what only an engine finds out, such as a cluster without GPUs
         if not _is_refusal(error):
             raise
         raise CommandFailed(Code.USAGE, str(error)) from None
@@ -259,8 +259,8 @@ def _show_plan(asked: Asked, keeper: SweepRecords, stdout: TextIO, *, as_json: b
             {"knobs": dict(entry.configuration), "begins_with": size, "skipped": entry.why_not or None}
             for entry, size in zip(entries, begins, strict=True)
         ]
-        told = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
-        stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+        planned = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
+        stdout.write(json.dumps(planned, indent=2, default=str) + "\n")
         stdout.flush()
         return
     rows = [
