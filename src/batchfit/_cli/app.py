@@ -113,9 +113,9 @@ def find(
 def _list_gpus(wanted: bool) -> None:
     if wanted:
         from batchfit._charts.text import as_text
-        from batchfit._cli.commands.predict import card_lines
+        from batchfit._cli.commands.predict import gpu_lines
 
-        typer.echo(as_text(card_lines()))
+        typer.echo(as_text(gpu_lines()))
         raise typer.Exit()
 
 
@@ -127,7 +127,7 @@ def predict(
     flags: FlagValues,
     json: Annotated[
         bool,
-        json_flag("The prediction as JSON, alone on stdout; a list where there are several cards."),
+        json_flag("The prediction as JSON, alone on stdout; a list where there are several GPUs."),
     ] = False,
     output: OutputFile = None,
     plot: Annotated[Path | None, plot_flag("memory against size")] = None,
@@ -139,7 +139,7 @@ def predict(
             rich_help_panel=OUTPUT,
             callback=_list_gpus,
             is_eager=True,
-            help="Show the cards that --gpu knows, and exit.",
+            help="Show the GPUs that --gpu knows, and exit.",
         ),
     ] = False,
 ) -> None:

@@ -105,33 +105,8 @@ def find_batch_size(
         ChildDiedError: a child process ended for a reason that is not the size.
         SettingsDifferError: the file to resume from holds a search with other settings.
     """
-    return find_with(
-        workload,
-        lambda: FindOptions(
-            budget=budget,
-            max_size=max_size,
-            min_size=min_size,
-            strategy=strategy,
-            multiple_of=multiple_of,
-            power_of_two=power_of_two,
-            tolerance=tolerance,
-            start=start,
-            attempts=attempts,
-            steps=steps,
-            soak_steps=soak_steps,
-            max_trials=max_trials,
-            time_limit_s=time_limit_s,
-            predict=predict,
-            device=device,
-            isolate=isolate,
-            timeout_s=timeout_s,
-            resume=resume,
-            store=store,
-            fresh=fresh,
-            key=key,
-            on_trial=on_trial,
-        ),
-    )
+    keywords = {**locals()}  # every argument, by its name
+    return find_with(keywords.pop("workload"), lambda: FindOptions(**keywords))
 
 
 def find_with(workload: FindTarget, make_options: Callable[[], FindOptions]) -> FitResult:

@@ -2,7 +2,7 @@
 
 Rules:
 - A stored size is an answer only after one trial here and now: the soak, in the same budget. The trial must
-  also look like the stored one; where it needs less, something has changed that the key does not show, and
+  also match the stored one; where it needs less, something has changed that the key does not show, and
   the search goes on.
 - A stored size is not even tried where it cannot be the answer: what it used exceeds the budget, or the
   budget has grown by more than half the tolerance.
@@ -66,11 +66,11 @@ class Known:
         most = self.budget_bytes * (1 + _tolerance(search) / 2)
         return self.size in search.sizes and needed <= budget <= most
 
-    def looks_like(self, told: Observation, search: Search) -> bool:
+    def matches(self, trial: Observation, search: Search) -> bool:
         """A trial of the size takes no less memory than it did."""
-        if self.peak_bytes is None or told.allocated_bytes is None:
+        if self.peak_bytes is None or trial.allocated_bytes is None:
             return True
-        return told.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
+        return trial.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
 
 
 @final
@@ -134,8 +134,8 @@ def recall(
         usable = [known for one in store.get(key) if (known := Known.of(one)).may_answer(search)]
         budget = search.budget_bytes or 0
         best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
-    told = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
-    return Recall(key=key, known=None if told is None else Known(**told), fresh=fresh, store=store)
+    held = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
+    return Recall(key=key, known=None if held is None else Known(**held), fresh=fresh, store=store)
 
 
 def _opened() -> Store | None:
@@ -150,7 +150,7 @@ def _opened() -> Store | None:
 def confirm(
     search: Search, known: Known | None, attempt: Callable[[Request], Observation | None]
 ) -> tuple[Search, bool]:
-    """One trial of the known size, told to the search; whether that size is the answer.
+    """One trial of the known size, observed by the search; whether that size is the answer.
 
     A resumed search has run that trial before, or was begun without one: none is run now.
     """
@@ -159,14 +159,14 @@ def confirm(
     if search.observations:
         before = [one for one in search.observations if one.size == search.best and one.soak == search.soak]
         return search, search.best == known.size and any(
-            one.fits and known.looks_like(one, search) for one in before
+            one.fits and known.matches(one, search) for one in before
         )
-    told = attempt(Request(known.size, search.soak))
-    if told is None:
+    trial = attempt(Request(known.size, search.soak))
+    if trial is None:
         return search, False
-    search = search.tell(told)
-    if told.fits:
-        return search, known.looks_like(told, search)
+    search = search.tell(trial)
+    if trial.fits:
+        return search, known.matches(trial, search)
     if search.strategy == "guided" and search.start is None:
         search = replace(search, start=known.size)  # it ran once: the answer is not far below
     return search, False

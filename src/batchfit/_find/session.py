@@ -165,7 +165,7 @@ class FindSession:
         if self.work is not None and not self.work.declared and self.ranks.is_main:
             warnings.warn(
                 "the step's state is not declared, so a trial changes the model and optimizer that it uses. "
-                "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
+                "Pass batchfit.Workload(step, state=[model, optimizer]) to have them restored afterwards.",
                 stacklevel=5,  # the caller of `find_batch_size`
             )
 

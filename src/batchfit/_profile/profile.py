@@ -4,8 +4,8 @@ Rules:
 - Arguments are checked before any device work.
 - The search for the knee decides (`_profile.pure.knee`), the bench measures (`_profile.bench`), the rules of
   `_profile.pure.diagnose` judge; this file only drives.
-- The recommended size has been timed. A size that runs out of memory is out, and the profile goes on.
-- State is put back after every size and every reading, bit for bit.
+- The recommended size has been timed. A size with an OOM is too large, and the profile goes on.
+- State is restored after every size and every reading, bit for bit.
 - Under `torch.distributed` all ranks time the same sizes together, and all get rank 0's result.
 """
 
@@ -72,7 +72,7 @@ def profile_throughput(
     Args:
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
         smallest: the size to begin with, where a batch of 1 does not run (BatchNorm).
-        largest: the largest size to look at, such as `find_batch_size` has found; default: what memory
+        largest: the largest size to time, such as `find_batch_size` has found; default: what memory
             readings at small sizes allow.
         sizes: time exactly these sizes, finely, instead of looking for the knee.
         within: how far from the best throughput the recommended size may be.
@@ -84,7 +84,7 @@ def profile_throughput(
         loader: the program's own data loader: it is timed alone and with the step.
         target_batch_size: a batch that the training wants (over all ranks); where it does not fit, the result
             says how to accumulate it.
-        diagnose: look for what holds throughput back: a few more steps at the recommended size.
+        diagnose: look for the bottleneck: a few more steps at the recommended size.
         on_point: called with each point as it is measured.
 
     Raises:
@@ -144,7 +144,7 @@ def _bench(work: Workload, options: ProfileOptions, ranks: Ranks, begun_s: float
     if not work.declared and ranks.is_main:
         warnings.warn(
             "the step's state is not declared, so timing changes the model and optimizer that it uses. "
-            "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
+            "Pass batchfit.Workload(step, state=[model, optimizer]) to have them restored afterwards.",
             stacklevel=4,  # the caller of `profile_throughput`
         )
     deadline_s = None if options.time_limit_s is None else begun_s + options.time_limit_s
@@ -163,7 +163,7 @@ class _Measuring:
         self._first_s: dict[int, float] = {}
         self._begun = time.perf_counter()
         self._stopped = "measured"
-        self._aside: Sequence[str] = ()  # what the diagnosis could not look at
+        self._aside: Sequence[str] = ()  # what the diagnosis could not measure
 
     def time_loader(self) -> None:
         """Time the loader alone, where there is one.
@@ -211,9 +211,9 @@ class _Measuring:
     def diagnosed(self) -> tuple[Bottleneck, ...]:
         """What holds the recommended size back, from a few more steps, or without them where time is over."""
         found = Diagnosis(self.bench, self.knee, self.runs, self.options.loader, self.pace, self.is_cut_off)
-        told = diagnosed(found, self.points(), may_step=not self._is_late())
-        self._aside = told.notes
-        return told.bottlenecks
+        diagnosis = diagnosed(found, self.points(), may_step=not self._is_late())
+        self._aside = diagnosis.notes
+        return diagnosis.bottlenecks
 
     def _keep(self, run: TimedRun, *, fine: bool) -> None:
         interval = run.interval
@@ -354,9 +354,9 @@ class _Measuring:
         )
 
 
-def device_model(place: Device) -> str:
+def device_model(device: Device) -> str:
     """`NVIDIA H200`; empty where torch does not tell."""
-    if isinstance(place, CudaDevice):
+    if isinstance(device, CudaDevice):
         with contextlib.suppress(RuntimeError, AssertionError):
-            return torch.cuda.get_device_name(place.index)
+            return torch.cuda.get_device_name(device.index)
     return ""

@@ -46,7 +46,8 @@ from batchfit._knobs import Configuration, key_of, label
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
-from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, Measure, SweepSettings
+from batchfit._sweep.pure.options import Measure
+from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import SweepRecord
 from batchfit.workload import Workload, as_workload

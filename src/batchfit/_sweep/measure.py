@@ -25,7 +25,8 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.workload import loop
 from batchfit._knobs import Configuration
-from batchfit._sweep.run_state import ConfigurationRun, Measure, SweepSettings
+from batchfit._sweep.pure.options import Measure
+from batchfit._sweep.run_state import ConfigurationRun, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload

@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -19,11 +18,9 @@ from batchfit._engine.device.resolve import Device
 from batchfit._knobs import Configuration
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
+from batchfit._sweep.pure.options import Measure
 from batchfit.results import Trial
 from batchfit.results._sweep import Stage
-
-# measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
-Measure = Callable[..., Mapping[str, Any]]
 
 
 @final

@@ -768,7 +768,7 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "_small_search", leak)
         assert doctor.examine(as_json=False) == Code.BROKEN
-        assert "was not put back" in capsys.readouterr().out
+        assert "was not restored" in capsys.readouterr().out
 
         def explode() -> tuple[int, bool]:
             raise RuntimeError("no kernel image")
@@ -846,7 +846,7 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
         assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
     assert f"Timing sizes up to {fit.batch_size}" in ran.stderr
     assert re.search(r"batch size \d+ is recommended", ran.stdout)
-    assert "Predicting it for cards that are not here" in ran.stderr
+    assert "Predicting it for GPUs that are not here" in ran.stderr
     assert "next       batchfit predict your_file.py:your_function --gpu h100\n" in ran.stdout
     # Nobody asked for a file here: the report is in a temporary folder, and its path is the last word.
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))

@@ -2,7 +2,7 @@
 
 Rules: it is a real search, with real steps and the defaults of `find`, then a real profile and a real
 prediction; it says what it is about to do before it does it, and claims nothing that it did not run; without
-a GPU the CPU runs out of memory like one, and the prediction is for cards that are not there. Nothing is
+a GPU the CPU is out of memory like one, and the prediction is for GPUs that are not there. Nothing is
 downloaded, and no file is left in the current folder that `--output` and `--report` do not name.
 """
 
@@ -36,7 +36,7 @@ WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
 CPU_BUDGET = "128MiB"  # a step at the answer takes a fifth of a second on two cores
 GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
 PROFILE_S = 8
-CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
+OTHER_GPUS = ["rtx4090", "h100"]  # to predict for where there is no GPU
 NEXT = "batchfit predict your_file.py:your_function --gpu h100"
 
 
@@ -57,7 +57,7 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
         where = f"on the {torch.cuda.get_device_name()}, in {budget} of its memory"
     else:
         device, budget = "cpu", CPU_BUDGET
-        where = f"on the CPU, in virtual memory of {budget} that runs out like a GPU's"
+        where = f"on the CPU, in virtual memory of {budget}, with OOMs like a GPU's"
     job = SearchJob(
         what="the small GPT",
         make=lambda: small_gpt_training(device),
@@ -116,13 +116,13 @@ def _report_too(results: Sequence[Path | Prediction | ThroughputProfile], report
 
 
 def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
-    """The same question without running it: for this GPU's budget, or for cards that are not here."""
+    """The same question without running it: for this GPU's budget, or for GPUs that are not here."""
     if device == "cuda":
         wanted = [PredictOptions(budget=[budget])]
         where = "with the same memory, from two small runs and a trace"
     else:
-        wanted = [PredictOptions(gpu=gpu) for gpu in CARDS]
-        where = f"for cards that are not here ({', '.join(CARDS)}), from a trace"
+        wanted = [PredictOptions(gpu=gpu) for gpu in OTHER_GPUS]
+        where = f"for GPUs that are not here ({', '.join(OTHER_GPUS)}), from a trace"
     with progress_here(steps=0, soak_steps=0) as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
         found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from batchfit._charts.memory_page import memory_lines
 from batchfit._cli.exits import Code
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._options import flag_names
 
@@ -41,14 +41,14 @@ def explain_target(
         from batchfit._explain.explain import explain_with
 
         progress.doing(f"tracing {text} at batch size {options.batch_size}, and what would change it")
-        told = explain_with(workload, options)
+        explanation = explain_with(workload, options)
         return RenderedAnswer(
-            json=told.to_json(),
-            lines=lambda width, plain: memory_lines(told, width=width, plain=plain),
-            draw=lambda path: _draw_file(told, path, title=text),
+            json=explanation.to_json(),
+            lines=lambda width, plain: memory_lines(explanation, width=width, plain=plain),
+            draw=lambda path: _draw_file(explanation, path, title=text),
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="explain",
@@ -59,8 +59,8 @@ def explain_target(
     )
 
 
-def _draw_file(told: MemoryExplanation, path: Path, *, title: str) -> None:
+def _draw_file(explanation: MemoryExplanation, path: Path, *, title: str) -> None:
     from batchfit._charts.figures import timeline_chart
     from batchfit._cli.png import draw_charts
 
-    draw_charts([timeline_chart(told)], path, title=title)
+    draw_charts([timeline_chart(explanation)], path, title=title)

@@ -1,7 +1,7 @@
-"""`batchfit predict`: the largest batch for cards and budgets, and memory drawn against the size.
+"""`batchfit predict`: the largest batch for GPUs and budgets, and memory drawn against the size.
 
-Rules: each card is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
-a card on which nothing fits is a row of the table, and an error where no other card has more; how sure the
+Rules: each GPU is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
+a GPU on which nothing fits is a row of the table, and an error where no other GPU has an answer; how sure the
 answer is and what was not seen is said beside it.
 """
 
@@ -18,7 +18,7 @@ from batchfit._charts.text import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._options import flag_names
 from batchfit._predict.pure.options import PredictOptions
@@ -35,7 +35,7 @@ _HEIGHT = 11  # rows of the picture: table, picture and facts fit on one screen
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a card, a budget, and what was predicted; size 0 where nothing fits."""
+    """One line of the table: a GPU, a budget, and what was predicted; size 0 where nothing fits."""
 
     card: str
     measured: bool
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """All cards' answers."""
+    """The answers of all GPUs."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -63,7 +63,7 @@ def predict_target(
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and predict its largest batch for each card and budget.
+    """Load a target and predict its largest batch for each GPU and budget.
 
     `flags` are options of `predict_batch_size`; `gpu` is a list.
     """
@@ -81,7 +81,7 @@ def predict_target(
             code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="predict",
@@ -114,7 +114,7 @@ def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
 def predicted(
     workload: Workload, wanted: Sequence[PredictOptions], progress: ProgressDisplay, text: str
 ) -> Predicted:
-    """One prediction for each card."""
+    """One prediction for each GPU."""
     from batchfit._engine.distributed.ranks import join_launched
 
     join_launched()
@@ -149,11 +149,11 @@ def _prediction(workload: Workload, options: PredictOptions) -> Prediction:
 
 
 def as_json(found: Predicted) -> str:
-    """One card: its prediction. Several: a list with one for each, and those on which nothing fits."""
+    """One GPU: its prediction. Several: a list with one for each, and those on which nothing fits."""
     if len(found.predictions) == 1 and not found.failures:
         return found.predictions[0].to_json()
-    told: list[object] = [json.loads(one.to_json()) for one in found.predictions]
-    told += [
+    answers: list[object] = [json.loads(one.to_json()) for one in found.predictions]
+    answers += [
         {
             "kind": "nothing_fits",
             "card": one.device,
@@ -163,7 +163,7 @@ def as_json(found: Predicted) -> str:
         }
         for one in found.failures
     ]
-    return json.dumps(told, indent=2)
+    return json.dumps(answers, indent=2)
 
 
 def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
@@ -246,7 +246,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
     if next_command:
         facts.append(("next", next_command))
-    return [line for label, told in facts for line in fact(label, told, width)]
+    return [line for label, text in facts for line in fact(label, text, width)]
 
 
 def _of_row(row: Row, found: Predicted) -> str:
@@ -293,18 +293,18 @@ def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
     draw_charts(charts([Source(one) for one in found.predictions]), path, title=title)
 
 
-def card_lines() -> list[Line]:
-    """The cards that `--gpu` knows."""
+def gpu_lines() -> list[Line]:
+    """The GPUs that `--gpu` knows."""
     wide = max(map(len, GPUS))
     lines: list[Line] = [[(f"{'card':<{wide}}  {'usable':>9}  capability", "head")]]
-    for card in GPUS.values():
-        major, minor = card.capability
+    for gpu in GPUS.values():
+        major, minor = gpu.capability
         lines.append(
             [
-                (f"{card.name:<{wide}}  {format_bytes(card.usable_bytes):>9}  {f'{major}.{minor}':>10}", ""),
+                (f"{gpu.name:<{wide}}  {format_bytes(gpu.usable_bytes):>9}  {f'{major}.{minor}':>10}", ""),
                 (
-                    f"  {'nominal figure, derived' if card.source == 'nominal' else card.source}",
-                    "good" if card.measured else "dim",
+                    f"  {'nominal figure, derived' if gpu.source == 'nominal' else gpu.source}",
+                    "good" if gpu.measured else "dim",
                 ),
             ]
         )

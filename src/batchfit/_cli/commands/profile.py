@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
 from batchfit._cli.exits import Code, Terminated
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
 from batchfit._options import flag_names
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._units import format_bytes
@@ -64,7 +64,7 @@ def profile_target(
             code=code,
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="profile",
@@ -92,7 +92,7 @@ def _shown(progress: ProgressDisplay) -> Callable[[ThroughputPoint], None]:
 
 
 def _watched(step: Callable[[int], object], progress: ProgressDisplay) -> Callable[[int], object]:
-    """The step, and what is timed now on the screen; told once a size, since telling takes time too."""
+    """The step, and what is timed now on the screen; shown once per size, since drawing takes time too."""
     last = 0
 
     def watched(batch_size: int) -> object:

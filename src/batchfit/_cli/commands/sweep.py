@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
-from batchfit._cli.commands.sweep_file import PLACES, SweepFile
+from batchfit._cli.commands.sweep_file import SweepFile
 from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import screen_here
 from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
@@ -66,25 +66,22 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep.engines import Where
+    from batchfit._sweep.pure.options import SweepOptions
     from batchfit._sweep.request import Asked
-    from batchfit._sweep.run_state import SweepSettings
 
-    options: dict[str, Any] = file.options
+    given: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
-    estimate = options.pop("estimate", None)
-    if isinstance(estimate, str) and estimate != "predict":
-        named["estimate"] = estimate
-        estimate = file.target("estimate")
-    if options.get("measure") is not None:
-        options["measure"] = file.target("measure")
+    if isinstance(given.get("estimate"), str) and given["estimate"] != "predict":
+        named["estimate"] = given["estimate"]
+        given["estimate"] = file.target("estimate")
+    if given.get("measure") is not None:
+        given["measure"] = file.target("measure")
     factory = file.target("factory")
-    where = {name: options.pop(name) for name in PLACES if name in options}
-    around = {name: options.pop(name) for name in ("mode", "start_from") if name in options}
     try:
         _check_named(file)
-        settings = SweepSettings(**{"batch_size": 64, **options})
-        asked = Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
-        return asked, Where(**where).engine_of(device=settings.device)
+        options = SweepOptions(**given)
+        asked = Asked.of(factory, file.data["knobs"], options, named=named)
+        return asked, Where(**options.part(Where)).engine_of(device=options.device)
     except (errors.TargetError, SyntaxError) as error:
         raise file.wrong(str(error), ("factory",)) from None
     except ImportError as error:
@@ -184,7 +181,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
-    except (TypeError, ValueError) as error:  # what only an engine can tell, such as a cluster without GPUs
+    except (TypeError, ValueError) as error:  # what only an engine finds out, such as a cluster without GPUs
         if not _is_refusal(error):
             raise
         raise CommandFailed(Code.USAGE, str(error)) from None
@@ -262,8 +259,8 @@ def _show_plan(asked: Asked, keeper: SweepRecords, stdout: TextIO, *, as_json: b
             {"knobs": dict(entry.configuration), "begins_with": size, "skipped": entry.why_not or None}
             for entry, size in zip(entries, begins, strict=True)
         ]
-        told = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
-        stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+        planned = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
+        stdout.write(json.dumps(planned, indent=2, default=str) + "\n")
         stdout.flush()
         return
     rows = [

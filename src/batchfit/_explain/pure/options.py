@@ -27,14 +27,14 @@ class ExplainOptions:
         str,
         metavar="BYTES",
         shown_default="what is free on the GPU, or all of --gpu",
-        help="Memory the program may use: what the largest batches are told for.",
+        help="Memory the program may use, for the largest batch as it is and with each change.",
     )
     gpu: str | None = flag(
         None,
         str,
-        metavar="CARD",
+        metavar="GPU",
         shown_default="the one that is here",
-        help="Card whose memory and kernels count.",
+        help="GPU whose memory and kernels count.",
     )
     what_if: bool = flag(True, help="Trace what checkpointing, bf16 and the like would change, too.")
 

@@ -39,8 +39,8 @@ class FindOptions:
         str,
         metavar="BYTES",
         shown_default="what is free",
-        help="Memory the program may use, such as 24GiB or 800MiB. On a CPU: virtual memory, which runs "
-        "out like a GPU's.",
+        help="Memory the program may use, such as 24GiB or 800MiB. On a CPU: virtual memory, with OOMs "
+        "like a GPU's.",
     )
     device: DeviceSpec | Device | None = flag(
         None,
@@ -78,7 +78,7 @@ class FindOptions:
         metavar="N",
         panel=_TRIALS,
         shown_default="25, fewer once memory repeats itself",
-        help="Steps that the answer must survive at the end; 0: no soak.",
+        help="Steps of the stability check (soak) at the end; 0: none.",
     )
     max_trials: int | None = flag(
         None, int, metavar="N", panel=_TRIALS, shown_default="no limit", help="Stop after this many trials."

@@ -35,9 +35,9 @@ class PredictOptions:
         None,
         str,
         repeats=True,
-        metavar="CARD",
+        metavar="GPU",
         shown_default="the one that is here",
-        help="Card to predict for: its memory and its choice of kernels, such as h100 or rtx4090. May be "
+        help="GPU to predict for: its memory and its choice of kernels, such as h100 or rtx4090. May be "
         "given several times.",
     )
     max_size: int | None = flag(

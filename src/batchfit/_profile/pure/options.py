@@ -63,7 +63,7 @@ class ProfileOptions:
         int,
         metavar="N",
         shown_default="read off input_ids",
-        help="Tokens in a sample, to tell tokens/s.",
+        help="Tokens in a sample, for tokens/s.",
     )
     target_batch_size: int | None = flag(
         None,
@@ -88,7 +88,7 @@ class ProfileOptions:
         check_whole("target_batch_size", self.target_batch_size, optional=True)
         loader: object = self.loader
         if loader is not None and (not isinstance(loader, Iterable) or isinstance(loader, Iterator)):
-            raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
+            raise TypeError(f"loader must be something that can be iterated repeatedly, not {loader!r}")
         check_flag("diagnose", self.diagnose)
         if loader is not None and not self.diagnose:
             raise ValueError(
