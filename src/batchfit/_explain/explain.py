@@ -17,18 +17,17 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._arguments import check_whole
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu, gpu_named
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import simulate
 from batchfit._engine.trace.workload import rules_for, unseen
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
+from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import Study
 from batchfit._predict.oracle import Basis
-from batchfit._units import parse_bytes
 from batchfit.results import Holder, MemoryExplanation, Moment
 from batchfit.workload import Workload, as_workload
 
@@ -61,21 +60,23 @@ def explain_memory(
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
     """
+    return explain_with(
+        workload, ExplainOptions(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
+    )
+
+
+def explain_with(workload: Workload | Callable[[int], object], options: ExplainOptions) -> MemoryExplanation:
+    """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
-    work = as_workload(workload)
-    check_whole("batch_size", batch_size)
-    if not isinstance(what_if, bool):
-        raise TypeError(f"what_if must be True or False, not {what_if!r}")
-    target = None if gpu is None else gpu_named(gpu)
-    given = None if budget is None else parse_bytes(budget)
+    work, batch_size, target = as_workload(workload), options.batch_size, options.target
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
-    budget_bytes = _budget(given, target, work if here else None)
+    budget_bytes = _budget(options.budget_bytes, target, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
     study = Study(reach, rules, batch_size, budget_bytes, basis)
     now = study.base
-    found = study.what_ifs() if what_if else ()
+    found = study.what_ifs() if options.what_if else ()
     peak = Peak.of(now.at_size)
     held = _reserved(Footprint.of(now.at_size), batch_size, budget_bytes, study.settings)
     return MemoryExplanation(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,7 +22,7 @@ import torch
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu, gpu_named
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device import oom
 from batchfit._engine.device.cuda import is_capped
@@ -44,7 +43,8 @@ from batchfit._predict.oracle import (
     is_recurrent,
     margin_of,
 )
-from batchfit._units import format_bytes, parse_bytes
+from batchfit._predict.pure.options import Budget, PredictOptions
+from batchfit._units import format_bytes
 from batchfit.errors import BatchfitError, NothingFitsError, RankFailedError, RanksDisagreeError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
@@ -53,8 +53,6 @@ log = logging.getLogger("batchfit")
 _DOING: Final = "a prediction"
 _EXPLAINED_UNUSED_SHARE = 0.05  # of a budget, beside the margin: as much unused is explained
 _SMALL_GAP_SHARE = 0.005  # of the peak: half of what a calibrated prediction leaves free
-
-Budget = int | str
 
 
 def predict_batch_size(
@@ -93,32 +91,38 @@ def predict_batch_size(
         UntraceableError: the step cannot be traced; names the operation and the line.
         NothingFitsError: not even one sample fits (with one budget).
     """
-    work = as_workload(workload)
-    _check_arguments(max_size, margin, calibrate, expandable_segments)
-    target = None if gpu is None else gpu_named(gpu)
-    asked = partial(_predicted, work, budget, target, max_size, margin, calibrate, expandable_segments)
-    return _joint(asked, Ranks.current())
+    return predict_with(
+        workload,
+        lambda: PredictOptions(
+            budget=budget,
+            gpu=gpu,
+            max_size=max_size,
+            margin=margin,
+            calibrate=calibrate,
+            expandable_segments=expandable_segments,
+        ),
+    )
 
 
-def _predicted(
-    work: Workload,
-    budget: Budget | Sequence[Budget] | None,
-    target: Gpu | None,
-    max_size: int | None,
-    margin: float | None,
-    calibrate: bool | None,
-    expandable_segments: bool | None,
+def predict_with(
+    workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
+    """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
+    return _joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+
+
+def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
+    target, max_size, margin, calibrate = options.target, options.max_size, options.margin, options.calibrate
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
-    budgets = _budgets(budget, target, work if here else None)
+    budgets = options.budgets_bytes or [_default_budget(target, work if here else None)]
     capped = here and is_capped(device_to_run(work), min(budgets))
-    settings = allocator_rules(expandable_segments, capped=capped)
+    settings = allocator_rules(options.expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
     residual = (float(held_beside(reach.parts, rules.gpu)[0]) if here else 0.0, 0.0)
@@ -305,29 +309,13 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
     return (*notes, *traced.rules.gpu.caveats)
 
 
-def _budgets(budget: Any, target: Gpu | None, on_gpu: Workload | None) -> list[int]:
-    if budget is None:
-        if target is not None:
-            return [target.usable_bytes]
-        if on_gpu is None:
-            raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-        return [device_to_run(on_gpu).budget_bytes()]
-    if isinstance(budget, str | int) or not isinstance(budget, Sequence):
-        return [parse_bytes(budget)]
-    found = [parse_bytes(one) for one in budget]
-    if not found:
-        raise ValueError("budget must name at least one budget, not an empty list")
-    return found
-
-
-def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segments: Any) -> None:
-    if max_size is not None and (type(max_size) is not int or max_size < 1):
-        raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
-    if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
-        raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
-    for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True, False or None, not {value!r}")
+def _default_budget(target: Gpu | None, on_gpu: Workload | None) -> int:
+    """All of the GPU that is named, or what is free on the one that is here."""
+    if target is not None:
+        return target.usable_bytes
+    if on_gpu is None:
+        raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
+    return device_to_run(on_gpu).budget_bytes()
 
 
 # -- one prediction of all ranks
