@@ -26,9 +26,10 @@ REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") i
 
 
 # `make test` draws the same examples every time, on machines of any speed; `make test-all` draws new ones.
-hypothesis_settings.register_profile(
-    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# `make test-<capability>` draws a tenth of them ("quick"; support/examples.py).
+SAME = hypothesis_settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.register_profile("same", SAME)
+hypothesis_settings.register_profile("quick", SAME, max_examples=10)
 
 # A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -156,6 +157,16 @@ def _no_test_uses_the_users_store(
     """Found sizes go to a folder of the test's own, made only if something is stored."""
     folder = tmp_path_factory.getbasetemp() / "cache" / str(next(_cache_numbers))
     monkeypatch.setenv("BATCHFIT_CACHE", str(folder))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests with the garbage collector off: it would walk over all loaded frameworks, many times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

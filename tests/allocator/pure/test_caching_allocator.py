@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -582,7 +583,7 @@ def _end(block: Block) -> int:
     return block.address + block.size
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(histories(), RULES, CAPACITIES)
 def test_books_are_right_after_every_event(
     history: tuple[list[int], list[int]], rules: AllocatorSettings, capacity: int | None
@@ -716,7 +717,7 @@ class Plain:
                     return
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(histories(), CAPACITIES, st.sampled_from([None, 20 * MIB, 33 * MIB, 64 * MIB]))
 def test_a_plain_model_agrees(
     history: tuple[list[int], list[int]], capacity: int | None, max_split: int | None
@@ -847,7 +848,7 @@ class PlainExpandable:
             self.tidy(page)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(histories(), CAPACITIES, st.booleans())
 def test_a_plain_expandable_model_agrees(
     history: tuple[list[int], list[int]], capacity: int | None, capped: bool

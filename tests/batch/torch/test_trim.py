@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +35,7 @@ def padded_batch(lengths: list[int], width: int, side: str = "right") -> dict[st
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=24),
     st.integers(0, 9),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -318,7 +319,7 @@ def test_limit_gives_the_cache_back_first() -> None:
 
 
 @given(total=st.integers(1, 2**42), share=st.floats(0, 1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_rounding_never_allows_more_than_the_budget_nor_a_byte_less(total: int, share: float) -> None:
     budget = max(1, int(total * share))
     fraction = fraction_of(budget, total)

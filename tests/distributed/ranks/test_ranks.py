@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks, values
 
@@ -189,7 +190,7 @@ def test_rank_0_lingers_after_naming_the_missing(monkeypatch: pytest.MonkeyPatch
 
 
 @gloo
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(delays_ms=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_any_timing_gives_the_same_answers_to_all(delays_ms: list[list[int]]) -> None:
     store = dist.HashStore()

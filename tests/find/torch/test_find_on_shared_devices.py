@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from fake_cuda import AsyncCuda, FakeCuda, MiB
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit
@@ -234,7 +235,7 @@ def test_all_memory_gone_is_told_with_what_is_left() -> None:
     strategy=st.sampled_from(["guided", "bisect", "powers"]),
     tolerance=st.sampled_from([0.0, 0.02]),
 )
-@settings(max_examples=10, deadline=None)  # `test_shared_device.py` tries more of them, on the search alone
+@examples(10)  # `test_shared_device.py` tries more of them, on the search alone
 def test_whatever_others_do_the_answer_ran_within_its_budget(
     taken: dict[int, int], strategy: str, tolerance: float
 ) -> None:

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._loader.pure.deal import Deal, DealtSamples, Tape, count_batches, cut, share
 
-several = settings(deadline=None, max_examples=150)
+several = examples(150)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -74,7 +75,7 @@ def rows(dtype: torch.dtype, n: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     n=st.integers(1, 20),
     size=st.integers(1, 20),
@@ -117,7 +118,7 @@ def test_gradients_equal_those_of_the_full_batch(
     assert not report.loss.requires_grad
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=12).filter(any),
     size=st.integers(1, 12),

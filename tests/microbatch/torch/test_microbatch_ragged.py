@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -88,7 +89,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=14)
 SIDES = st.sampled_from(["left", "right"])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=LENGTHS,
     extra=st.integers(0, 9),
@@ -125,7 +126,7 @@ def test_gradients_equal_those_of_the_padded_batch(
     assert max(report.microbatch_sizes) <= size
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=LENGTHS, extra=st.integers(0, 9), side=SIDES, size=st.integers(1, 6), fails=st.integers(0, 3))
 def test_map_puts_outputs_back_in_order_and_width(
     lengths: list[int], extra: int, side: str, size: int, fails: int
@@ -158,7 +159,7 @@ def test_map_puts_outputs_back_in_order_and_width(
     assert Counter(done) == Counter(batch["name"])  # nothing twice
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, extra=st.integers(0, 9), side=SIDES, size=st.integers(1, 14), late=st.booleans())
 def test_cached_representations_are_exact(
     lengths: list[int], extra: int, side: str, size: int, late: bool

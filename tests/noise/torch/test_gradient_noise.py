@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -75,7 +76,7 @@ def close(seen: Observation, rel: float = 1e-9) -> Any:
 # ---- by hand
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=6),
     mode=st.sampled_from(["cheap", "exact"]),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -352,7 +353,7 @@ def noisy_profile(sizes: list[int], step_s: list[float], spreads: list[float]) -
     )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data(), st.integers(2, 8))
 def test_however_noisy_every_sentence_agrees_with_its_numbers(data: st.DataObject, count: int) -> None:
     sizes = [4**number for number in range(count)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -60,7 +61,7 @@ def fit() -> FitResult:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(FITS)
 def test_json_round_trip_changes_nothing(result: FitResult) -> None:
     assert FitResult.from_json(result.to_json()) == result

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
@@ -20,7 +21,7 @@ from batchfit._schedule.learning_rate import BASE, FACTOR, RULE, ScaledLR
 
 RATE = 0.1
 STEPS = 40
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 
 
 def optimizer_of(*rates: float, kind: type[Optimizer] = SGD, **keywords: Any) -> Optimizer:

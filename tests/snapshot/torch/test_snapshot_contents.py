@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from state_judge import Bag, fingerprint, raw, rich_model
 from torch import nn
@@ -67,7 +68,7 @@ def test_nan_payloads_survive_in_parameters_gradients_and_state() -> None:
     assert fingerprint(model, optimizer) == before
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(data=st.data())
 def test_any_view_of_any_storage(data: st.DataObject) -> None:
     """Tensors that look into shared storages in odd ways, replaced, resized or scribbled over."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -355,7 +356,7 @@ def built(spec: Spec) -> batchfit.Workload:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(SPECS, SPECS)
 def test_keys_are_equal_exactly_where_programs_are(first: Spec, second: Spec) -> None:
     assert (digest(built(first)) == digest(built(second))) == (first == second)
@@ -390,7 +391,7 @@ def exactly(value: Any) -> Any:
     return type(value), repr(value)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(PLAIN, PLAIN)
 def test_closure_values_are_told_apart(first: Any, second: Any) -> None:
     read = ValueReader().read

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit._engine.trial.trial
@@ -232,7 +233,7 @@ def test_a_step_keeps_its_result_and_arguments() -> None:
 
 
 @given(faults=st.sets(st.integers(0, 20)), numbers=st.lists(st.integers(0, 20)))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_schedule_raises_for_its_numbers_and_no_others(faults: set[int], numbers: list[int]) -> None:
     schedule = FaultSchedule(dict.fromkeys(faults, "oom"))
     for number in numbers:
@@ -287,7 +288,7 @@ def test_a_fake_device_is_a_device() -> None:
     cached=st.sampled_from([0.0, 0.2]),
     budget=st.integers(1, 10_000),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_its_books_are_honest(
     capacity: int, held: int, uses: list[int], split: float, cached: float, budget: int
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -142,7 +143,7 @@ MORE: dict[Any, tuple[Any, ...]] = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_results_of_one_tensor_are_torchs(data: Any) -> None:
     mode = fake_mode()
@@ -154,7 +155,7 @@ def test_results_of_one_tensor_are_torchs(data: Any) -> None:
     both(mode, func, (one, *MORE.get(func, ())), kwargs)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_results_of_two_tensors_are_torchs(data: Any) -> None:
     mode = fake_mode()
@@ -172,7 +173,7 @@ def test_results_of_two_tensors_are_torchs(data: Any) -> None:
     both(mode, func, (one, other, *rest))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.data())
 def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
     """Two sizes of one layer: the second one's results follow from the first one's, or are asked about."""
@@ -199,7 +200,7 @@ def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
             both(mode, func, (image,))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.lists(lengths, min_size=1, max_size=6), dtypes, st.booleans())
 def test_operations_on_lists_are_torchs(shapes: Any, dtype: torch.dtype, turned: bool) -> None:
     mode = fake_mode()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -219,7 +220,7 @@ def test_some_are_and_some_are_not() -> None:
     assert seen == {True, False}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=8))
 def test_any_graph(plan: list[tuple[int, int, int]]) -> None:
     """Values made of earlier ones, each used as often as it comes."""

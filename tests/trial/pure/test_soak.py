@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import event, given, settings
+from examples import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator
@@ -145,7 +146,7 @@ sizes = st.one_of(
 step_of = st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(step_of, min_size=1, max_size=3), st.integers(40, 600))
 def test_what_goes_round_neither_runs_out_nor_retries_ever_again(
     steps: list[list[tuple[int, int]]], capacity: int

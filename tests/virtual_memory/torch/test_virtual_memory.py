@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -1145,7 +1146,7 @@ def _mask(x: Tensor, second: int) -> Tensor:
 def test_any_program_is_counted_like_the_reference() -> None:
     with virtual_memory(HUGE) as memory:
 
-        @settings(max_examples=200, deadline=None)
+        @examples(200)
         @given(program=st.lists(OPERATION, max_size=25), limit=st.integers(min_value=512, max_value=60_000))
         def check(program: list[Any], limit: int) -> None:
             memory.reset_peak()
