@@ -149,7 +149,7 @@ def predictions(quick: bool) -> Answers:
 
 def path_of(search: Any) -> str:
     """The sizes that were tried: `x` one that failed, `s` a soak; then the answer."""
-    tried = [f"{one.size}{'s' if one.soak else ''}{'' if one.fits else 'x'}" for one in search.told]
+    tried = [f"{one.size}{'s' if one.soak else ''}{'' if one.fits else 'x'}" for one in search.observations]
     return f"{' '.join(tried)} = {search.best}"
 
 
@@ -175,7 +175,7 @@ def simulated(quick: bool) -> Answers:
         found = {}
         for maximum in maxima:
             search = search_simulated.Search(budget_bytes=search_simulated.BUDGET, **STRATEGIES[how])
-            tell = functools.partial(variant.told, maximum=maximum, held=held, sustained=lasts)
+            tell = functools.partial(variant.observe, maximum=maximum, held=held, sustained=lasts)
             try:
                 found[maximum] = path_of(search_simulated.run(search, tell))
             except Exception as error:  # noqa: BLE001  where nothing of the kind that was asked for fits
@@ -195,15 +195,17 @@ def between(ran: list[dict[str, Any]], name: str, size: int) -> int | None:
     return int((low[1] + part * (high[1] - low[1])) * MIB)
 
 
-def on_curve(ran: list[dict[str, Any]], capacity: int, ask: Any) -> Any:
-    """A trial on a recorded curve. `Told` is what a search reads, by its type's own fields."""
+def on_curve(ran: list[dict[str, Any]], capacity: int, request: Any) -> Any:
+    """A trial on a recorded curve. `Observation` is what a search reads, by its type's own fields."""
     names = ("allocated", "reserved", "split", "largest", "held")
-    read = {f"{name}_bytes": between(ran, name, ask.size) for name in names}
-    below = max((row for row in ran if row["size"] <= ask.size), key=lambda row: row["size"], default=ran[0])
-    return search_simulated.Told(
-        size=ask.size,
-        fits=ask.size <= capacity,
-        soak=ask.soak,
+    read = {f"{name}_bytes": between(ran, name, request.size) for name in names}
+    below = max(
+        (row for row in ran if row["size"] <= request.size), key=lambda row: row["size"], default=ran[0]
+    )
+    return search_simulated.Observation(
+        size=request.size,
+        fits=request.size <= capacity,
+        soak=request.soak,
         retries=below["retries"],
         **{name: value for name, value in read.items() if value is not None},
     )
@@ -241,8 +243,8 @@ def traced(quick: bool) -> Answers:
         footprint = search_replayed.footprint_of(model, precision)
         for cap in search_replayed.CAPS:
 
-            def tell(ask: Any, cap: int = cap, footprint: Any = footprint) -> Any:
-                return search_replayed.trial(footprint, ask.size, cap * GIB, soak=ask.soak)
+            def tell(request: Any, cap: int = cap, footprint: Any = footprint) -> Any:
+                return search_replayed.trial(footprint, request.size, cap * GIB, soak=request.soak)
 
             search = search_simulated.Search(budget_bytes=cap * GIB)
             yield f"{model}/{precision}/{cap}", path_of(search_simulated.run(search, tell))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from batchfit._noise.pure.estimate import NoiseReading, NoiseState, Observation
+from batchfit._noise.pure.estimate import NoiseObservation, NoiseReading, NoiseState
 from pages import add_page, write_page
 from rows import keep
 
@@ -56,7 +56,7 @@ def cells() -> dict[str, tuple[int, list[int], str, tuple[int, int]]]:
     return found
 
 
-def observations(sizes: list[int], scale: float, steps: int, mode: str, seed: int) -> list[Observation]:
+def observations(sizes: list[int], scale: float, steps: int, mode: str, seed: int) -> list[NoiseObservation]:
     """One per step."""
     rng = np.random.default_rng([seed, len(sizes), int(scale), mode == "cheap", sizes[0]])
     whole, count = float(sum(sizes)), len(sizes)
@@ -72,7 +72,7 @@ def observations(sizes: list[int], scale: float, steps: int, mode: str, seed: in
         rate = count / whole
         small = big + sigma2 / whole * rng.chisquare((count - 1) * DIMENSIONS, steps)
     pairs = zip(small.tolist(), big.tolist(), strict=True)
-    return [Observation(one, rate, total, 1 / whole, whole) for one, total in pairs]
+    return [NoiseObservation(one, rate, total, 1 / whole, whole) for one, total in pairs]
 
 
 def read(sizes: list[int], scale: float, mode: str, length: tuple[int, int], seed: int) -> NoiseReading:

@@ -68,7 +68,7 @@ class Run:
     seconds: float  # with the diagnosis
     answer_s: float
     asked: tuple[tuple[int, bool, int], ...]  # size, fine, steps timed
-    told: tuple[Timed, ...]
+    observations: tuple[Timed, ...]
 
 
 class Replay:
@@ -141,7 +141,7 @@ class _Running:
             self.seconds + self.replay.diagnosis_s,
             self.seconds,
             tuple(self.asked),
-            knee.told,
+            knee.observations,
         )
 
     def time(self, size: int, timing: Timing, *, fine: bool) -> list[float]:

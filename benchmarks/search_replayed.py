@@ -38,10 +38,10 @@ def footprint_of(model: str, precision: str) -> Any:
 
 
 def trial(footprint: Any, size: int, capacity: int, *, soak: bool) -> Any:
-    """What a trial of `size` would have told."""
+    """What a trial of `size` would have reported."""
     from batchfit._engine.allocator.caching import CachingAllocator
     from batchfit._engine.allocator.replay import play
-    from batchfit._find.pure.bracket import Told
+    from batchfit._find.pure.bracket import Observation
 
     device, sizes, blocks = CachingAllocator(capacity), footprint.sizes_at(size), {}
     ends, pairs = footprint.step_ends, footprint.carried
@@ -58,7 +58,7 @@ def trial(footprint: Any, size: int, capacity: int, *, soak: bool) -> Any:
         retries.append(device.retries)
     late = not failed and soak and retries[-1] != retries[len(retries) // 2 - 1]
     held = sum(sizes[n] for n in blocks if footprint.origins[n].kind in ("weights", "optimizer"))
-    return Told(
+    return Observation(
         size=size,
         fits=not failed and not late,
         soak=soak,
@@ -76,8 +76,8 @@ def searched(footprint: Any, capacity: int) -> dict[str, Any]:
     from batchfit._find.pure.search import Search
 
     search = Search(budget_bytes=capacity)
-    while (ask := search.ask()) is not None:
-        search = search.tell(trial(footprint, ask.size, capacity, soak=ask.soak))
+    while (request := search.ask()) is not None:
+        search = search.tell(trial(footprint, request.size, capacity, soak=request.soak))
     end = answer = search.best or 0
     stride = max(1, answer // 100)
     while trial(footprint, end + stride, capacity, soak=True).fits:
@@ -85,8 +85,8 @@ def searched(footprint: Any, capacity: int) -> dict[str, Any]:
     return {
         "answer": answer,
         "end": end,
-        "sizes": [one.size for one in search.told],
-        "failed": [one.size for one in search.told if not one.fits],
+        "sizes": [one.size for one in search.observations],
+        "failed": [one.size for one in search.observations if not one.fits],
     }
 
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import batchfit
-from batchfit._find.pure.search import Ask, Search, Told, run
+from batchfit._find.pure.search import Observation, Request, Search, run
 
 BUDGET = 24 * 2**30
 MAXIMA = [int(8192 ** ((i + 0.5) / 400)) for i in range(400)]
@@ -84,16 +84,16 @@ class Variant:
     held: float  # what stays between steps
     noise: float = 0.0
 
-    def told(self, ask: Ask, maximum: int, *, held: bool, sustained: float = 1.0) -> Told:
+    def observe(self, request: Request, maximum: int, *, held: bool, sustained: float = 1.0) -> Observation:
         """A trial: fits up to `maximum`; as a soak, up to that share of it."""
         end = maximum + unit("room", maximum)  # the budget ends between the maximum and the next size
-        wobble = 1 + self.noise * (2 * unit("noise", maximum, ask.size) - 1)
-        most = max(1, math.floor(maximum * sustained)) if ask.soak else maximum
-        return Told(
-            size=ask.size,
-            fits=ask.size <= most,
-            soak=ask.soak,
-            allocated_bytes=round(BUDGET * self.share(ask.size, end) * wobble),
+        wobble = 1 + self.noise * (2 * unit("noise", maximum, request.size) - 1)
+        most = max(1, math.floor(maximum * sustained)) if request.soak else maximum
+        return Observation(
+            size=request.size,
+            fits=request.size <= most,
+            soak=request.soak,
+            allocated_bytes=round(BUDGET * self.share(request.size, end) * wobble),
             held_bytes=round(BUDGET * self.held) if held else None,
         )
 
@@ -161,14 +161,16 @@ def ours(
     done = [
         run(
             Search(budget_bytes=BUDGET, **settings),
-            lambda ask, maximum=maximum: variant.told(ask, maximum, held=held, sustained=sustained),
+            lambda request, maximum=maximum: variant.observe(
+                request, maximum, held=held, sustained=sustained
+            ),
         )
         for maximum in maxima
     ]
     return Run(
         name,
-        [len(search.told) for search in done],
-        [sum(not one.fits for one in search.told) for search in done],
+        [len(search.observations) for search in done],
+        [sum(not one.fits for one in search.observations) for search in done],
         [search.best or 0 for search in done],
         tuple(maxima),
     )

@@ -20,11 +20,10 @@ from typing import Self, final
 
 from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.trial.in_children import InChildren, RunOne
-from batchfit._engine.trial.in_process import InProcess
+from batchfit._engine.trial.interface import RunTrial, TrialRequest, TrialRunner
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
 from batchfit._find.outcome import observation_of, worst
-from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.pure.search import Observation, Request, Search
 from batchfit._find.pure.shared_device import SharedBudget, under
 from batchfit._units import format_bytes
 from batchfit.results import Trial
@@ -50,7 +49,7 @@ class SearchDriver:
         self,
         search: Search,
         trials: list[Trial],
-        runs: InProcess | InChildren,
+        runs: TrialRunner,
         ranks: Ranks,
         *,
         steps: int,
@@ -64,7 +63,7 @@ class SearchDriver:
         self.search = under(search, budget_bytes)
         self.room = SharedBudget(budget_bytes, budget_bytes)
         self.trials, self.runs, self.ranks, self.begun = trials, runs, ranks, begun
-        self._told, self._start, self._attempts = search.told, search.start, search.attempts
+        self._observations, self._start, self._attempts = search.observations, search.start, search.attempts
         self._min_size = search.min_size
         self._steps, self._time_limit_s = steps, time_limit_s
         self._steps_of_a_soak = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
@@ -91,11 +90,11 @@ class SearchDriver:
             if ask is not None:
                 self._try(ask)
 
-    def attempt(self, ask: Ask) -> Told | None:
+    def attempt(self, ask: Request) -> Observation | None:
         """One trial, whether or not the search has asked for it; None where there is no time for it."""
         return self._try(ask) if self.may_begin() else None
 
-    def _try(self, ask: Ask) -> Told | None:
+    def _try(self, ask: Request) -> Observation | None:
         """One trial, told to the search; None where no step of one sample can run, so that it begins at 2."""
         try:
             trial = self._tried(ask)
@@ -113,11 +112,11 @@ class SearchDriver:
     def tell_of_growth(self) -> None:
         """Say that there is more memory now than the search could use."""
         reachable = self.runs.reachable_after_bytes()
-        elsewhere = self.runs.place.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
+        elsewhere = self.runs.device.name.partition(":")[0] != "cpu"  # RAM comes and goes all the time
         if self.ranks.is_main and elsewhere and self.room.has_grown(reachable):
             log.info(
                 "%s are free on %s now, and %s were when the search began: its answer is for that",
-                *(format_bytes(reachable), self.runs.place.name, format_bytes(self.room.begun_bytes)),
+                *(format_bytes(reachable), self.runs.device.name, format_bytes(self.room.begun_bytes)),
             )
 
     def may_begin(self) -> bool:
@@ -129,11 +128,11 @@ class SearchDriver:
         if any(is_late for is_late, _ in seen):
             return False
         self._make_do_with(min(reachable for _, reachable in seen))
-        if self.room.is_exceeded(mine) and getattr(self.runs.place, "can_limit", True):
+        if self.room.is_exceeded(mine) and getattr(self.runs.device, "can_limit", True):
             self._limit()  # the budget was all that was free, so nothing was limited; now more is free
         return True
 
-    def _tried(self, ask: Ask) -> Trial:
+    def _tried(self, ask: Request) -> Trial:
         """One trial; again, if it ran out while another program had some of the memory for a moment."""
         trial, reachable = self._run(ask)
         if trial.fits or not self.room.lacks(reachable):
@@ -148,23 +147,24 @@ class SearchDriver:
                 log.warning(
                     "batch size %d ran out while another program had memory of %s; it is free again, so the "
                     "size is tried once more",
-                    *(ask.size, self.runs.place.name),
+                    *(ask.size, self.runs.device.name),
                 )
             trial, reachable = self._run(ask)
         if not trial.fits:
             self._make_do_with(reachable)
         return trial
 
-    def _run(self, ask: Ask) -> tuple[Trial, int]:
+    def _run(self, ask: Request) -> tuple[Trial, int]:
         """One trial on all ranks, and the least that any of them can reach after it."""
-        mine = self._run_one(
+        request = TrialRequest(
             ask.size,
             steps=self._steps_of_a_soak if ask.soak else self._steps,
             soak=ask.soak,
             may_settle=ask.soak and self._may_settle,
-            few=None if self._few is None else self._few[ask.soak],
-            smallest=ask.size == self.search.sizes.first,
+            generation_steps=None if self._few is None else self._few[ask.soak],
+            is_smallest=ask.size == self.search.sizes.first,
         )
+        mine = self._run_one(request)
         answers = self.ranks.gather(
             [None if mine is None else mine.model_dump(), self.runs.reachable_after_bytes()],
             doing=f"the trial of batch size {ask.size}",
@@ -175,10 +175,10 @@ class SearchDriver:
             self.runs.regroup()
         return trial, min(reachable for _, reachable in answers)
 
-    def _tell(self, trial: Trial) -> Told:
+    def _tell(self, trial: Trial) -> Observation:
         learned = observation_of(trial)
         self.trials.append(trial)
-        self._told = (*self._told, learned)
+        self._observations = (*self._observations, learned)
         self.search = self.search.tell(learned)
         try:
             self._keep_as_it_is(time.perf_counter() - self.begun)
@@ -200,7 +200,7 @@ class SearchDriver:
             log.warning(
                 "%s of %s went to other programs during the search (or to libraries that this one has "
                 "loaded); searching on within %s, and the answer is for that",
-                *(format_bytes(before - self.room.budget_bytes), self.runs.place.name),
+                *(format_bytes(before - self.room.budget_bytes), self.runs.device.name),
                 format_bytes(self.room.budget_bytes),
             )
         self._limit()
@@ -208,14 +208,14 @@ class SearchDriver:
     def _limit(self) -> None:
         """Hold trials to the budget as it is now."""
         self._stack.close()
-        self._run_one: RunOne = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
+        self._run_one: RunTrial = self._stack.enter_context(self.runs.trying(self.room.budget_bytes))
 
     def _keep_as_it_is(self, elapsed_s: float) -> None:
         if self._keep is not None and self.ranks.is_main:
             # As it was asked for, with all that it was told: this is what a later run compares.
             whole = replace(
                 self.search,
-                told=self._told,
+                observations=self._observations,
                 start=self._start,
                 attempts=self._attempts,
                 min_size=self._min_size,

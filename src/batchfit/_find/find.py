@@ -33,12 +33,13 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
 from batchfit._engine.trial.in_children import Factory, InChildren
 from batchfit._engine.trial.in_process import InProcess
+from batchfit._engine.trial.interface import TrialRunner
 from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._files import locked
 from batchfit._find.driver import OnTrial, SearchDriver
 from batchfit._find.foresight import Foresight
 from batchfit._find.outcome import fit_result as fit_result
-from batchfit._find.pure.search import Ask, Search
+from batchfit._find.pure.search import Request, Search
 from batchfit._find.pure.shared_device import SharedBudget
 from batchfit._find.recall import Known, Recall, check_store, confirm, recall
 from batchfit._find.resume import ResumeFile
@@ -157,13 +158,13 @@ def find_batch_size(
             stack.enter_context(locked(file.path))
             text = file.read(search, asked)
         everyone.meet()
-        runs: InProcess | InChildren
+        runs: TrialRunner
         if factory is not None:
             named = str(device) if type(device) is int else device
             runs = stack.enter_context(InChildren(factory, device=named, timeout_s=timeout_s, ranks=ranks))
         elif work is not None:
             runs = InProcess(work, device_to_run(work, device))
-        place = runs.place
+        place = runs.device
         settings = [search.to_json(), steps, soak_steps, time_limit_s is not None, resume is not None]
         settings += [predict, store, fresh, key]
         ranks.same(settings, doing="the settings of the search")
@@ -189,14 +190,14 @@ def find_batch_size(
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
                 stacklevel=2,
             )
-        if isinstance(runs, InProcess) and search.ask() is not None:
+        if search.ask() is not None:
             runs.rehearse(ranks, search.sizes.to_rehearse())
         before = Recall()
         if isinstance(runs, InProcess) and (store or key is not None):
             make_digest = partial(
                 rank_digest,
                 runs.work,
-                runs.place,
+                runs.device,
                 name=key,
                 sample_size=search.sizes.first,
                 asked_bytes=asked_bytes,
@@ -239,8 +240,7 @@ def _search(trying: SearchDriver, *, predict: bool, known: Known | None, earlier
         if not confirmed:
             trying.to_the_end()
     ended, trials, room = trying.search, trying.trials, trying.room
-    samples = runs.work._samples if isinstance(runs, InProcess) else None
-    mine = [time.perf_counter() - trying.begun, runs.place.name, samples]
+    mine = [time.perf_counter() - trying.begun, runs.device.name, runs.samples]
     ends = ranks.gather(mine, doing="the end of the search")
     # One result, the same on all ranks.
     elapsed_s, device = max(seconds for seconds, _, _ in ends), ends[0][1]
@@ -250,7 +250,7 @@ def _search(trying: SearchDriver, *, predict: bool, known: Known | None, earlier
         log.info("the search to resume had ended before: nothing was run")
     if ended.stopped_because == "largest" and not confirmed and ranks.is_main:
         log.warning(
-            "memory on %s does not grow with the batch size: is it where the step runs?", runs.place.name
+            "memory on %s does not grow with the batch size: is it where the step runs?", runs.device.name
         )
     fit = fit_result(
         ended,
@@ -261,7 +261,7 @@ def _search(trying: SearchDriver, *, predict: bool, known: Known | None, earlier
         elapsed_s=earlier_s + elapsed_s,
         trials_resumed=before,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
-        state_bytes=runs.state_bytes if ended.best is None and isinstance(runs, InProcess) else None,
+        state_bytes=runs.state_bytes if ended.best is None else None,
     ).model_copy(update={"samples": samples})
     if known is None or not confirmed:
         return fit
@@ -277,10 +277,10 @@ def _traceable(work: Workload, place: Device) -> bool:
 def _foreseen(trying: SearchDriver) -> Search:
     """The search with what is predicted, after a look whether the prediction is right."""
     search, runs = trying.search, trying.runs
-    if search.ask() is None or not (isinstance(runs, InProcess) and _traceable(runs.work, runs.place)):
+    if search.ask() is None or not (isinstance(runs, InProcess) and _traceable(runs.work, runs.device)):
         return search
     # A look must leave two trials: the last one is the soak of what has run, which would be the look.
-    few = search.max_trials is not None and search.max_trials - len(search.told) < 3
+    few = search.max_trials is not None and search.max_trials - len(search.observations) < 3
     brief = runs.work._brief(_GLIMPSE)
     if few and brief is None:
         return search
@@ -288,12 +288,16 @@ def _foreseen(trying: SearchDriver) -> Search:
     if sight is None:
         return search
     look = sight.look_first()
-    if look is not None and look in search.sizes and all(one.fits or look < one.size for one in search.told):
+    if (
+        look is not None
+        and look in search.sizes
+        and all(one.fits or look < one.size for one in search.observations)
+    ):
         seen = None
         if brief is not None and trying.may_begin():
             seen = _glimpsed(sight, runs, brief, look)
         if seen is None:
-            learned = None if few else trying.attempt(Ask(look, False))
+            learned = None if few else trying.attempt(Request(look, False))
             if learned is None:
                 return search
             search = search.tell(learned)
@@ -318,7 +322,7 @@ def _glimpsed(sight: Foresight, runs: InProcess, brief: Workload, look: int) -> 
     if short is None:
         return None
     try:
-        trial = runs.glimpse(brief, look)
+        trial = runs.run_shortened(brief, look)
     except Exception as error:
         if oom.classify(error) == "fatal":
             raise

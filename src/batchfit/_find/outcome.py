@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._find.pure.search import Search, Told
+from batchfit._find.pure.search import Observation, Search
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import FitResult, Trial
 
@@ -80,9 +80,9 @@ def _why(trials: list[Trial]) -> str:
     return trials[-1].message
 
 
-def observation_of(trial: Trial) -> Told:
+def observation_of(trial: Trial) -> Observation:
     """What a trial teaches the search. A soak that still retries allocations is not sustained."""
-    return Told(
+    return Observation(
         size=trial.size,
         fits=trial.fits and trial.settled_retries == 0,
         soak=trial.soak,

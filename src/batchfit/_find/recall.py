@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.describe import UndescribableError, digest_of
 from batchfit._engine.store.key import NoSampleError
-from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.pure.search import Observation, Request, Search
 from batchfit.results import FitResult
 from batchfit.workload import Workload
 
@@ -68,7 +68,7 @@ class Known:
         most = self.budget_bytes * (1 + _tolerance(search) / 2)
         return self.size in search.sizes and needed <= budget <= most
 
-    def looks_like(self, told: Told, search: Search) -> bool:
+    def looks_like(self, told: Observation, search: Search) -> bool:
         """A trial of the size takes no less memory than it did."""
         if self.peak_bytes is None or told.allocated_bytes is None:
             return True
@@ -146,20 +146,20 @@ def _opened() -> Store | None:
 
 
 def confirm(
-    search: Search, known: Known | None, attempt: Callable[[Ask], Told | None]
+    search: Search, known: Known | None, attempt: Callable[[Request], Observation | None]
 ) -> tuple[Search, bool]:
     """One trial of the known size, told to the search; whether that size is the answer.
 
     A resumed search has run that trial before, or was begun without one: none is run now.
     """
-    if known is None or (search.ask() is None and len(search.told) != 1):
+    if known is None or (search.ask() is None and len(search.observations) != 1):
         return search, False
-    if search.told:
-        before = [one for one in search.told if one.size == search.best and one.soak == search.soak]
+    if search.observations:
+        before = [one for one in search.observations if one.size == search.best and one.soak == search.soak]
         return search, search.best == known.size and any(
             one.fits and known.looks_like(one, search) for one in before
         )
-    told = attempt(Ask(known.size, search.soak))
+    told = attempt(Request(known.size, search.soak))
     if told is None:
         return search, False
     search = search.tell(told)

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 KIND = "find"
 
 # Fields of a search that are no settings of the user's, or only say when to stop.
-_FREE = {"told", "predicted", "budget_bytes", "max_trials"}
+_FREE = {"observations", "predicted", "budget_bytes", "max_trials"}
 
 
 @final
@@ -70,7 +70,11 @@ class Kept:
             )
         search = Search.from_json(json.dumps(data.get("search")))
         settings, elapsed_s, trials = (data.get(name) for name in ("settings", "elapsed_s", "trials"))
-        whole = isinstance(settings, dict) and isinstance(trials, list) and len(trials) == len(search.told)
+        whole = (
+            isinstance(settings, dict)
+            and isinstance(trials, list)
+            and len(trials) == len(search.observations)
+        )
         if not whole or not isinstance(elapsed_s, int | float):
             raise ResultFileError("it is damaged: settings, elapsed_s or trials are not what they should be")
         return cls(

@@ -141,7 +141,7 @@ class MicrobatchContext:
                 if lengths is None or isinstance(lengths, str):
                     raise
                 # As many samples as there are lengths.
-                return look(told=len(lengths(batch) if callable(lengths) else lengths))
+                return look(known_count=len(lengths(batch) if callable(lengths) else lengths))
         # A trial cut may need memory.
         note = "batchfit: raised while the samples of a batch were counted by what split returns"
         return run_twice(look, device=self.device, note=note)

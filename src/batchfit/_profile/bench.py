@@ -48,9 +48,9 @@ class Bench:
     """Times a workload; used as a context, within which the budget holds."""
 
     def __init__(
-        self, work: Workload, place: Device, ranks: Ranks, *, budget_bytes: int, deadline_s: float | None
+        self, work: Workload, device: Device, ranks: Ranks, *, budget_bytes: int, deadline_s: float | None
     ) -> None:
-        self.work, self.place, self.ranks = work, place, ranks
+        self.work, self.device, self.ranks = work, device, ranks
         self.budget_bytes, self.deadline_s = budget_bytes, deadline_s
         self.own_s: dict[
             int, float
@@ -66,11 +66,11 @@ class Bench:
     def __enter__(self) -> Self:
         self._snapshot = Snapshot.take(self.work.state)
         self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
-        collect_garbage(self.work, self.place)
+        collect_garbage(self.work, self.device)
         with ExitStack() as stack:
             self._collections = stack.enter_context(FrozenGarbage())
-            if counts_memory(self.place):
-                stack.enter_context(self.place.limit(self.budget_bytes))
+            if counts_memory(self.device):
+                stack.enter_context(self.device.limit(self.budget_bytes))
             self._stack = stack.pop_all()
         return self
 
@@ -97,7 +97,7 @@ class Bench:
             run = run_timed(
                 self.work.step if step is None else step,
                 size,
-                device=self.place,
+                device=self.device,
                 snapshot=self._snapshot,
                 timing=timing,
                 deadline_s=self.deadline_s,
@@ -153,7 +153,7 @@ class Bench:
         raised: BaseException | None = None
         ambient = sys.exception()
         answer: T | None = None
-        counts = counts_memory(self.place)
+        counts = counts_memory(self.device)
         with Interrupts() as interrupts:
             try:
                 with loop.running(), interrupts.opened():
@@ -167,7 +167,7 @@ class Bench:
                 raise
             finally:
                 phase.clear()
-                put_back(self._snapshot, self.place if counts else UNCOUNTED, raised, cut_off=answer is None)
+                put_back(self._snapshot, self.device if counts else UNCOUNTED, raised, cut_off=answer is None)
                 raised = None
         return answer
 
@@ -199,15 +199,15 @@ class Bench:
 
     def _memory_trial(self, size: int, *, smallest: bool) -> TimedRun | None:
         """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
-        if counts_memory(self.place):
+        if counts_memory(self.device):
             return None
         if size in self._memory:
             return self._memory[size]
-        with eagerly(), self.place.limit(self.budget_bytes):
+        with eagerly(), self.device.limit(self.budget_bytes):
             trial = run_trial(
                 self.work.step,
                 size,
-                device=self.place,
+                device=self.device,
                 snapshot=self._snapshot,
                 parameters=self._parameters,
                 steps=2,

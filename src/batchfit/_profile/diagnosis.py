@@ -87,7 +87,7 @@ def _measured(found: Diagnosis, point: ThroughputPoint) -> Facts:
         size=size,
         step_s=point.step_s,
         steps=point.steps_timed,
-        has_own_clock=isinstance(found.bench.place, CudaDevice),
+        has_own_clock=isinstance(found.bench.device, CudaDevice),
         host_s=point.host_s,
         alloc_retries=run.alloc_retries,
         reserved_bytes=point.reserved_bytes,
@@ -111,8 +111,8 @@ def _read(found: Diagnosis, facts: Facts) -> Facts:
 
     def read() -> tuple[Busy | None]:
         nonlocal batch_s  # it counts, too, where the other reading runs out of memory
-        batch_s = batch_time(source, size, device=bench.place)
-        return (busy_time(bench.work.step, size, device=bench.place),)
+        batch_s = batch_time(source, size, device=bench.device)
+        return (busy_time(bench.work.step, size, device=bench.device),)
 
     # Two readings, for which the state is put back once.
     (busy,) = bench.briefly(read) or (None,)
@@ -189,7 +189,7 @@ def _one_pass(bench: Bench, size: int, steps: int) -> tuple[list[float], int]:
         for _ in range(steps):
             begun = time.perf_counter()
             bench.work.step(size)
-            bench.place.synchronize()
+            bench.device.synchronize()
             times.append(time.perf_counter() - begun)
     return times, seen.distinct
 

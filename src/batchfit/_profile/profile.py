@@ -289,7 +289,7 @@ class _Measuring:
         last = min(self._too_large, key=lambda run: run.size)
         raise NothingFitsError(
             last.size,
-            device=self.bench.place.name,
+            device=self.bench.device.name,
             budget_bytes=self.bench.budget_bytes,
             detail=last.message,
             advice="" if last.size == 1 else "Name smaller sizes, or shrink the model.",
@@ -322,7 +322,7 @@ class _Measuring:
         per_s = run.size * passes * world_size / interval.median
         per_sample = self.bench.flops_per_sample
         flops = per_sample * run.size * passes / interval.median if per_sample else None
-        peak = peak_flops(device_model(self.bench.place), seen.precision)
+        peak = peak_flops(device_model(self.bench.device), seen.precision)
         if tokens is None and seen.tokens:
             tokens_per_s: float | None = seen.tokens * passes * world_size / interval.median
         else:
@@ -367,8 +367,8 @@ class _Measuring:
             too_large=tuple(sorted(run.size for run in self._too_large)),
             stopped_because=self._stopped,
             budget_bytes=bench.budget_bytes,
-            device=bench.place.name,
-            device_model=device_model(bench.place),
+            device=bench.device.name,
+            device_model=device_model(bench.device),
             world_size=bench.ranks.world_size,
             notes=(*notes(bench, self.runs, points, stopped=self._stopped), *self._aside),
             elapsed_s=elapsed_s,

@@ -152,7 +152,7 @@ def loader_pace(loader: Iterable[Any], *, patience_s: float = PATIENCE_S) -> Loa
 def batch_samples(batch: Any) -> int:
     """How many samples a batch holds."""
     with suppress(ValueError, TypeError):  # not certain: its first part says it
-        return BatchReader().look(batch).length
+        return BatchReader().read(batch).length
     found = sized(list(parts(batch)))
     if not found:
         raise ValueError(f"loader must give batches with tensors in them, not {type(batch).__name__}")

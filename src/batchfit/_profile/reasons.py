@@ -141,7 +141,7 @@ def notes(
             f"{len(points)} sizes of a compiled model: past recompile_limit "
             f"({getattr(torch._dynamo.config, 'recompile_limit', 8)}) torch runs new ones eagerly"
         )
-    if isinstance(bench.place, CpuDevice) and counts_memory(bench.place):
+    if isinstance(bench.device, CpuDevice) and counts_memory(bench.device):
         yield "timed under virtual_memory, which makes every operation slower"
 
 

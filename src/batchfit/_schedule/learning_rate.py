@@ -3,11 +3,12 @@
 Rules
 - `group["lr"]` is what the LR scheduler (or the user) says, times our factor. The group itself keeps both, as
   torch keeps `initial_lr` there: an optimizer's checkpoint knows that our factor is in: nothing compounds.
-- Before an LR scheduler steps our factor is taken out, and put back after: recursive schedulers would
-  multiply it into every later value. What is taken out is bit for bit what the LR scheduler wrote.
-- An LR scheduler that we watch gets a subclass of its own class, not an attribute: its `state_dict` is its
-  `__dict__`, and stays as it is. It gets its class back with `close()`, and does nothing once we are gone.
-- A tensor learning rate is changed in place, without waiting for the device.
+- Before an LR scheduler steps our factor is removed, and multiplied in after: recursive schedulers would
+  multiply it into every later value. What is removed leaves bit for bit what the LR scheduler wrote.
+- An LR scheduler given to us keeps its class: its `step` is wrapped on the object (`wrapped_step.py`). Hooks
+  of the optimizer cannot do this: they do not see the LR scheduler step, and between two optimizer steps the
+  groups must hold the rate that is in force, which is what loggers read.
+- A tensor learning rate is changed in place, without a CUDA synchronization.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from batchfit._loader.pure.progress import Progress
 from batchfit._schedule.pure.lr_rules import LRRule
+from batchfit._schedule.wrapped_step import unwrap_step, wrap_step
 
 log = logging.getLogger("batchfit")
 
@@ -55,14 +57,16 @@ class ScaledLR:
                 f"lr must have one rule for each of {len(groups)} groups, not {len(self._rules)}"
             )
         for number, group in enumerate(groups):
-            self._rule_of(number, group)  # a wrong rule of a group's own is told now
+            self._rule_of(number, group)  # a wrong rule of a group's own is an error now
         self._ratio = 1.0
         self._depth = 0
-        self._told = False
+        self._warned = False
         self._on_lr_step = on_lr_step
-        self._watched: list[tuple[Any, type]] = []
+        self._wrapped: list[Any] = []
         for one in lr_schedulers:
-            self._watch(one)
+            self._check_scheduler(one)
+            wrap_step(one, weakref.WeakMethod(self._stepping))
+            self._wrapped.append(one)
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -70,11 +74,11 @@ class ScaledLR:
         return tuple(group.get(FACTOR, 1.0) for group in self._optimizer.param_groups)
 
     def set_ratio(self, ratio: float) -> tuple[float, ...]:
-        """Let the learning rates be those of `ratio` times the initial batch size; any number of times."""
+        """Set the learning rates for `ratio` times the initial batch size; repeated calls do not compound."""
         self._ratio = ratio
         if self._depth == 0:
-            self._take_out()
-            self._put_in()
+            self._remove_factors()
+            self._apply_factors()
         return self.factors
 
     def is_moved_by(self, ratio: float) -> bool:
@@ -86,21 +90,21 @@ class ScaledLR:
     def untouched(self) -> Iterator[None]:
         """Inside, the groups hold learning rates without our factor."""
         if self._depth == 0:
-            self._take_out()
+            self._remove_factors()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._put_in()
+                self._apply_factors()
 
     def close(self) -> None:
-        """Take our factor out for good, and let the LR schedulers be what they were."""
-        self._take_out()
-        for one, kind in self._watched:
-            one.__class__ = kind
-        self._watched = []
+        """Remove our factor from the learning rates, and our wrappers from the LR schedulers."""
+        self._remove_factors()
+        for one in self._wrapped:
+            unwrap_step(one)
+        self._wrapped = []
 
     def _rule_of(self, number: int, group: dict[str, Any]) -> LRRule:
         own = group.get(RULE)
@@ -112,7 +116,7 @@ class ScaledLR:
             )
         return self._rules[0 if self._single else number]
 
-    def _put_in(self) -> None:
+    def _apply_factors(self) -> None:
         for number, group in enumerate(self._optimizer.param_groups):
             factor = self._rule_of(number, group).factor(self._ratio)
             if factor == 1.0:
@@ -127,7 +131,7 @@ class ScaledLR:
                 group[BASE] = rate
                 group["lr"] = rate * factor
 
-    def _take_out(self) -> None:
+    def _remove_factors(self) -> None:
         for number, group in enumerate(self._optimizer.param_groups):
             factor, base = group.pop(FACTOR, None), group.pop(BASE, None)
             if factor is None:
@@ -147,9 +151,9 @@ class ScaledLR:
                 self._changed_elsewhere(number)
 
     def _changed_elsewhere(self, number: int) -> None:
-        if self._told or self._watched:
+        if self._warned or self._wrapped:
             return
-        self._told = True
+        self._warned = True
         log.warning(
             "%s",
             f"the learning rate of group {number} was changed while it held the factor of the batch size. If "
@@ -157,7 +161,7 @@ class ScaledLR:
             "scheduler.lr_untouched():`; otherwise the two multiply wrongly",
         )
 
-    def _watch(self, lr_scheduler: Any) -> None:
+    def _check_scheduler(self, lr_scheduler: Any) -> None:
         if not callable(getattr(lr_scheduler, "step", None)):
             raise TypeError(f"lr_scheduler must have a method step(), not {lr_scheduler!r:.80}")
         theirs = getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None)
@@ -165,79 +169,38 @@ class ScaledLR:
             raise ValueError(
                 f"lr_scheduler must belong to the optimizer, not {type(lr_scheduler).__name__} of another"
             )
-        kind = type(lr_scheduler)
-        watcher = getattr(kind, "_batchfit_watches", None)
-        if watcher is not None and watcher() is None:  # it was left without close()
-            kind = kind.__mro__[1]
-        elif watcher is not None:
-            raise ValueError(
-                "lr_scheduler must be given to one BatchSizeScheduler only: close() the other first"
-            )
-        try:
-            lr_scheduler.__class__ = _watching(kind, weakref.ref(self))
-        except TypeError:
-            raise TypeError(
-                f"lr_scheduler must be a plain Python object, not {kind.__name__}: step it inside "
-                "`with scheduler.lr_untouched():` instead"
-            ) from None
-        self._watched.append((lr_scheduler, kind))
 
-    def stepped(self, lr_scheduler: Any) -> None:
-        """A watched LR scheduler has stepped."""
-        told = None if self._on_lr_step is None else self._on_lr_step()
-        if told is not None:
-            told(lr_scheduler)
-
-
-def _unwatched(kind: type) -> Any:
-    """What a copy or a pickle of a watched LR scheduler begins as."""
-    return object.__new__(kind)
-
-
-def _watching(kind: type, keeper: weakref.ref[ScaledLR]) -> type:
-    """A subclass of an LR scheduler's class that steps without our factor; pickles as the original."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lr = keeper()
-        if lr is None:  # nobody keeps a factor any more
-            return kind.step(self, *args, **kwargs)  # type: ignore[attr-defined]
-        with lr.untouched():
-            value = kind.step(self, *args, **kwargs)  # type: ignore[attr-defined]
-        lr.stepped(self)
-        return value
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        return _unwatched, (kind,), vars(self)
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    body = {**names, "step": step, "__reduce_ex__": reduce, "_batchfit_watches": keeper}
-    return type(kind)(kind.__name__, (kind,), body)
-
-
-log = logging.getLogger("batchfit")
+    @contextmanager
+    def _stepping(self, lr_scheduler: Any) -> Iterator[None]:
+        """Inside, a wrapped LR scheduler steps; the owner of this object hears of it afterwards."""
+        with self.untouched():
+            yield
+        report = None if self._on_lr_step is None else self._on_lr_step()
+        if report is not None:
+            report(lr_scheduler)
 
 
 @final
 class LRClock:
-    """Watches how far a run comes between two steps of an LR scheduler."""
+    """Warns about an LR scheduler that is stepped per batch while the batch size changes."""
 
     def __init__(self, unit: str, *, counts: bool) -> None:
         self._by_epoch = counts or unit == "epoch"  # whether the epoch of each step is known
         self._at: dict[int, Progress] = {}
-        self._told = False
+        self._warned = False
 
     def stepped(self, lr_scheduler: Any, now: Progress, size: int) -> None:
-        """It has stepped, at a batch size that will change."""
+        """Record that `lr_scheduler` stepped at `now`, with batches of `size` samples."""
         before = self._at.get(id(lr_scheduler))
         self._at[id(lr_scheduler)] = now
-        if before is None or self._told or isinstance(lr_scheduler, ReduceLROnPlateau):
+        if before is None or self._warned or isinstance(lr_scheduler, ReduceLROnPlateau):
             return
         if self._by_epoch:
             often = now.epoch == before.epoch
         else:
             often = 0 < now.step - before.step <= 1 or 0 < now.samples - before.samples <= 2 * size
         if often:
-            self._told = True
+            self._warned = True
             log.warning(
                 "%s",
                 f"{type(lr_scheduler).__name__} is stepped once a batch, and the batch size changes: it will "

@@ -130,11 +130,11 @@ class BatchSizeScheduler:
         self._lr: ScaledLR | None = None
         if optimizer is not None and lr is not None:
             several = lr_scheduler if isinstance(lr_scheduler, tuple | list) else [lr_scheduler]
-            watched = [one for one in several if one is not None]
+            given = [one for one in several if one is not None]
             self._clock = LRClock(self._unit, counts=self._loader.progress is not None)
             # Weak: an LR scheduler that outlives this object is then itself again.
-            told = weakref.WeakMethod(self._lr_stepped)
-            self._lr = ScaledLR(optimizer, lr, lr_schedulers=watched, on_lr_step=told)
+            on_lr_step = weakref.WeakMethod(self._lr_stepped)
+            self._lr = ScaledLR(optimizer, lr, lr_schedulers=given, on_lr_step=on_lr_step)
         self._give_plan()
 
     # --- what it says

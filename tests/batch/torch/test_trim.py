@@ -217,7 +217,7 @@ def test_the_layout_of_an_earlier_batch_settles_what_chance_blurs() -> None:
         ),
         ({"x": torch.zeros(2, 5)}, [1, 2], {"padding_side": "top"}, "padding_side must be 'left', 'right'"),
         ({"x": torch.zeros(2, 5)}, [1, 2], {"pad_dim": 0}, "pad_dim must be at least 1"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask", {}, "without holes"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask", {}, "without gaps"),
         ({"attention_mask": torch.tensor([[1, 1, 1]])}, [2], {}, "agree with the lengths"),
         (
             {"attention_mask": torch.tensor([[1, 1, 0]])},

@@ -45,7 +45,7 @@ def test_a_third_of_a_sweeps_time_within_reach_of_its_best_and_the_same_again(ca
     assert statistics.mean(rates) >= 0.95
     assert sum(rate < 0.949 for rate in rates) <= 0.12 * len(runs)
     assert replayed.far_apart([run.recommended for run in runs]) < 0.15
-    assert all(run.recommended in {one.size for one in run.told} for run in runs)
+    assert all(run.recommended in {one.size for one in run.observations} for run in runs)
 
 
 def test_curves_are_those_of_the_sweeps() -> None:

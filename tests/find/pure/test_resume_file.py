@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batchfit._find.pure.search import Search, Told
+from batchfit._find.pure.search import Observation, Search
 from batchfit._find.resume import Kept, ResumeFile
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results import FitResult, Trial
@@ -25,7 +25,7 @@ def saved(path: Path, search: Search | None = None, sizes: tuple[int, ...] = (1,
     """The file of a search in which these sizes fit; the search."""
     search = search or begun()
     for size in sizes:
-        search = search.tell(Told(size=size, fits=True, allocated_bytes=size * 2**20))
+        search = search.tell(Observation(size=size, fits=True, allocated_bytes=size * 2**20))
     file = ResumeFile(path)
     file.begin("", search, SETTINGS)
     file.save(search, [Trial(size=size, outcome="fits", steps_run=3) for size in sizes], 2.5)

@@ -15,7 +15,7 @@ from examples import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchfit._find.pure.search import STRATEGIES, Ask, Search, Told, run
+from batchfit._find.pure.search import STRATEGIES, Observation, Request, Search, run
 from batchfit.errors import ResultFileError
 from batchfit.results import REASONS
 
@@ -88,21 +88,25 @@ def play(
     most: int = 120,
 ) -> Search:
     """Run `search` against a device on which sizes up to `capacity` run, checking every step of it."""
-    asked: set[Ask] = set()
-    while (ask := search.ask()) is not None:
+    asked: set[Request] = set()
+    while (request := search.ask()) is not None:
         assert search.stopped_because is None
-        assert ask not in asked, "no size is asked twice with the same flag"
-        asked.add(ask)
-        assert ask.size in search.sizes
-        assert ask.size >= search.min_size
-        assert search.max_size is None or ask.size <= search.max_size
-        assert ask.size % search.multiple_of == 0
-        assert not search.power_of_two or ask.size & (ask.size - 1) == 0
-        assert search.soak or not ask.soak
-        assert all(ask.size < one.size for one in search.told if not one.fits)
-        assert len(asked) <= most, f"still asking after {[one.size for one in search.told]}"
-        fits = ask.size <= capacity and not (ask.soak and sustained is not None and ask.size > sustained)
-        search = search.tell(Told(size=ask.size, fits=fits, soak=ask.soak, **readings(ask.size)))
+        assert request not in asked, "no size is asked twice with the same flag"
+        asked.add(request)
+        assert request.size in search.sizes
+        assert request.size >= search.min_size
+        assert search.max_size is None or request.size <= search.max_size
+        assert request.size % search.multiple_of == 0
+        assert not search.power_of_two or request.size & (request.size - 1) == 0
+        assert search.soak or not request.soak
+        assert all(request.size < one.size for one in search.observations if not one.fits)
+        assert len(asked) <= most, f"still asking after {[one.size for one in search.observations]}"
+        fits = request.size <= capacity and not (
+            request.soak and sustained is not None and request.size > sustained
+        )
+        search = search.tell(
+            Observation(size=request.size, fits=fits, soak=request.soak, **readings(request.size))
+        )
     check_end(search)
     return search
 
@@ -111,8 +115,8 @@ def check_end(search: Search) -> None:
     """What holds at the end of any search."""
     reason = search.stopped_because
     assert reason in REASONS or reason == "nothing_fits"
-    ran = {one.size for one in search.told if one.fits}
-    failed = [one.size for one in search.told if not one.fits]
+    ran = {one.size for one in search.observations if one.fits}
+    failed = [one.size for one in search.observations if not one.fits]
     if search.best is None:
         assert reason in ("nothing_fits", "max_trials", "attempts")
         assert (reason == "nothing_fits") == (search.sizes.first in failed)
@@ -120,7 +124,7 @@ def check_end(search: Search) -> None:
     assert search.best in ran
     assert all(search.best < size for size in failed)
     if search.soak and search.max_trials is None:
-        assert any(one.soak and one.fits for one in search.told if one.size == search.best)
+        assert any(one.soak and one.fits for one in search.observations if one.size == search.best)
     if reason == "max_size":
         assert search.best == search.sizes.last
 
@@ -176,9 +180,13 @@ def test_a_round_trip_through_json_changes_nothing(search: Search, capacity: int
         assert again.ask() == search.ask()
         assert again.best == search.best
         assert again.stopped_because == search.stopped_because
-        if (ask := search.ask()) is None:
+        if (request := search.ask()) is None:
             break
-        search = search.tell(Told(size=ask.size, fits=ask.size <= capacity, soak=ask.soak, **read(ask.size)))
+        search = search.tell(
+            Observation(
+                size=request.size, fits=request.size <= capacity, soak=request.soak, **read(request.size)
+            )
+        )
 
 
 @examples(300)
@@ -189,11 +197,13 @@ def test_an_oracle_that_contradicts_itself_neither_loops_nor_crashes(
     # Fits at random, so that a size may pass and fail its soak, and a smaller one fail where a larger ran.
     rng = random.Random(data.draw(st.integers(0, 10_000)))
     for _ in range(150):
-        if (ask := search.ask()) is None:
+        if (request := search.ask()) is None:
             break
-        fits = ask.size < 9000 and rng.random() < 0.6
+        fits = request.size < 9000 and rng.random() < 0.6
         search = search.tell(
-            Told(size=ask.size, fits=fits, soak=ask.soak, allocated_bytes=rng.randrange(BUDGET))
+            Observation(
+                size=request.size, fits=fits, soak=request.soak, allocated_bytes=rng.randrange(BUDGET)
+            )
         )
     check_end(search)
 
@@ -204,18 +214,18 @@ def test_max_trials_is_a_limit_and_leaves_an_answer(
     search: Search, capacity: int, seed: int, max_trials: int
 ) -> None:
     limited = play(dataclasses.replace(search, max_trials=max_trials), capacity, lies(seed))
-    assert len(limited.told) <= max_trials
+    assert len(limited.observations) <= max_trials
     free = play(search, capacity, lies(seed))
-    if len(free.told) < max_trials:
-        assert limited.told == free.told
+    if len(free.observations) < max_trials:
+        assert limited.observations == free.observations
         assert limited.stopped_because == free.stopped_because
-    if limited.best is not None and search.soak and limited.told[-1].fits:
-        assert limited.told[-1].soak, "the last trial is the soak"
+    if limited.best is not None and search.soak and limited.observations[-1].fits:
+        assert limited.observations[-1].soak, "the last trial is the soak"
 
 
 def test_a_soak_forced_by_max_trials_is_no_decision() -> None:
     done = play(Search(budget_bytes=BUDGET, max_trials=2), 100, linear(100))
-    assert [(one.size, one.soak) for one in done.told] == [(1, False), (1, True)]
+    assert [(one.size, one.soak) for one in done.observations] == [(1, False), (1, True)]
     assert done.stopped_because == "max_trials"
 
 
@@ -228,7 +238,7 @@ def test_guided_needs_at_most_24_trials_whatever_the_readings_say(
 ) -> None:
     search = Search(budget_bytes=BUDGET if budget else None, tolerance=tolerance, soak=soak)
     done = play(search, capacity, lies(seed))
-    assert len(done.told) <= 24
+    assert len(done.observations) <= 24
     if tolerance == 0:
         assert done.best == (capacity or None)
 
@@ -237,7 +247,7 @@ def test_guided_needs_at_most_24_trials_whatever_the_readings_say(
 @pytest.mark.parametrize("capacity", [1, 2, 4095, 4096, 6000, 8190, 8191])
 def test_guided_without_readings_doubles_and_bisects(capacity: int, tolerance: float) -> None:
     done = play(Search(tolerance=tolerance), capacity)
-    assert len(done.told) <= 24
+    assert len(done.observations) <= 24
     assert done.best is not None
     assert done.best >= (1 - tolerance) * capacity
     if not tolerance:
@@ -292,7 +302,7 @@ def test_guided_is_within_its_tolerance_on_a_line(
     done = play(Search(budget_bytes=BUDGET, tolerance=tolerance), capacity, readings)
     assert done.best is not None
     assert capacity >= done.best >= (1 - tolerance) * capacity - 1
-    assert len(done.told) <= 12
+    assert len(done.observations) <= 12
 
 
 @examples(200)
@@ -303,7 +313,7 @@ def test_guided_comes_close_on_a_curve_with_knees(capacity: int, room: float, he
     assert (
         capacity >= done.best >= 0.95 * capacity - 1
     )  # the tolerance, and the noise that readings are granted
-    assert len(done.told) <= 12
+    assert len(done.observations) <= 12
 
 
 @examples(150)
@@ -332,8 +342,8 @@ def test_a_program_that_holds_most_of_the_budget_is_searched_like_any_other(
     assert done.best is not None
     # The tolerance, and the share that live tensors are thought to fill at most, as with less held.
     assert capacity >= done.best >= 0.93 * capacity - 1
-    assert len(done.told) <= 8
-    assert sum(not one.fits for one in done.told) <= 3
+    assert len(done.observations) <= 8
+    assert sum(not one.fits for one in done.observations) <= 3
 
 
 @examples(300)
@@ -355,11 +365,11 @@ def test_readings_on_a_line_are_enough_however_much_of_the_budget_is_taken(
         return {"allocated_bytes": int(peak), **({"held_bytes": int(BUDGET * fixed * held)} if held else {})}
 
     done = play(Search(budget_bytes=BUDGET), capacity, read)
-    assert len({one.size for one in done.told}) <= 6
+    assert len({one.size for one in done.observations}) <= 6
     # Of 141,000 random cases 28 had a second OOM, all below 16 samples, where one sample is much; and 7 a
     # third stability check with more than 45 % taken.
-    assert sum(not one.fits for one in done.told) <= 1 + (capacity < 16)
-    assert sum(one.soak for one in done.told) <= 2 + (fixed < 0.55)
+    assert sum(not one.fits for one in done.observations) <= 1 + (capacity < 16)
+    assert sum(one.soak for one in done.observations) <= 2 + (fixed < 0.55)
     assert (done.best or 0) >= 0.97 * capacity - 1
 
 
@@ -374,8 +384,8 @@ def test_memory_that_is_rounded_up_is_a_line_too(fixed: float, capacity: int) ->
 
     largest = max(size for size in range(1, capacity + 1) if peak(size) <= budget)
     done = play(Search(budget_bytes=budget), largest, lambda size: {"allocated_bytes": peak(size)})
-    assert len({one.size for one in done.told}) <= 7
-    assert sum(not one.fits for one in done.told) <= 1
+    assert len({one.size for one in done.observations}) <= 7
+    assert sum(not one.fits for one in done.observations) <= 1
     assert (done.best or 0) >= 0.94 * largest
 
 
@@ -384,18 +394,18 @@ def test_the_figures_of_the_design(make: Callable[..., Readings]) -> None:
     """Means over log-uniform maxima; benchmarks/search_simulated.py has all variants and the peers."""
     capacities = [int(8192 ** ((i + 0.5) / 60)) for i in range(60)]
     done = [play(Search(budget_bytes=BUDGET), size, make(size)) for size in capacities]
-    assert sum(len(one.told) for one in done) <= 5 * len(done)
-    assert sum(not told.fits for one in done for told in one.told) <= 0.3 * len(done)
+    assert sum(len(one.observations) for one in done) <= 5 * len(done)
+    assert sum(not trial.fits for one in done for trial in one.observations) <= 0.3 * len(done)
     assert sum((one.best or 0) / size for one, size in zip(done, capacities, strict=True)) >= 0.98 * len(done)
     exact = [play(Search(budget_bytes=BUDGET, tolerance=0), size, make(size)) for size in capacities]
-    assert sum(len(one.told) for one in exact) <= 7 * len(exact)
+    assert sum(len(one.observations) for one in exact) <= 7 * len(exact)
 
 
 def test_guided_begins_at_the_smallest_size_and_needs_no_failure() -> None:
     done = play(Search(budget_bytes=BUDGET), 8000, linear(8000))
-    assert done.told[0].size == 1
-    assert all(one.fits for one in done.told)
-    assert len(done.told) <= 5
+    assert done.observations[0].size == 1
+    assert all(one.fits for one in done.observations)
+    assert len(done.observations) <= 5
     assert done.stopped_because == "within_tolerance"
 
 
@@ -403,8 +413,8 @@ def test_guided_begins_at_the_smallest_size_and_needs_no_failure() -> None:
 def test_a_step_of_nothing_but_activations_fails_once(capacity: int) -> None:
     """All of the first reading is a sample's own: beyond the ray from zero nothing fits."""
     done = play(Search(budget_bytes=BUDGET), capacity, linear(capacity, fixed=0.0))
-    assert sum(not one.fits for one in done.told) <= 1
-    assert len(done.told) <= 4
+    assert sum(not one.fits for one in done.observations) <= 1
+    assert len(done.observations) <= 4
     assert (done.best or 0) >= 0.95 * capacity
 
 
@@ -423,21 +433,21 @@ def test_memory_that_ends_below_max_size_is_the_reason() -> None:
 
 def test_guided_uses_an_estimate() -> None:
     done = play(Search(budget_bytes=BUDGET, start=990), 1000, linear(1000, held=True))
-    assert done.told[0].size == 990
-    assert len(done.told) <= 3
+    assert done.observations[0].size == 990
+    assert len(done.observations) <= 3
     too_high = play(Search(budget_bytes=BUDGET, start=1020), 1000, linear(1000, held=True))
-    assert too_high.told[1].size == 1020 * 7 // 8
-    assert len(too_high.told) <= 4
+    assert too_high.observations[1].size == 1020 * 7 // 8
+    assert len(too_high.observations) <= 4
 
 
 def test_room_that_a_prediction_leaves_beyond_doubt_is_used() -> None:
     """Memory in pieces was foreseen, and did not come about: what was reserved says so."""
     done = play(Search(budget_bytes=BUDGET, predicted=700), 1000, linear(1000))
-    sizes = [one.size for one in done.told]
+    sizes = [one.size for one in done.observations]
     assert sizes[0] == 700
     assert done.best is not None
     assert 0.94 * 1000 <= done.best <= 1000
-    assert all(one.fits for one in done.told)  # by the ray: no failure on the way
+    assert all(one.fits for one in done.observations)  # by the ray: no failure on the way
     assert done.stopped_because == "predicted"
 
 
@@ -447,29 +457,29 @@ def test_room_beside_weights_that_fill_most_of_the_budget_is_used(fixed: float) 
     done = play(Search(budget_bytes=BUDGET, predicted=700), 1000, linear(1000, fixed=fixed, held=True))
     assert done.best is not None
     assert 0.94 * 1000 <= done.best <= 1000
-    assert all(one.fits for one in done.told)
+    assert all(one.fits for one in done.observations)
 
 
 def test_guided_tries_what_is_predicted_at_once() -> None:
     done = play(Search(budget_bytes=BUDGET, predicted=980), 1000, linear(1000))
-    assert [(one.size, one.soak) for one in done.told] == [(980, True)]
+    assert [(one.size, one.soak) for one in done.observations] == [(980, True)]
     assert done.stopped_because == "predicted"
     exact = play(Search(budget_bytes=BUDGET, predicted=980, tolerance=0), 1000, linear(1000))
-    assert (exact.told[0].size, exact.best) == (980, 1000)
+    assert (exact.observations[0].size, exact.best) == (980, 1000)
 
 
 def test_a_failure_above_says_nothing_about_a_prediction() -> None:
     search = Search(budget_bytes=BUDGET, predicted=980, start=1100).tell(
-        Told(size=1100, fits=False, soak=True)
+        Observation(size=1100, fits=False, soak=True)
     )
     done = play(search, 1000, linear(1000))
-    assert [one.size for one in done.told] == [1100, 980]
+    assert [one.size for one in done.observations] == [1100, 980]
     assert done.stopped_because == "predicted"
 
 
 @pytest.mark.parametrize("failed", [980, 979, 500])
 def test_a_failure_there_or_below_ends_a_prediction(failed: int) -> None:
-    search = Search(budget_bytes=BUDGET, predicted=980).tell(Told(size=failed, fits=False, soak=True))
+    search = Search(budget_bytes=BUDGET, predicted=980).tell(Observation(size=failed, fits=False, soak=True))
     done = play(search, 400, linear(400))
     assert done.stopped_because == "within_tolerance"
     assert done.best is not None
@@ -494,7 +504,7 @@ def test_with_any_prediction_a_search_ends_with_something_that_ran(
 
 def test_guided_goes_straight_to_a_max_size_that_surely_fits() -> None:
     done = play(Search(budget_bytes=BUDGET, max_size=4), 8000, linear(8000))
-    assert [(one.size, one.soak) for one in done.told] == [(1, False), (4, True)]
+    assert [(one.size, one.soak) for one in done.observations] == [(1, False), (4, True)]
     assert done.stopped_because == "max_size"
 
 
@@ -507,7 +517,7 @@ def test_a_pool_taken_beforehand_is_no_reading() -> None:
 def test_readings_that_stay_away_do_not_send_it_to_the_moon() -> None:
     # A step that allocates elsewhere: each trial may grow by a few hundred times at most.
     done = play(Search(budget_bytes=BUDGET), 10**6, lambda size: {"allocated_bytes": 1000})
-    sizes = [one.size for one in done.told if one.fits]
+    sizes = [one.size for one in done.observations if one.fits]
     assert all(second <= 512 * first for first, second in pairwise(sizes))
     assert done.best is not None
     assert done.best >= 0.98 * 10**6
@@ -518,47 +528,47 @@ def test_readings_that_stay_away_do_not_send_it_to_the_moon() -> None:
 
 def test_a_size_expected_to_be_the_answer_is_soaked_at_once() -> None:
     done = play(Search(budget_bytes=BUDGET), 100, linear(100))
-    assert [one.soak for one in done.told] == [False] * (len(done.told) - 1) + [True]
-    assert len({one.size for one in done.told}) == len(done.told)
+    assert [one.soak for one in done.observations] == [False] * (len(done.observations) - 1) + [True]
+    assert len({one.size for one in done.observations}) == len(done.observations)
 
 
 def test_a_failed_soak_backs_off_by_the_tolerance_and_twice_as_far_each_time() -> None:
     search = Search(strategy="grow", start=562, max_size=562)
-    search = search.tell(Told(size=562, fits=True))
+    search = search.tell(Observation(size=562, fits=True))
     sizes = []
     for _ in range(4):
-        ask = search.ask()
-        assert ask is not None
-        assert ask.soak
-        sizes.append(ask.size)
-        search = search.tell(Told(size=ask.size, fits=False, soak=True))
+        request = search.ask()
+        assert request is not None
+        assert request.soak
+        sizes.append(request.size)
+        search = search.tell(Observation(size=request.size, fits=False, soak=True))
     assert sizes == [562, 550, 528, 485]
 
 
 def test_after_a_failed_soak_the_search_stays_near() -> None:
     # ResNet-50 on an H200: 562 passes 3 steps, 556 dies in the soak, 549 survives.
     for strategy in ("guided", "bisect"):
-        search = Search(strategy=strategy, max_size=562).tell(Told(size=562, fits=True))
+        search = Search(strategy=strategy, max_size=562).tell(Observation(size=562, fits=True))
         done = play(search, 562, sustained=549)
         assert done.best is not None
         assert done.best == 549 if strategy == "bisect" else 538 <= done.best <= 549
-        assert min(one.size for one in done.told) > 500
+        assert min(one.size for one in done.observations) > 500
 
 
 def test_once_a_soak_has_failed_short_runs_count_for_nothing() -> None:
     search = Search(max_size=556)
     for size in (100, 551, 555, 556):
-        search = search.tell(Told(size=size, fits=True))
-    search = search.tell(Told(size=556, fits=False, soak=True))
-    assert search.ask() == Ask(544, True)
-    done = search.tell(Told(size=544, fits=True, soak=True))
+        search = search.tell(Observation(size=size, fits=True))
+    search = search.tell(Observation(size=556, fits=False, soak=True))
+    assert search.ask() == Request(544, True)
+    done = search.tell(Observation(size=544, fits=True, soak=True))
     assert done.ask() is None
     assert done.best == 544
     assert done.stopped_because == "within_tolerance"
     # Failing on, it passes the sizes that ran short without stopping at them.
     for expected in (544, 522, 480):
-        assert search.ask() == Ask(expected, True)
-        search = search.tell(Told(size=expected, fits=False, soak=True))
+        assert search.ask() == Request(expected, True)
+        search = search.tell(Observation(size=expected, fits=False, soak=True))
     assert search.best == 100
 
 
@@ -589,7 +599,7 @@ def test_nothing_survives_the_soak() -> None:
 
 def test_without_soak_no_trial_is_one() -> None:
     done = play(Search(budget_bytes=BUDGET, soak=False), 100, linear(100))
-    assert not any(one.soak for one in done.told)
+    assert not any(one.soak for one in done.observations)
     assert done.best == 100
 
 
@@ -598,7 +608,7 @@ def test_without_soak_no_trial_is_one() -> None:
 
 def sizes_tried(capacity: int, **values: Any) -> list[str]:
     done = play(Search(soak=False, **values), capacity)
-    return [f"{one.size}{'' if one.fits else 'x'}" for one in done.told]
+    return [f"{one.size}{'' if one.fits else 'x'}" for one in done.observations]
 
 
 @pytest.mark.parametrize(
@@ -620,10 +630,10 @@ def test_grow_follows_the_seed_and_uses_the_attempts_that_are_left(
 @given(searches(strategy="grow"), capacities)
 def test_grow_makes_at_most_its_attempts_and_one_soak(search: Search, capacity: int) -> None:
     done = play(search, capacity)
-    assert sum(not one.soak for one in done.told) <= search.attempts
-    assert sum(one.soak for one in done.told) <= 1
+    assert sum(not one.soak for one in done.observations) <= search.attempts
+    assert sum(one.soak for one in done.observations) <= 1
     if done.stopped_because == "attempts":
-        assert sum(not one.soak for one in done.told) == search.attempts
+        assert sum(not one.soak for one in done.observations) == search.attempts
 
 
 def test_bisect_is_the_binary_search_of_the_seed() -> None:
@@ -641,9 +651,9 @@ def test_bisect_is_the_binary_search_of_the_seed() -> None:
 )
 def test_bisect_begins_at_the_estimate_where_there_is_one(start: int, tried: list[int]) -> None:
     search = Search(strategy="bisect", start=start, max_size=1000, soak=False)
-    ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 41))
+    ended = run(search, lambda request: Observation(size=request.size, fits=request.size <= 41))
     assert ended.best == 41
-    assert [one.size for one in ended.told] == tried
+    assert [one.size for one in ended.observations] == tried
 
 
 def test_bisect_doubles_where_there_is_no_largest_size() -> None:
@@ -713,11 +723,11 @@ def test_on_real_curves_four_trials_find_98_per_cent_without_a_failure(model: st
 
     done = play(Search(budget_bytes=data["budget_bytes"]), capacity, as_measured(ran))
     assert done.best is not None
-    assert all(one.fits for one in done.told)
-    assert len(done.told) <= 4
+    assert all(one.fits for one in done.observations)
+    assert len(done.observations) <= 4
     assert done.best >= min(0.98 * truth, truth - 1)
     # A size at which cached memory is expected to be handed back is a step on the way, and not worth a soak.
-    assert sum(one.soak for one in done.told) <= (2 if model == "llama110m" else 1)
+    assert sum(one.soak for one in done.observations) <= (2 if model == "llama110m" else 1)
 
 
 @pytest.mark.parametrize("name", SEARCH_CASES["cases"])
@@ -729,8 +739,8 @@ def test_with_the_largest_block_known_four_trials_do_without_a_failure(name: str
     rows = [dict(zip(SEARCH_CASES["columns"], row, strict=True), held=case["held"]) for row in case["rows"]]
     done = play(Search(budget_bytes=int(name.rpartition("/")[2]) * GIB), case["end"], as_measured(rows))
     assert done.best is not None
-    assert [one.size for one in done.told if not one.fits] == []
-    assert len(done.told) <= 4
+    assert [one.size for one in done.observations if not one.fits] == []
+    assert len(done.observations) <= 4
     assert done.best >= min(0.97 * case["end"], case["end"] - 1)
 
 
@@ -740,16 +750,16 @@ def test_a_workspace_among_small_blocks_costs_trials_and_not_the_size() -> None:
     rows = [dict(zip(data["columns"], row, strict=True)) for row in data["models"]["resnet"]]
     ran = [dict(row, largest=row["allocated"] / 8) for row in rows if row["fits"]]
     done = play(Search(budget_bytes=data["budget_bytes"]), 553, as_measured(ran))
-    assert all(one.fits for one in done.told)
-    assert len(done.told) <= 5
+    assert all(one.fits for one in done.observations)
+    assert len(done.observations) <= 5
     assert done.best is not None
     assert done.best >= 0.98 * 552
 
 
-def small_blocks(size: int, *, fits: bool = True, soak: bool = False) -> Told:
+def small_blocks(size: int, *, fits: bool = True, soak: bool = False) -> Observation:
     """Of 24 GiB, 5 % are fixed, and live tensors fill 97.2 % at size 1000; the blocks are small."""
     peak = int(BUDGET * (0.05 + 0.922 * size / 1000))
-    return Told(
+    return Observation(
         size=size,
         fits=fits,
         soak=soak,
@@ -761,30 +771,30 @@ def small_blocks(size: int, *, fits: bool = True, soak: bool = False) -> Told:
 
 
 def test_the_soak_that_is_due_is_of_the_expected_end() -> None:
-    search = Search(budget_bytes=BUDGET, told=tuple(map(small_blocks, (1, 300, 985))))
-    ask = search.ask()
-    assert ask is not None
-    assert ask.soak
-    assert 990 <= ask.size <= 1005, "985 is within the tolerance, and needs a soak all the same"
-    search = search.tell(small_blocks(ask.size, soak=True))
+    search = Search(budget_bytes=BUDGET, observations=tuple(map(small_blocks, (1, 300, 985))))
+    request = search.ask()
+    assert request is not None
+    assert request.soak
+    assert 990 <= request.size <= 1005, "985 is within the tolerance, and needs a soak all the same"
+    search = search.tell(small_blocks(request.size, soak=True))
     assert search.ask() is None
-    assert search.best == ask.size
+    assert search.best == request.size
 
 
 def test_where_that_soak_fails_the_size_that_ran_is_the_answer() -> None:
-    search = Search(budget_bytes=BUDGET, told=tuple(map(small_blocks, (1, 300, 985))))
-    ask = search.ask()
-    assert ask is not None
-    search = search.tell(small_blocks(ask.size, fits=False, soak=True))
-    assert search.ask() == Ask(985, True)
+    search = Search(budget_bytes=BUDGET, observations=tuple(map(small_blocks, (1, 300, 985))))
+    request = search.ask()
+    assert request is not None
+    search = search.tell(small_blocks(request.size, fits=False, soak=True))
+    assert search.ask() == Request(985, True)
     assert search.tell(small_blocks(985, soak=True)).best == 985
 
 
 def test_one_failure_where_good_readings_promised_more_is_no_reason_to_bisect() -> None:
-    told = [*map(small_blocks, (1, 300)), small_blocks(980, fits=False, soak=True)]
-    ask = Search(budget_bytes=BUDGET, told=tuple(told)).ask()
-    assert ask is not None
-    assert 950 <= ask.size < 980
+    observations = [*map(small_blocks, (1, 300)), small_blocks(980, fits=False, soak=True)]
+    request = Search(budget_bytes=BUDGET, observations=tuple(observations)).ask()
+    assert request is not None
+    assert 950 <= request.size < 980
 
 
 # --- the value ------------------------------------------------------------------------------------
@@ -792,34 +802,40 @@ def test_one_failure_where_good_readings_promised_more_is_no_reason_to_bisect() 
 
 def test_a_search_is_a_value() -> None:
     search = Search(max_size=64)
-    after = search.tell(Told(size=1, fits=True))
-    assert search.told == ()
-    assert after.told == (Told(size=1, fits=True),)
+    after = search.tell(Observation(size=1, fits=True))
+    assert search.observations == ()
+    assert after.observations == (Observation(size=1, fits=True),)
     assert {search: "a value can be a key"}[Search(max_size=64)]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        search.told = after.told  # type: ignore[misc]
+        search.observations = after.observations  # type: ignore[misc]
 
 
 def test_the_driver_runs_what_is_asked() -> None:
-    asked: list[Ask] = []
+    asked: list[Request] = []
 
-    def trial(ask: Ask) -> Told:
-        asked.append(ask)
-        return Told(size=ask.size, fits=ask.size <= 5, soak=ask.soak)
+    def trial(request: Request) -> Observation:
+        asked.append(request)
+        return Observation(size=request.size, fits=request.size <= 5, soak=request.soak)
 
     done = run(Search(strategy="powers"), trial)
-    assert asked == [Ask(1, False), Ask(2, False), Ask(4, False), Ask(8, False), Ask(4, True)]
+    assert asked == [
+        Request(1, False),
+        Request(2, False),
+        Request(4, False),
+        Request(8, False),
+        Request(4, True),
+    ]
     assert (done.best, done.stopped_because, done.ask()) == (4, "strategy", None)
 
 
 def test_the_best_so_far_is_the_largest_that_ran() -> None:
     search = Search(strategy="powers")
     assert search.best is None
-    search = search.tell(Told(size=1, fits=True)).tell(Told(size=2, fits=True))
+    search = search.tell(Observation(size=1, fits=True)).tell(Observation(size=2, fits=True))
     assert search.best == 2
-    search = search.tell(Told(size=4, fits=False))
+    search = search.tell(Observation(size=4, fits=False))
     assert search.best == 2
-    search = search.tell(Told(size=2, fits=False, soak=True))
+    search = search.tell(Observation(size=2, fits=False, soak=True))
     assert search.best == 1
 
 
@@ -838,7 +854,7 @@ def test_nothing_fits(allowed: dict[str, Any]) -> None:
     [
         ({"strategy": "magic"}, "strategy must be one of guided, bisect, halve, grow, powers, not 'magic'"),
         ({"strategy": []}, "strategy must be one of guided, bisect, halve, grow, powers, not []"),
-        ({"min_size": 0}, "min_size must be a positive integer, not 0"),
+        ({"observations": [], "min_size": 0}, "min_size must be a positive integer, not 0"),
         ({"min_size": 1.5}, "min_size must be a positive integer, not 1.5"),
         ({"min_size": True}, "min_size must be a positive integer, not True"),
         ({"max_size": -1}, "max_size must be a positive integer, not -1"),
@@ -863,7 +879,10 @@ def test_nothing_fits(allowed: dict[str, Any]) -> None:
         ({"budget_bytes": 0}, "budget_bytes must be a positive integer, not 0"),
         ({"strategy": "halve"}, "start must be given for strategy 'halve' without max_size, not None"),
         ({"strategy": "grow"}, "start must be given for strategy 'grow' without max_size, not None"),
-        ({"multiple_of": 8, "told": (Told(size=9, fits=True),)}, "told must hold allowed sizes only, not 9"),
+        (
+            {"multiple_of": 8, "observations": (Observation(size=9, fits=True),)},
+            "observations must hold allowed sizes only, not 9",
+        ),
     ],
 )
 def test_bad_settings_are_named(values: dict[str, Any], message: str) -> None:
@@ -873,10 +892,10 @@ def test_bad_settings_are_named(values: dict[str, Any], message: str) -> None:
 
 
 def test_only_what_a_trial_taught_can_be_told() -> None:
-    with pytest.raises(TypeError, match="told must be a Told, not 7"):
+    with pytest.raises(TypeError, match="observation must be an Observation, not 7"):
         Search().tell(7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="told must hold allowed sizes only, not 100"):
-        Search(max_size=64).tell(Told(size=100, fits=True))
+    with pytest.raises(ValueError, match="observations must hold allowed sizes only, not 100"):
+        Search(max_size=64).tell(Observation(size=100, fits=True))
 
 
 @pytest.mark.parametrize(
@@ -887,13 +906,14 @@ def test_only_what_a_trial_taught_can_be_told() -> None:
         ('{"kind": "fit"}', "must be 'search'"),
         ('{"kind": "search"}', "schema_version is None"),
         ('{"kind": "search", "schema_version": 99}', "Upgrade batchfit"),
+        ('{"kind": "search", "schema_version": 1, "told": []}', "of an older batchfit"),
         (
-            '{"kind": "search", "schema_version": 1, "min_size": 0}',
+            '{"kind": "search", "schema_version": 2, "observations": [], "min_size": 0}',
             "min_size must be a positive integer, not 0",
         ),
-        ('{"kind": "search", "schema_version": 1, "told": [{"size": 1}]}', "fits"),
-        ('{"kind": "search", "schema_version": 1, "told": [1]}', "not a search"),
-        ('{"kind": "search", "schema_version": 1, "told": 5}', "not a search"),
+        ('{"kind": "search", "schema_version": 2, "observations": [{"size": 1}]}', "fits"),
+        ('{"kind": "search", "schema_version": 2, "observations": [1]}', "not a search"),
+        ('{"kind": "search", "schema_version": 2, "observations": 5}', "not a search"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(text: str, message: str) -> None:
@@ -903,6 +923,6 @@ def test_a_file_that_cannot_be_read_says_why(text: str, message: str) -> None:
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
-    data = json.loads(Search(max_size=8).tell(Told(size=1, fits=True)).to_json())
-    data["mood"] = data["told"][0]["mood"] = "sunny"
-    assert Search.from_json(json.dumps(data)) == Search(max_size=8).tell(Told(size=1, fits=True))
+    data = json.loads(Search(max_size=8).tell(Observation(size=1, fits=True)).to_json())
+    data["mood"] = data["observations"][0]["mood"] = "sunny"
+    assert Search.from_json(json.dumps(data)) == Search(max_size=8).tell(Observation(size=1, fits=True))

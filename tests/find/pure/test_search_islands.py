@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._find.pure.search import Ask, Search, Told, run
+from batchfit._find.pure.search import Observation, Request, Search, run
 
 BUDGET = 1000
 
@@ -29,20 +29,24 @@ def test_islands_do_not_fool_a_search(
         jagged = wave * (size * 7919 % 13) // 13  # differs from size to size, always the same
         return 50 + 2 * size + jagged + islands.get(size, 0)
 
-    def trial(ask: Ask) -> Told:
-        fits = need(ask.size) <= BUDGET
+    def trial(request: Request) -> Observation:
+        fits = need(request.size) <= BUDGET
         held_bytes = 50 if held else None
-        return Told(
-            size=ask.size, fits=fits, soak=ask.soak, allocated_bytes=need(ask.size), held_bytes=held_bytes
+        return Observation(
+            size=request.size,
+            fits=fits,
+            soak=request.soak,
+            allocated_bytes=need(request.size),
+            held_bytes=held_bytes,
         )
 
     start = 300 if strategy in ("grow", "halve") else None
     ended = run(Search(budget_bytes=BUDGET, strategy=strategy, tolerance=tolerance, start=start), trial)
     assert ended.best is not None
-    assert any(one.size == ended.best and one.fits and one.soak for one in ended.told)
-    failed = [one.size for one in ended.told if not one.fits]
+    assert any(one.size == ended.best and one.fits and one.soak for one in ended.observations)
+    failed = [one.size for one in ended.observations if not one.fits]
     assert ended.best < min(failed, default=2**30), "nothing above a size that failed is trusted"
-    assert len(ended.told) <= 24
+    assert len(ended.observations) <= 24
     if not islands and strategy in ("guided", "bisect"):
         # a wave alone, which nothing hides: the answer is not far below where it begins to run out
         first_failure = next(size for size in range(1, 1000) if need(size) > BUDGET)
@@ -55,9 +59,11 @@ def test_the_search_ends_below_an_island_that_it_met(strategy: str) -> None:
     search = Search(strategy=strategy, budget_bytes=400, start=96, tolerance=0.0, soak=False)
     ended = run(
         search,
-        lambda ask: Told(
-            size=ask.size, fits=ask.size != 96 and ask.size <= 200, allocated_bytes=2 * ask.size
+        lambda request: Observation(
+            size=request.size,
+            fits=request.size != 96 and request.size <= 200,
+            allocated_bytes=2 * request.size,
         ),
     )
-    assert ended.told[0] == Told(size=96, fits=False, allocated_bytes=192)
+    assert ended.observations[0] == Observation(size=96, fits=False, allocated_bytes=192)
     assert ended.best == 95

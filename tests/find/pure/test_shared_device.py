@@ -6,7 +6,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._find.pure.search import Search, Told, run
+from batchfit._find.pure.search import Observation, Search, run
 from batchfit._find.pure.shared_device import SLACK_BYTES, SLACK_SHARE, SharedBudget, under
 
 MiB = 2**20
@@ -50,19 +50,19 @@ def test_the_budget_only_goes_down_and_nothing_is_lacked_after(budget: int, seen
 
 def test_what_ran_with_more_is_forgotten_and_what_failed_is_not() -> None:
     search = Search(budget_bytes=1000, predicted=90, max_trials=9)
-    for told in (
-        Told(size=1, fits=True, allocated_bytes=10, reserved_bytes=20),
-        Told(size=50, fits=True, allocated_bytes=490, reserved_bytes=500),
-        Told(
+    for observation in (
+        Observation(size=1, fits=True, allocated_bytes=10, reserved_bytes=20),
+        Observation(size=50, fits=True, allocated_bytes=490, reserved_bytes=500),
+        Observation(
             size=51, fits=True, allocated_bytes=499, reserved_bytes=501
         ),  # took more, might have done with less
-        Told(size=60, fits=True, allocated_bytes=600),
-        Told(size=99, fits=False, allocated_bytes=700, reserved_bytes=999),
-        Told(size=2, fits=True),  # nothing was read
+        Observation(size=60, fits=True, allocated_bytes=600),
+        Observation(size=99, fits=False, allocated_bytes=700, reserved_bytes=999),
+        Observation(size=2, fits=True),  # nothing was read
     ):
-        search = search.tell(told)
+        search = search.tell(observation)
     smaller = under(search, 500)
-    assert [one.size for one in smaller.told] == [1, 50, 99, 2]
+    assert [one.size for one in smaller.observations] == [1, 50, 99, 2]
     assert (smaller.budget_bytes, smaller.predicted, smaller.max_trials) == (500, None, 7)
     same = under(search, 1000)
     assert same == search, "nothing took more than the budget"
@@ -84,13 +84,15 @@ def test_a_search_whose_budget_drops_ends_below_it(
     while search.ask() is not None:
         if trials in drops:
             search = under(search, int((search.budget_bytes or 0) * drops[trials]))
-        ask = search.ask()
-        if ask is None:
+        request = search.ask()
+        if request is None:
             break
-        need = fixed + slope * ask.size
+        need = fixed + slope * request.size
         fits = need <= (search.budget_bytes or 0)
         search = search.tell(
-            Told(size=ask.size, fits=fits, soak=ask.soak, allocated_bytes=need, held_bytes=fixed)
+            Observation(
+                size=request.size, fits=fits, soak=request.soak, allocated_bytes=need, held_bytes=fixed
+            )
         )
         trials += 1
         assert trials < 100
@@ -106,26 +108,30 @@ def test_a_search_whose_budget_drops_ends_below_it(
 def test_max_trials_counts_trials_that_are_forgotten() -> None:
     search = Search(budget_bytes=10_000, max_trials=4)
     for size in (1, 30, 60):
-        search = search.tell(Told(size=size, fits=True, allocated_bytes=100 * size))
+        search = search.tell(Observation(size=size, fits=True, allocated_bytes=100 * size))
     search = under(search, 2000)
-    assert [one.size for one in search.told] == [1]
-    ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 20, soak=ask.soak))
-    assert len(ended.told) - 1 == 1, "three were run before"
+    assert [one.size for one in search.observations] == [1]
+    ended = run(
+        search, lambda request: Observation(size=request.size, fits=request.size <= 20, soak=request.soak)
+    )
+    assert len(ended.observations) - 1 == 1, "three were run before"
 
 
 def test_attempts_count_sizes_that_are_forgotten() -> None:
     """grow: three sizes were tried, two of which no longer count; soaks are no attempts."""
     search = Search(strategy="grow", start=10, attempts=5, budget_bytes=10_000)
     for size, soak in ((10, False), (30, True), (30, False), (60, False)):
-        search = search.tell(Told(size=size, fits=True, soak=soak, allocated_bytes=100 * size))
+        search = search.tell(Observation(size=size, fits=True, soak=soak, allocated_bytes=100 * size))
     search = under(search, 2000)
-    assert [one.size for one in search.told] == [10]
-    ended = run(search, lambda ask: Told(size=ask.size, fits=ask.size <= 20, soak=ask.soak))
-    assert sum(not one.soak for one in ended.told) - 1 == 2, "three were tried before"
+    assert [one.size for one in search.observations] == [10]
+    ended = run(
+        search, lambda request: Observation(size=request.size, fits=request.size <= 20, soak=request.soak)
+    )
+    assert sum(not one.soak for one in ended.observations) - 1 == 2, "three were tried before"
     assert ended.stopped_because == "attempts"
 
 
 def test_a_search_that_has_used_its_limits_up_gets_one_more_size() -> None:
     search = Search(strategy="grow", start=30, attempts=1, max_trials=1, budget_bytes=10_000, soak=False)
-    search = under(search.tell(Told(size=30, fits=True, allocated_bytes=3000)), 2000)
-    assert (search.told, search.attempts, search.max_trials) == ((), 1, 1)
+    search = under(search.tell(Observation(size=30, fits=True, allocated_bytes=3000)), 2000)
+    assert (search.observations, search.attempts, search.max_trials) == ((), 1, 1)

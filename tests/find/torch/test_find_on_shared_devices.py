@@ -255,7 +255,7 @@ def test_a_search_that_lost_memory_is_resumed_as_it_was(tmp_path: Path) -> None:
     program = Program(cuda, {3: takes(cuda, 300 * MiB)})
     stopped = program.find(tolerance=0.0, resume=path, max_trials=4)
     kept = json.loads(path.read_text())
-    assert len(kept["trials"]) == len(kept["search"]["told"]) == len(stopped.trials) == 4
+    assert len(kept["trials"]) == len(kept["search"]["observations"]) == len(stopped.trials) == 4
     assert kept["search"]["budget_bytes"] == 700 * MiB
     fit = program.find(tolerance=0.0, resume=path)
     assert fit.trials_resumed == 4

@@ -19,7 +19,7 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find
-from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.pure.search import Observation, Request, Search
 from batchfit._find.recall import Known, check_store, confirm
 from batchfit.errors import SearchStoppedError
 
@@ -181,9 +181,9 @@ class TestGlimpse:
         brief = work._brief(4)
         assert brief is not None
         with pytest.raises(RuntimeError, match="needs `trying`"):
-            here.glimpse(brief, 8)
+            here.run_shortened(brief, 8)
         with here.trying(32 * 2**20):
-            assert here.glimpse(brief, 8).fits
+            assert here.run_shortened(brief, 8).fits
             assert writer.weight.tolist() == [0.0] * 4
         assert writer.noted() == [(8, 4)]
 
@@ -360,21 +360,21 @@ class TestResumedFirst:
 class TestConfirm:
     known = Known(size=10, peak_bytes=1000, used_bytes=1000, budget_bytes=2000, age_s=1.0)
 
-    def refuse(self, ask: Ask) -> Told | None:
-        raise AssertionError(f"{ask} was run")
+    def refuse(self, request: Request) -> Observation | None:
+        raise AssertionError(f"{request} was run")
 
     @pytest.mark.parametrize(
         ("told", "confirmed"),
         [
-            (Told(size=10, fits=True, soak=True, allocated_bytes=1000), True),
-            (Told(size=10, fits=True, soak=True, allocated_bytes=500), False),
-            (Told(size=10, fits=True, soak=False, allocated_bytes=1000), False),
-            (Told(size=10, fits=False, soak=True), False),
-            (Told(size=11, fits=True, soak=True, allocated_bytes=1000), False),
+            (Observation(size=10, fits=True, soak=True, allocated_bytes=1000), True),
+            (Observation(size=10, fits=True, soak=True, allocated_bytes=500), False),
+            (Observation(size=10, fits=True, soak=False, allocated_bytes=1000), False),
+            (Observation(size=10, fits=False, soak=True), False),
+            (Observation(size=11, fits=True, soak=True, allocated_bytes=1000), False),
         ],
         ids=["as it was", "needs less", "no soak", "failed", "another size"],
     )
-    def test_what_a_resumed_search_was_told_counts(self, told: Told, confirmed: bool) -> None:
+    def test_what_a_resumed_search_was_told_counts(self, told: Observation, confirmed: bool) -> None:
         search = Search(budget_bytes=2000, max_size=100).tell(told)
         assert confirm(search, self.known, self.refuse) == (search, confirmed)
 

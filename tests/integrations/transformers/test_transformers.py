@@ -1317,22 +1317,23 @@ def test_a_step_with_two_backwards_is_refused(tmp_path: Path) -> None:
     assert "backward" not in vars(trainer.accelerator)
 
 
-def test_other_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_below_the_tested_ones_is_warned_of_and_no_newer_one() -> None:
     ours = importlib.import_module("batchfit.integrations.transformers")
-    for version in ("5.17.0", "5.22.2", "5.20.0.dev0"):
+    for version in ("4.57.6", "5.0.0", "5.22.2", "5.24.0.dev0", "6.0.0"):
         ours._check_version(version)
-    for version in ("5.16.1", "5.23.0", "6.0.0"):
-        with pytest.warns(UserWarning, match=rf"tested with transformers 5.17 to 5.22, not with {version}"):
+    for version in ("4.56.2", "3.5.1"):
+        with pytest.warns(UserWarning, match=rf"tested with transformers 4.57 and later, not with {version}"):
             ours._check_version(version)
 
 
 def test_a_trainer_that_would_not_call_our_methods_is_refused() -> None:
     ours = importlib.import_module("batchfit.integrations.transformers")
-    older = type("Trainer", (), {name: None for name in dir(Trainer) if name not in ("_run_epoch", "log")})
+    gone = ("get_batch_samples", "log")
+    older = type("Trainer", (), {name: None for name in dir(Trainer) if name not in gone})
     with pytest.raises(
-        ImportError, match=r"the Trainer of 5\.1\.0 has no _run_epoch, log: pip install .*>=5\.17"
+        ImportError, match=r"the Trainer of 4\.45\.2 has no get_batch_samples, log: pip install .*>=4\.57"
     ):
-        ours._check_version("5.1.0", older)
+        ours._check_version("4.45.2", older)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from batchfit._noise.pure.estimate import (
     CLEARLY,
+    NoiseObservation,
     NoiseReading,
     NoiseState,
-    Observation,
     fieller,
     joined_reading,
     observe,
@@ -205,9 +205,11 @@ def test_estimates_that_pass_by_luck_say_that_they_have_no_upper_end() -> None:
 # ---- the averages
 
 
-def observation(noise: float, signal: float, samples: float = 32) -> Observation:
+def observation(noise: float, signal: float, samples: float = 32) -> NoiseObservation:
     small_rate, big_rate = 1 / 8, 1 / 32
-    return Observation(signal + noise * small_rate, small_rate, signal + noise * big_rate, big_rate, samples)
+    return NoiseObservation(
+        signal + noise * small_rate, small_rate, signal + noise * big_rate, big_rate, samples
+    )
 
 
 @examples(60)

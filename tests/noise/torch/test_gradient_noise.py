@@ -18,7 +18,7 @@ from torch.nn import functional
 import batchfit
 from batchfit import GradientNoise, Microbatcher
 from batchfit._noise import gradient_norms
-from batchfit._noise.pure.estimate import Observation, observe
+from batchfit._noise.pure.estimate import NoiseObservation, observe
 from batchfit.testing import count_operations, fail_at
 
 Batch = dict[str, torch.Tensor]
@@ -48,7 +48,7 @@ class World:
             rows.append(torch.cat([gradient.flatten() for gradient in gradients]).double())
         return torch.stack(rows)
 
-    def expected(self, batch: Batch, sizes: Sequence[int], *, only_first: bool) -> Observation:
+    def expected(self, batch: Batch, sizes: Sequence[int], *, only_first: bool) -> NoiseObservation:
         rows = self.per_sample(batch)
         norms = [float(part.mean(0).square().sum()) for part in rows.split(list(sizes))]
         return observe(sizes, norms[:1] if only_first else norms, float(rows.mean(0).square().sum()))
@@ -69,7 +69,7 @@ def told(noise: GradientNoise) -> tuple[float, float, int]:
     return state["noise"], state["signal"], state["steps"]
 
 
-def close(seen: Observation, rel: float = 1e-9) -> Any:
+def close(seen: NoiseObservation, rel: float = 1e-9) -> Any:
     return pytest.approx((seen.noise, seen.signal), rel=rel)
 
 

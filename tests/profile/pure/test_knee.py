@@ -53,9 +53,9 @@ def test_the_answer_is_within_reach_of_the_best_at_a_third_of_a_sweep(name: str)
     sizes = grid(1, limit)
     smaller = [size for size in sizes if size < knee.recommended][:-1]
     assert all(size / curve(size) < 0.96 * best_rate(curve, limit) for size in smaller)
-    spent = sum(curve(one.size) * (8 if one.fine else 4) for one in knee.told)
+    spent = sum(curve(one.size) * (8 if one.fine else 4) for one in knee.observations)
     assert spent <= sum(8 * curve(size) for size in sizes) / 3
-    assert len(knee.told) <= 6
+    assert len(knee.observations) <= 6
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -79,7 +79,7 @@ def test_a_size_that_is_known_well_enough_is_not_timed_again() -> None:
     knee = Knee(limit=3000)
     while (ask := knee.ask()) is not None:
         knee = knee.tell(Timed(ask.size, curve(ask.size), spreads.get(ask.size, 0.002), fine=ask.fine))
-    assert [(one.size, one.fine) for one in knee.told] == [
+    assert [(one.size, one.fine) for one in knee.observations] == [
         (1, False),
         (16, False),
         (256, False),
@@ -121,7 +121,7 @@ def test_floors_and_lines_of_any_kind_give_neither_too_little_nor_twice_too_much
         knee = searched(curve, limit, noise=0.005, seed=rng.randrange(1000))
         assert knee.recommended is not None
         assert knee.recommended / curve(knee.recommended) >= 0.94 * best
-        found.append((knee.recommended / right, len(knee.told)))
+        found.append((knee.recommended / right, len(knee.observations)))
     assert sum(times > 2 for times, _ in found) <= 3
     assert sum(asked for _, asked in found) / len(found) <= 5.5
 
@@ -134,9 +134,9 @@ def test_two_timings_are_no_line(limit: int | None) -> None:
         return (0.002 + 0.008 * size) * (1.25 if size == 16 else 1.0)
 
     knee = searched(step_s, limit)
-    assert len({one.size for one in knee.told}) >= 3
+    assert len({one.size for one in knee.observations}) >= 3
     assert (knee.recommended or 0) > 1
-    assert max(one.size for one in knee.told) == 16, "what is larger costs the most"
+    assert max(one.size for one in knee.observations) == 16, "what is larger costs the most"
 
 
 def test_two_sizes_with_none_between_are_enough() -> None:
@@ -158,7 +158,7 @@ def test_named_sizes_are_compared_with_each_other_only() -> None:
 
 def test_noise_of_5_percent_costs_no_more_sizes_than_it_has_to() -> None:
     for name, (curve, limit) in CURVES.items():
-        asked = [len(searched(curve, limit, noise=0.05, seed=seed).told) for seed in range(50)]
+        asked = [len(searched(curve, limit, noise=0.05, seed=seed).observations) for seed in range(50)]
         assert sum(asked) / len(asked) <= 16, name
         assert max(asked) <= 30, name
 
@@ -200,7 +200,7 @@ def test_any_curve_ends_with_a_size_that_ran(
     knee = Knee(limit=limit)
     while (ask := knee.ask()) is not None:
         assert 1 <= ask.size <= limit
-        assert all(ask.size < one.size for one in knee.told if not one.fits)
+        assert all(ask.size < one.size for one in knee.observations if not one.fits)
         assert Knee.from_json(knee.to_json()) == knee
         assert Knee.from_json(knee.to_json()).ask() == ask
         if ask.size > real_limit:
@@ -208,14 +208,14 @@ def test_any_curve_ends_with_a_size_that_ran(
             continue
         step_s = max(floor, fixed + sample * ask.size) * (1 + rng.uniform(-noise, noise))
         knee = knee.tell(Timed(ask.size, step_s, noise, fine=ask.fine))
-    assert len(knee.told) <= 40
-    assert knee.recommended in {one.size for one in knee.told if one.fits}
+    assert len(knee.observations) <= 40
+    assert knee.recommended in {one.size for one in knee.observations if one.fits}
 
 
 def test_without_a_limit_it_stops_past_the_knee() -> None:
     knee = searched(lambda size: 0.01 + 0.001 * size, None)
     assert knee.recommended in (128, 192, 256)
-    assert max(one.size for one in knee.told) <= 4 * 256
+    assert max(one.size for one in knee.observations) <= 4 * 256
 
 
 def test_a_size_that_runs_out_is_out_and_so_is_all_above() -> None:
@@ -253,7 +253,7 @@ def test_named_sizes_above_one_that_ran_out_are_left_out() -> None:
 
 def test_a_brief_look_is_not_the_answer() -> None:
     knee = searched(lambda size: 0.01 + 0.001 * size, 2048)
-    assert any(one.fine and one.size == knee.recommended for one in knee.told)
+    assert any(one.fine and one.size == knee.recommended for one in knee.observations)
 
 
 @given(
@@ -267,14 +267,14 @@ def test_no_smaller_size_was_timed_as_faster(steps: list[float], spread: float, 
     knee = Knee(sizes=tuple(4**number for number in range(len(steps))))
     for number, factor in enumerate(steps):
         knee = knee.tell(Timed(4**number, (fixed + 0.001 * 4**number) * factor, spread, fine=True))
-    rates = {one.size: one.size / one.step_s for one in knee.told}
+    rates = {one.size: one.size / one.step_s for one in knee.observations}
     chosen = knee.recommended
     assert chosen is not None
     assert all(rate < rates[chosen] for size, rate in rates.items() if size < chosen)
 
 
 def test_a_step_that_ignores_its_size_is_not_followed_for_ever() -> None:
-    assert max(one.size for one in searched(lambda size: 0.01, None).told) <= 2**30
+    assert max(one.size for one in searched(lambda size: 0.01, None).observations) <= 2**30
 
 
 def test_gains_are_those_of_a_doubling() -> None:
@@ -313,13 +313,13 @@ def test_a_file_that_is_not_ours_is_refused(text: str) -> None:
 
 def test_a_host_that_is_slower_at_one_size_than_at_another_is_still_the_floor() -> None:
     """ResNet-50 on an H200 with 24 GiB: 384 was recommended, since 16 took 19 % longer than 1."""
-    told = (
+    observations = (
         Timed(1, 0.01979, 0.13),
         Timed(16, 0.02348, 0.02),
         Timed(256, 0.10546, 0.005),
         Timed(384, 0.15440, 0.004, fine=True),
     )
-    knee = Knee(limit=490, told=told)
+    knee = Knee(limit=490, observations=observations)
     assert knee.recommended == 256
     while (ask := knee.ask()) is not None:
         floor = max(0.0235, 0.0076 + 0.0003823 * ask.size)

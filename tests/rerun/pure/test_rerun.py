@@ -46,7 +46,7 @@ def play(
 )
 def test_sizes_are_halved_and_bisected(start: int, largest: int, asked: list[tuple[int, int | None]]) -> None:
     runs = play(Rerun(start=start), largest)
-    assert [(one.ask.size, one.ask.steps) for one in runs.told] == asked
+    assert [(one.ask.size, one.ask.steps) for one in runs.observations] == asked
     assert runs.answer == (asked[-1][0] if largest else None)
 
 
@@ -71,12 +71,12 @@ def test_what_holds_for_every_program(
 ) -> None:
     runs = Rerun(start=start, probe_steps=probe_steps, tolerance=tolerance)
     runs = play(runs, largest, late_above=late, steps_in_all=steps_in_all, evaluates=evaluates)
-    ends = [one.ending for one in runs.told]
+    ends = [one.ending for one in runs.observations]
     assert ends.count("done") <= 1  # what has done its work is not run again
     assert "done" not in ends[:-1]
-    for number, one in enumerate(runs.told):
+    for number, one in enumerate(runs.observations):
         assert 1 <= one.ask.size <= start
-        failed = [other.ask.size for other in runs.told[:number] if other.ending == "oom"]
+        failed = [other.ask.size for other in runs.observations[:number] if other.ending == "oom"]
         assert not failed or one.ask.size < min(failed)
     works = min(largest, start, start if late is None else late, evaluates or start)
     # Whether or not it finds the largest, it finds one where there is one.
@@ -89,15 +89,15 @@ def test_the_answer_is_within_the_tolerance(start: int, largest: int, tolerance:
     best = min(start, largest)
     assert runs.answer is not None
     assert best - max(1, tolerance * best) < runs.answer <= best or runs.answer == best
-    assert len(runs.told) <= 3 + 2 * start.bit_length()
+    assert len(runs.observations) <= 3 + 2 * start.bit_length()
     assert (
-        sum(one.ask.steps is None for one in runs.told) <= 2
+        sum(one.ask.steps is None for one in runs.observations) <= 2
     )  # the first run, and the one that is the answer
 
 
 def test_late_failures_step_down_by_growing_parts() -> None:
     runs = play(Rerun(start=100), 100, late_above=40)
-    assert [(one.ask.size, one.ask.steps) for one in runs.told] == [
+    assert [(one.ask.size, one.ask.steps) for one in runs.observations] == [
         (100, None),
         (90, None),
         (72, None),
@@ -109,9 +109,9 @@ def test_late_failures_step_down_by_growing_parts() -> None:
 def test_an_evaluation_before_the_training_misleads_twice_and_no_more() -> None:
     runs = play(Rerun(start=512), 60, evaluates=400)
     assert runs.answer in (58, 59, 60)
-    wholes = [one for one in runs.told if one.ask.steps is None]
+    wholes = [one for one in runs.observations if one.ask.steps is None]
     assert len(wholes) == 4  # the start, two that were vouched for wrongly, the answer
-    assert not runs.told[-1].ask.forwards
+    assert not runs.observations[-1].ask.forwards
 
 
 def test_a_program_without_steps_is_run_less_a_tenth_where_forwards_misled() -> None:

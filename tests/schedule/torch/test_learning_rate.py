@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -225,20 +226,95 @@ class TestCheckpoints:
         assert rates_of(optimizer) == [1.4]
 
 
-class TestWatching:
-    def test_the_scheduler_is_still_itself(self) -> None:
-        optimizer = optimizer_of()
-        scheduler = lr_scheduler.StepLR(optimizer, 3)
-        plain = set(vars(scheduler))
+class Slotted(lr_scheduler.ExponentialLR):
+    """Has a slot beside its `__dict__`: pickle takes a pair for its state."""
+
+    __slots__ = ("held",)
+    held: int
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, 0.5)
+
+
+class TestWrappedSchedulers:
+    @pytest.mark.parametrize("name", sorted(set(SCHEDULERS) - {"LambdaLR", "MultiplicativeLR"}))
+    def test_the_scheduler_is_still_itself(self, name: str) -> None:
+        optimizer = optimizer_of(momentum=0.9)
+        scheduler = SCHEDULERS[name](optimizer)
+        kind, plain, pickled = type(scheduler), dict(vars(scheduler)), pickle.dumps(scheduler)
+        saved_before = {key: repr(value) for key, value in scheduler.state_dict().items()}
         lr = ScaledLR(optimizer, "sqrt", lr_schedulers=[scheduler])
-        assert isinstance(scheduler, lr_scheduler.StepLR)
-        assert type(scheduler).__name__ == "StepLR"
-        assert set(vars(scheduler)) == plain
-        copied = copy.deepcopy(scheduler)
-        assert type(copied) is lr_scheduler.StepLR
-        assert type(pickle.loads(pickle.dumps(scheduler))) is lr_scheduler.StepLR
+        lr.set_ratio(1.0)
+        assert type(scheduler) is kind
+        assert {key: repr(value) for key, value in scheduler.state_dict().items()} == saved_before
+        assert pickle.dumps(scheduler) == pickled
+        for copied in (copy.copy(scheduler), copy.deepcopy(scheduler), pickle.loads(pickled)):
+            assert type(copied) is kind
+            assert vars(copied).keys() == plain.keys()
         lr.close()
-        assert type(scheduler) is lr_scheduler.StepLR
+        assert vars(scheduler) == plain
+
+    def test_a_scheduler_with_slots_and_a_dict_is_pickled_without_us(self) -> None:
+        optimizer = optimizer_of()
+        scheduler = Slotted(optimizer)
+        scheduler.held = 3
+        lr = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        lr.set_ratio(2.0)
+        again = pickle.loads(pickle.dumps(scheduler))
+        assert again.held == 3
+        assert not {"step", "state_dict"} & vars(again).keys()
+
+    def test_a_step_that_another_program_wrapped_is_called_and_restored(self) -> None:
+        optimizer = optimizer_of()
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        seen: list[list[float]] = []
+        inner = scheduler.step
+
+        def step() -> None:
+            seen.append(rates_of(optimizer))
+            inner()
+
+        scheduler.step = step  # type: ignore[method-assign,assignment]
+        lr = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        lr.set_ratio(2.0)
+        advance(optimizer, scheduler)
+        assert seen == [[RATE]]  # without the factor
+        assert rates_of(optimizer) == [RATE]
+        lr.close()
+        assert vars(scheduler)["step"] is step
+
+    def test_a_proxy_of_a_scheduler_steps_without_the_factor(self) -> None:
+        class Proxy:
+            def __init__(self, inner: Any) -> None:
+                self.inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                if name == "inner":
+                    raise AttributeError(name)
+                return getattr(self.inner, name)
+
+        optimizer = optimizer_of()
+        scheduler = Proxy(lr_scheduler.ExponentialLR(optimizer, 0.5))
+        lr = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        lr.set_ratio(2.0)
+        advance(optimizer, scheduler)
+        assert rates_of(optimizer) == [RATE]
+        assert scheduler.state_dict() == scheduler.inner.state_dict()
+        lr.close()
+        assert vars(scheduler) == {"inner": scheduler.inner}
+
+    def test_a_wrapped_scheduler_is_freed_without_the_garbage_collector(self) -> None:
+        optimizer = optimizer_of()
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        lr = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        lr.set_ratio(2.0)
+        gone = weakref.ref(scheduler)
+        gc.disable()
+        try:
+            del scheduler, lr
+            assert gone() is None
+        finally:
+            gc.enable()
 
     def test_it_steps_on_when_we_are_gone(self) -> None:
         optimizer = optimizer_of()
@@ -270,14 +346,14 @@ class TestWatching:
             scheduler.step()
         assert rates_of(optimizer) == [2 * RATE]
 
-    def test_what_cannot_be_watched(self) -> None:
-        class Slotted:
+    def test_what_cannot_be_wrapped(self) -> None:
+        class Bare:
             __slots__ = ()
 
             def step(self) -> None: ...
 
         with pytest.raises(TypeError, match=r"step it inside `with scheduler.lr_untouched\(\):`"):
-            ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[Slotted()])
+            ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[Bare()])
         with pytest.raises(TypeError, match=r"lr_scheduler must have a method step\(\), not 3"):
             ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[3])
         stranger = lr_scheduler.StepLR(optimizer_of(), 3)

@@ -30,7 +30,7 @@ from batchfit._engine.device.resolve import CpuDevice
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
 from batchfit._engine.store.sqlite import Store
-from batchfit._find.pure.search import Ask, Search, Told
+from batchfit._find.pure.search import Observation, Request, Search
 from batchfit._find.recall import Known, confirm, recall
 from batchfit.errors import SearchStoppedError
 from batchfit.results import REASONS
@@ -392,26 +392,26 @@ def test_a_size_is_tried_only_where_it_may_be_the_answer(budget: int, tolerance:
 
 
 def test_a_search_goes_on_from_what_the_trial_taught() -> None:
-    asked: list[Ask] = []
+    asked: list[Request] = []
 
-    def attempt(ask: Ask) -> Told:
-        asked.append(ask)
-        return Told(size=ask.size, fits=False, soak=ask.soak)
+    def attempt(request: Request) -> Observation:
+        asked.append(request)
+        return Observation(size=request.size, fits=False, soak=request.soak)
 
     search, confirmed = confirm(Search(budget_bytes=1000), KNOWN, attempt)
-    assert asked == [Ask(100, True)]
+    assert asked == [Request(100, True)]
     assert not confirmed
-    assert [told.size for told in search.told] == [100]
-    ask = search.ask()
-    assert ask is not None
-    assert 50 < ask.size < 100
+    assert [one.size for one in search.observations] == [100]
+    request = search.ask()
+    assert request is not None
+    assert 50 < request.size < 100
     for strategy in ("bisect", "halve", "grow", "powers"):
         search, _ = confirm(
             Search(strategy=strategy, start=64, max_size=128), replace(KNOWN, size=64), attempt
         )
-        ask = search.ask()
-        assert ask is not None
-        assert ask.size < 64
+        request = search.ask()
+        assert request is not None
+        assert request.size < 64
 
 
 @settings(deadline=None)
@@ -427,11 +427,14 @@ def test_whatever_was_stored_the_answer_has_run_and_survived(
     """A linear device on which `truth` is the largest size, and a store that says `stored`."""
     survived: set[int] = set()
 
-    def attempt(ask: Ask) -> Told:
-        if ask.size <= truth and ask.soak:
-            survived.add(ask.size)
-        return Told(
-            size=ask.size, fits=ask.size <= truth, soak=ask.soak, allocated_bytes=min(ask.size, truth) * 10
+    def attempt(request: Request) -> Observation:
+        if request.size <= truth and request.soak:
+            survived.add(request.size)
+        return Observation(
+            size=request.size,
+            fits=request.size <= truth,
+            soak=request.soak,
+            allocated_bytes=min(request.size, truth) * 10,
         )
 
     search = Search(
@@ -450,10 +453,10 @@ def test_whatever_was_stored_the_answer_has_run_and_survived(
     search, confirmed = confirm(search, known, attempt)
     assert confirmed == (stored <= truth)
     for _ in range(60):
-        ask = search.ask()
-        if confirmed or ask is None:
+        request = search.ask()
+        if confirmed or request is None:
             break
-        search = search.tell(attempt(ask))
+        search = search.tell(attempt(request))
     if truth >= search.sizes.first:
         assert search.best in survived
 

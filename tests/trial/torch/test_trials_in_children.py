@@ -20,6 +20,7 @@ import batchfit
 from batchfit._cli.commands.find import FindSettings, default_settings, find_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.trial.in_children import Factory, InChildren, _ending
+from batchfit._engine.trial.interface import TrialRequest
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit._files import locked
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
@@ -496,7 +497,7 @@ class TestAnswer:
         before = children_of_this_process()  # a fork server, for one, of another file's tests
         with InChildren(Factory.of(faulty_targets.make), device=None, timeout_s=60) as children:
             with children.trying(2**23) as run_one:
-                trial = run_one(2, steps=2, soak=False, may_settle=False, few=None, smallest=False)
+                trial = run_one(TrialRequest(2, steps=2))
             assert trial.fits
             # Each child has a shell beside it, which waits for this process' end.
             new = children_of_this_process() - before
@@ -507,7 +508,7 @@ class TestAnswer:
             assert len(set(pids(diary, "step"))) == 1
             wait_until(lambda: is_gone(spare), within_s=10, what="the spare child lives")
             with children.trying(2**23) as run_one:  # one that is gone is no harm
-                assert run_one(3, steps=2, soak=True, may_settle=False, few=None, smallest=False).sustained
+                assert run_one(TrialRequest(3, steps=2, soak=True)).sustained
         assert children_of_this_process() <= before
 
     def test_endings_have_words(self) -> None:

@@ -3,12 +3,12 @@
 Rules:
 - A dimension is padding's only where the batch says so: its size is what the batch is padded to. Where two
   answers are possible the error names the part and what to pass.
-- Nothing but padding is cut: lengths that a mask contradicts, and masks with holes, are errors. What a mask
-  means (1 for a token, or for padding) is told by its name, and must not leave a sample without tokens where
+- Nothing but padding is cut: lengths that a mask contradicts, and masks with gaps, are errors. What a mask
+  means (1 for a token, or for padding) follows from its name. It must not leave a sample without tokens where
   the other reading leaves every one with some.
 - Targets, a decoder's inputs, and features beside tokens (an image's) may be as wide as the tokens by chance:
   where they hold more than a filling behind the lengths, these are not theirs, and they are left whole.
-- Whatever is read from the batch (lengths, a mask, targets) is read once: on a GPU that waits for the device.
+- Whatever is read from the batch (lengths, a mask, targets) is read once: each read synchronizes a GPU.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _is_mask(path: str, leaf: Any) -> bool:
 
 
 def _side(mask: torch.Tensor | None, lengths: Sequence[int], padded: int, asked: Side | None) -> Side:
-    """Which side is padded, as far as a mask tells; it must not contradict."""
+    """Which side is padded, as far as a mask says; it must not contradict."""
     if mask is None or mask.shape[1] != padded:
         return asked or "right"
     counts = torch.tensor(lengths, device=mask.device).unsqueeze(1)
@@ -295,6 +295,6 @@ def _side(mask: torch.Tensor | None, lengths: Sequence[int], padded: int, asked:
         if sides[side]:
             return side
     raise ValueError(
-        "the mask must be padded on one side, without holes, and agree with the lengths: trimming would cut "
+        "the mask must be padded on one side, without gaps, and agree with the lengths: trimming would cut "
         "off tokens. Pass `lengths` as numbers, the index behind each sample's last token"
     )

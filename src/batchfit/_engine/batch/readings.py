@@ -77,7 +77,7 @@ class _FoundList(NamedTuple):
 
 
 @final
-class Try:
+class CandidateReading:
     """A batch read as one of `count` samples."""
 
     def __init__(self, batch: Any, count: int) -> None:
@@ -178,16 +178,16 @@ class Try:
         for inside in _sequences_in(node, path):
             self._decide_list(inside, beside)
 
-    def doubt(self, choose: str, *, is_told: bool) -> str | None:
+    def doubt(self, choose: str, *, is_counted: bool) -> str | None:
         """Why this reading, the only one that is left, is not certain."""
-        if self.both and not (is_told and self._is_plain):
+        if self.both and not (is_counted and self._is_plain):
             path, _, node = self.both[0]
             return (
                 f"{path} can be read in two ways: its {len(node)} items are parts with a row for each of "
                 f"{self.count} samples, or they are the {self.count} samples. Pass parts as a dict or a "
                 "named tuple, and samples as one tensor, or with split= and count="
             )
-        if is_told or not self.lists or self.rows or self.supported or self.count > _FEW:
+        if is_counted or not self.lists or self.rows or self.supported or self.count > _FEW:
             return None
         if self._is_plain and not any(_may_be_batch(item) for found in self.lists for item in found.node):
             return None
@@ -261,10 +261,10 @@ def _is_common(node: Any) -> bool:
     return all(_is_common(value) for _, value in items)
 
 
-def settled(tries: Sequence[Try]) -> Try | None:
+def settled(readings: Sequence[CandidateReading]) -> CandidateReading | None:
     """Which of several readings is certain."""
     # Samples are alike; the parts of a batch mostly are not.
-    alike = [one for one in tries if one.both or all(_are_alike(found.node) for found in one.lists)]
+    alike = [one for one in readings if one.both or all(_are_alike(found.node) for found in one.lists)]
     if len(alike) == 1:
         return alike[0]
     # Text or labels with one item per sample.
@@ -307,16 +307,16 @@ def _are_raw(node: Any, rows: int) -> bool:
     return type(first) is tuple or plain or len(node) > rows
 
 
-def two_readings(tries: Sequence[Try], choose: str) -> str:
+def two_readings(readings: Sequence[CandidateReading], choose: str) -> str:
     """What to say where a batch can be read in several ways."""
 
-    def said(one: Try) -> str:
+    def said(one: CandidateReading) -> str:
         if not one.lists:
             return f"{one.count} samples, which are the rows of its tensors"
         path, _, node = one.lists[0]
         return f"{one.count} samples, which are the items of {path}, a {type(node).__name__}"
 
-    return f"batch can be read in two ways: {'; or '.join(said(one) for one in tries)}. {choose}"
+    return f"batch can be read in two ways: {'; or '.join(said(one) for one in readings)}. {choose}"
 
 
 def _are_texts(node: Any) -> bool:

@@ -20,7 +20,14 @@ from typing import Any, final
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from batchfit._engine.batch.readings import Roles, Try, candidates, holds_parts, settled, two_readings
+from batchfit._engine.batch.readings import (
+    CandidateReading,
+    Roles,
+    candidates,
+    holds_parts,
+    settled,
+    two_readings,
+)
 from batchfit._engine.batch.structure import children, holds_rows, is_sequence, rows_of, signature
 
 Count = Callable[[Any], int]
@@ -36,7 +43,7 @@ class AmbiguousBatchError(ValueError):
 
 
 @final
-class Look:
+class BatchReading:
     """A batch as it was read."""
 
     __slots__ = ("key", "leaves", "rows", "samples")
@@ -65,39 +72,40 @@ class BatchReader:
         self._choose = choose
         self._known: dict[object, Roles] = {}
 
-    def look(self, batch: Any, told: int | None = None) -> Look:
+    def read(self, batch: Any, known_count: int | None = None) -> BatchReading:
         """The number of samples, the lists of samples and the tensors; an error names what disagrees."""
-        told = told if self._count is None else counted(self._count, batch)
-        look = _walked(batch, {})
-        if look is None or not look.agrees:  # there are lists to decide about
+        known_count = known_count if self._count is None else counted(self._count, batch)
+        reading = _walked(batch, {})
+        if reading is None or not reading.agrees:  # there are lists to decide about
             key = signature(batch)
-            look = _walked(batch, self._known.get(key, {}))
-            if look is None or not look.agrees or (told is not None and look.length != told):
-                roles = self._known[key] = self._decided(batch, told)
-                look = _walked(batch, roles)
-                assert look is not None
-            look.key = key
-        if told is not None and look.length != told:
+            reading = _walked(batch, self._known.get(key, {}))
+            if reading is None or not reading.agrees or known_count not in (None, reading.length):
+                roles = self._known[key] = self._decided(batch, known_count)
+                reading = _walked(batch, roles)
+                assert reading is not None
+            reading.key = key
+        if known_count is not None and reading.length != known_count:
             raise ValueError(
-                f"count must return the number of samples, not {told}: {look.rows[0][0]} has {look.length} "
-                "rows. Pass split= too where samples are not rows"
+                f"count must return the number of samples, not {known_count}: {reading.rows[0][0]} has "
+                f"{reading.length} rows. Pass split= too where samples are not rows"
             )
-        return look
+        return reading
 
-    def _decided(self, batch: Any, told: int | None) -> Roles:
-        tries = [one for one in (Try(batch, count) for count in candidates(batch)) if one.is_consistent]
-        if told is not None and tries:
-            fitting = [one for one in tries if one.count == told]
+    def _decided(self, batch: Any, known_count: int | None) -> Roles:
+        readings = [CandidateReading(batch, count) for count in candidates(batch)]
+        readings = [one for one in readings if one.is_consistent]
+        if known_count is not None and readings:
+            fitting = [one for one in readings if one.count == known_count]
             if not fitting:
-                possible = " or ".join(str(one.count) for one in tries)
-                raise ValueError(f"count must return the number of samples ({possible}), not {told}")
-            tries = fitting
-        if not tries:
+                possible = " or ".join(str(one.count) for one in readings)
+                raise ValueError(f"count must return the number of samples ({possible}), not {known_count}")
+            readings = fitting
+        if not readings:
             raise _disagreement(batch)
-        chosen = tries[0] if len(tries) == 1 else settled(tries)
+        chosen = readings[0] if len(readings) == 1 else settled(readings)
         if chosen is None:
-            raise AmbiguousBatchError(two_readings(tries, self._choose))
-        doubt = chosen.doubt(self._choose, is_told=told is not None)
+            raise AmbiguousBatchError(two_readings(readings, self._choose))
+        doubt = chosen.doubt(self._choose, is_counted=known_count is not None)
         if doubt is not None:
             raise AmbiguousBatchError(doubt)
         return chosen.roles
@@ -113,18 +121,18 @@ def counted(count: Count, batch: Any) -> int:
     return found
 
 
-def _walked(batch: Any, roles: Roles) -> Look | None:
+def _walked(batch: Any, roles: Roles) -> BatchReading | None:
     """The batch, read with these roles; None where they are not those of this batch."""
-    look = Look()
+    reading = BatchReading()
 
     def visit(node: Any, path: str) -> bool:
         if isinstance(node, PackedSequence):
             raise _packed(path)
         rows = rows_of(node)
         if rows is not None:
-            look.rows.append((path, rows))
+            reading.rows.append((path, rows))
             if isinstance(node, torch.Tensor):
-                look.leaves.append((path, node))
+                reading.leaves.append((path, node))
             return True
         if is_sequence(node) and not holds_parts(node, path):
             role = roles.get(path)
@@ -133,15 +141,15 @@ def _walked(batch: Any, roles: Roles) -> Look | None:
             if role.kind == "common":
                 return True
             if role.kind == "samples":
-                look.rows.append((path, len(node)))
-                look.samples.add(path)
-                look.leaves.extend((f"{path}[]", tensor) for tensor in _tensors(node))
+                reading.rows.append((path, len(node)))
+                reading.samples.add(path)
+                reading.leaves.extend((f"{path}[]", tensor) for tensor in _tensors(node))
                 return True
         if type(node) is dict:
             return all(visit(value, f"{path}[{key!r}]") for key, value in node.items())
         return all(visit(value, path + label) for label, value in children(node) or ())
 
-    return look if visit(batch, "batch") and look.rows else None
+    return reading if visit(batch, "batch") and reading.rows else None
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 Rules: a source asked for n samples gives n, or raises: a trial with the wrong size would lie. A dataset
 gives its worst case: the n longest samples, around again where there are fewer. An example batch is
 copied to size, never handed out, so a step that writes into its batch leaves the example alone.
-What the arguments can tell is checked when the source is made, before any device work.
+What can be checked of the arguments is checked when the source is made, before any device work.
 Samples that are slow to read are read once (`_engine/batch/sample_cache.py`).
 In a trace, too, a dataset's samples are real. Once a trace has seen that a batch of them is made on the host,
 without models, the next ones are made beside it: to watch each operation on 50,000 samples takes minutes.
@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from batchfit._engine.batch.readings import Try
+from batchfit._engine.batch.readings import CandidateReading
 from batchfit._engine.batch.sample_cache import Samples
-from batchfit._engine.batch.sample_count import BatchReader, Look
+from batchfit._engine.batch.sample_count import BatchReader, BatchReading
 from batchfit._engine.batch.structure import (
     Part,
     children,
@@ -54,7 +54,7 @@ _KINDS = "a callable make_batch(n), a map-style dataset, a DataLoader or one exa
 
 
 def takes_arguments(function: Callable[..., object], count: int) -> bool:
-    """`function` can be called with `count` positional arguments, as far as its signature tells."""
+    """`function` can be called with `count` positional arguments, as far as its signature says."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # built in C: it says nothing
@@ -111,10 +111,10 @@ def _is_dataset(given: list[Any]) -> bool:
     return look is None or "batch" in look.samples
 
 
-def _look(batch: Any) -> Look | None:
+def _look(batch: Any) -> BatchReading | None:
     """The batch as it is read to be cut; None where that is not certain."""
     try:
-        return BatchReader().look(batch)
+        return BatchReader().read(batch)
     except (ValueError, TypeError):
         return None
 
@@ -122,7 +122,7 @@ def _look(batch: Any) -> Look | None:
 def _wrong_size(batch: Any, size: int) -> int | None:
     """The samples that a batch plainly has, where they are not `size` and it cannot be read as `size`."""
     found = wrong_size(batch, size)
-    return None if found is None or Try(batch, size).is_consistent else found
+    return None if found is None or CandidateReading(batch, size).is_consistent else found
 
 
 def _is_loader(source: Any) -> bool:

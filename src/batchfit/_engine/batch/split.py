@@ -25,7 +25,7 @@ from typing import Any, final
 import torch
 
 from batchfit._engine.batch.pure.pieces import Pack, Piece, Shape, pieces
-from batchfit._engine.batch.sample_count import Look
+from batchfit._engine.batch.sample_count import BatchReading
 from batchfit._engine.batch.structure import (
     children,
     is_array,
@@ -60,7 +60,7 @@ def _mask_rows(mask: Any, rows: torch.Tensor) -> Any:
         for name in _MASK_TABLES:
             table = getattr(mask, name)
             setattr(part, name, None if table is None else table[rows])
-    # A tensor, since a number would be compiled in, anew for each part.
+    # A tensor, since a number would be compiled in, again for each part.
     part.mask_mod = lambda b, h, q, kv: mask_mod(rows[b], h, q, kv)
     return part
 
@@ -92,23 +92,23 @@ class Batch:
 
     __slots__ = ("_cutter", "_key", "batch", "leaves", "length", "samples", "shape", "trimmer")
 
-    def __init__(self, batch: Any, look: Look, cutter: Cutter, mode: str) -> None:
+    def __init__(self, batch: Any, reading: BatchReading, cutter: Cutter, mode: str) -> None:
         self.batch = batch
-        self.length = look.length
-        self.leaves = look.leaves
-        self.samples: Set[str] = look.samples  # lists and tuples with one item per sample
+        self.length = reading.length
+        self.leaves = reading.leaves
+        self.samples: Set[str] = reading.samples  # lists and tuples with one item per sample
         self._cutter = cutter
-        self._key = look.key
-        self.shape = _shape(look.leaves, look.length, mode)
+        self._key = reading.key
+        self.shape = _shape(reading.leaves, reading.length, mode)
         self.trimmer: Trimmer | None = None  # where samples of different lengths are to be packed
 
     @classmethod
     def of(
-        cls, batch: Any, *, cutter: Cutter | None = None, mode: str = "", told: int | None = None
+        cls, batch: Any, *, cutter: Cutter | None = None, mode: str = "", known_count: int | None = None
     ) -> Batch:
-        """Look at a batch; a `ValueError` names parts that disagree. `cutter`: of its Microbatcher."""
+        """The batch as it is read; a `ValueError` names parts that disagree."""
         cutter = Cutter() if cutter is None else cutter
-        return cls(batch, cutter.look(batch, told), cutter, mode)
+        return cls(batch, cutter.read(batch, known_count), cutter, mode)
 
     @property
     def can_take(self) -> bool:

@@ -24,7 +24,7 @@ _PLAIN = {int, float, bool, complex, str, bytes, type(None)}
 
 
 class Part(NamedTuple):
-    """A piece of a batch that has one row (or item) a sample."""
+    """A part of a batch that has one row (or item) a sample."""
 
     path: str
     length: int
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def is_array(node: object) -> bool:
-    """A NumPy array with at least one dimension, told without importing NumPy."""
+    """A NumPy array with at least one dimension; NumPy is not imported for it."""
     return type(node).__module__ == "numpy" and getattr(node, "ndim", 0) > 0
 
 
@@ -180,7 +180,7 @@ def is_samples(node: Any) -> bool:
 
 
 def parts(node: Any, path: str = "batch") -> Iterator[Part]:
-    """The pieces of a batch that have a length, with where they are."""
+    """The parts of a batch that have a length, with where they are."""
     if has_rows(node):
         shape = node.shape
         yield Part(path, int(shape[0]), int(shape[1]) if len(shape) > 1 else None, plain=False)

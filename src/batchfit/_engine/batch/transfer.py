@@ -123,7 +123,7 @@ def _leaf_to(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         if leaf.device == device:
             return leaf
-        # From the host only: a copy to the host must be waited for before anyone reads it.
+        # From the host only: a copy to the host must be synchronized before anyone reads it.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" and device.type == "cuda")
     if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
         return leaf

@@ -61,7 +61,7 @@ class Trimmer:
 
         `lengths`: the length of each sample, a callable that takes the batch, or the name of a part (of two
         dimensions: a mask; of one: the lengths). `pad_keys` names the padded parts and `pad_dim` their padded
-        dimension, where shapes do not tell. `layout` is that of an earlier batch of the same kind: a
+        dimension, where shapes do not say it. `layout` is that of an earlier batch of the same kind: a
         dimension that has the padded length by chance is not taken for the padded one. `samples`: the lists
         with one item per sample, as `reading` found them.
         """
@@ -131,8 +131,8 @@ def restored(
     """One output for the batch, in its order, from those of its microbatches.
 
     A dimension that follows the microbatches' lengths (one value a token) is filled with zeros up to
-    `padded_length`. Where all microbatches have one length, nothing tells it from a dimension that has that
-    size by chance: it stays as long as it is.
+    `padded_length`. Where all microbatches have one length, a dimension may have that size by chance:
+    it stays as long as it is.
     """
     if len(outputs) != len(packs) or not packs:
         raise ValueError(f"outputs must be one for each of {len(packs)} microbatches, not {len(outputs)}")
@@ -179,37 +179,37 @@ def _rows(rows: Any, indices: Sequence[int]) -> Any:
     return rows[list(indices)]
 
 
-def _joined(pieces: Sequence[Any], packs: Sequence[Pack], padded: int, side: Side, path: str) -> Any:
-    first = pieces[0]
+def _joined(outputs: Sequence[Any], packs: Sequence[Pack], padded: int, side: Side, path: str) -> Any:
+    first = outputs[0]
     counts = [len(one.indices) for one in packs]
     if isinstance(first, torch.Tensor):
-        for piece, count in zip(pieces, counts, strict=True):
-            if piece.dim() == 0 or piece.shape[0] != count:
+        for output, count in zip(outputs, counts, strict=True):
+            if output.dim() == 0 or output.shape[0] != count:
                 raise TypeError(
-                    f"{path} must have one row for each of {count} samples, not shape {tuple(piece.shape)}"
+                    f"{path} must have one row for each of {count} samples, not shape {tuple(output.shape)}"
                 )
-        return _joined_tensors(pieces, packs, padded, side, path)
+        return _joined_tensors(outputs, packs, padded, side, path)
     if is_array(first):
-        tensors = [torch.from_numpy(piece) for piece in pieces]
+        tensors = [torch.from_numpy(output) for output in outputs]
         return _joined(tensors, packs, padded, side, path).numpy()
     if isinstance(first, list) and all(
-        len(piece) == count for piece, count in zip(pieces, counts, strict=True)
+        len(output) == count for output, count in zip(outputs, counts, strict=True)
     ):
         placed = {
             index: item
-            for piece, one in zip(pieces, packs, strict=True)
-            for index, item in zip(one.indices, piece, strict=True)
+            for output, one in zip(outputs, packs, strict=True)
+            for index, item in zip(one.indices, output, strict=True)
         }
         return [placed[index] for index in range(len(placed))]
     items = children(first)
     if items is None:
-        if all(one is first or (type(one) is type(first) and one == first) for one in pieces):
+        if all(one is first or (type(one) is type(first) and one == first) for one in outputs):
             return first
         raise TypeError(
             f"{path} must be tensors or lists with one row a sample, or the same in all microbatches, not "
             f"{type(first).__name__}"
         )
-    columns = [[value for _, value in children(piece) or ()] for piece in pieces]
+    columns = [[value for _, value in children(output) or ()] for output in outputs]
     return rebuilt(
         first,
         [
@@ -220,28 +220,28 @@ def _joined(pieces: Sequence[Any], packs: Sequence[Pack], padded: int, side: Sid
 
 
 def _joined_tensors(
-    pieces: Sequence[torch.Tensor], packs: Sequence[Pack], padded: int, side: Side, path: str
+    outputs: Sequence[torch.Tensor], packs: Sequence[Pack], padded: int, side: Side, path: str
 ) -> torch.Tensor:
-    """All rows in one new tensor: each piece is copied once."""
-    first = pieces[0]
+    """All rows in one new tensor: each output is copied once."""
+    first = outputs[0]
     shape = [sum(len(one.indices) for one in packs), *first.shape[1:]]
     grown = [
         dim
         for dim in range(1, first.dim())
-        if any(piece.shape[dim : dim + 1] != first.shape[dim : dim + 1] for piece in pieces)
+        if any(output.shape[dim : dim + 1] != first.shape[dim : dim + 1] for output in outputs)
     ]
     for dim in grown:
-        lengths = [tuple(piece.shape[dim : dim + 1]) for piece in pieces]
+        lengths = [tuple(output.shape[dim : dim + 1]) for output in outputs]
         if lengths != [(one.length,) for one in packs]:
             raise ValueError(
                 f"{path} must have one shape, or that of the microbatch: dimension {dim} differs"
             )
         shape[dim] = padded
     out = first.new_zeros(shape) if grown else first.new_empty(shape)
-    for piece, one in zip(pieces, packs, strict=True):
+    for output, one in zip(outputs, packs, strict=True):
         rows = torch.tensor(one.indices, device=out.device)
         target = out
         for dim in grown:
             target = target.narrow(dim, padded - one.length if side == "left" else 0, one.length)
-        target.index_copy_(0, rows, piece)
+        target.index_copy_(0, rows, output)
     return out

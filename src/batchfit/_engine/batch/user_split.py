@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from batchfit._engine.batch.sample_count import BatchReader, Count, Look, counted
+from batchfit._engine.batch.sample_count import BatchReader, BatchReading, Count, counted
 from batchfit._engine.batch.structure import (
     children,
     is_array,
@@ -52,14 +52,14 @@ class Cutter:
         self._rules: dict[object, _CountRule] = {}
         self._checked: set[object] = set()
 
-    def look(self, batch: Any, told: int | None = None) -> Look:
-        """The number of samples of a batch, and its tensors; `told`: how many samples it is known to have."""
+    def read(self, batch: Any, known_count: int | None = None) -> BatchReading:
+        """The number of samples of a batch, and its tensors; `known_count`: as many as its user says."""
         if self.split is None:
-            return self._reader.look(batch, told)
-        look = Look()
-        look.leaves.extend((path, node) for path, node in _nodes(batch) if isinstance(node, torch.Tensor))
-        look.rows.append(("batch", self._length(batch)))
-        return look
+            return self._reader.read(batch, known_count)
+        reading = BatchReading()
+        reading.leaves.extend((path, node) for path, node in _nodes(batch) if isinstance(node, torch.Tensor))
+        reading.rows.append(("batch", self._length(batch)))
+        return reading
 
     def cut(self, batch: Any, sizes: list[int]) -> list[Any]:
         """What the user's `split` makes of a batch."""
@@ -208,22 +208,22 @@ def _divided(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> _CountRu
     """Where `parts` divide the batch in these sizes; None where they leave something out or differ."""
     found: list[_CountRule] = []
 
-    def visit(node: Any, pieces: Sequence[Any], path: str) -> bool:
-        if any(type(piece) is not type(node) for piece in pieces):
+    def visit(node: Any, parts: Sequence[Any], path: str) -> bool:
+        if any(type(part) is not type(node) for part in parts):
             return False
         if isinstance(node, torch.Tensor) or is_array(node) or is_table(node):
-            dim = _cut_dim(_extents(node), [_extents(piece) for piece in pieces], sizes)
+            dim = _cut_dim(_extents(node), [_extents(part) for part in parts], sizes)
             if dim is not None:
                 found.append(_CountRule(path, dim))
-            return dim is not None or all(_extents(piece) == _extents(node) for piece in pieces)
+            return dim is not None or all(_extents(part) == _extents(node) for part in parts)
         if is_sequence(node):
-            counts = [len(piece) for piece in pieces]
+            counts = [len(part) for part in parts]
             if len(node) == sum(sizes) and counts == list(sizes):
                 found.append(_CountRule(path, None))
                 return True
             if any(count != len(node) for count in counts):
                 return False
-        tables = [children(piece) or [] for piece in pieces]
+        tables = [children(part) or [] for part in parts]
         labels = [label for label, _ in children(node) or []]
         if any([label for label, _ in table] != labels for table in tables):
             return False
@@ -235,22 +235,22 @@ def _divided(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> _CountRu
     return found[0] if visit(batch, parts, "batch") and found else None
 
 
-def _cut_dim(extents: tuple[int, ...], pieces: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> int | None:
+def _cut_dim(extents: tuple[int, ...], parts: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> int | None:
     """The dimension in which a tensor was cut in these sizes."""
     for dim, extent in enumerate(extents):
         wanted = [(*extents[:dim], size, *extents[dim + 1 :]) for size in sizes]
-        if extent == sum(sizes) and wanted == list(pieces):
+        if extent == sum(sizes) and wanted == list(parts):
             return dim
     return None
 
 
 def _check_tensors(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> None:
     """Where a user's microbatches hold the batch's tensors in parts, every row of them is there once."""
-    pieces = [dict(_nodes(part)) for part in parts]
+    by_path = [dict(_nodes(part)) for part in parts]
     for path, node in _nodes(batch):
         if not isinstance(node, torch.Tensor) or node.layout is not torch.strided or node.is_nested:
             continue
-        same = [found.get(path) for found in pieces]
+        same = [found.get(path) for found in by_path]
         if not all(isinstance(one, torch.Tensor) and not one.is_nested for one in same):
             continue
         dim = _cut_dim(_extents(node), [_extents(one) for one in same], sizes)
@@ -261,28 +261,28 @@ def _check_tensors(batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> No
             )
 
 
-def _same_sums(node: torch.Tensor, pieces: Sequence[Any], dim: int) -> bool:
+def _same_sums(node: torch.Tensor, parts: Sequence[Any], dim: int) -> bool:
     with torch.no_grad():
         if not node.is_floating_point() and not node.is_complex():
             whole = node.sum(dim)
-            return bool(sum(piece.sum(dim).to(whole.device) for piece in pieces).eq(whole).all())
+            return bool(sum(part.sum(dim).to(whole.device) for part in parts).eq(whole).all())
         wide = torch.complex128 if node.is_complex() else torch.float64
         whole = node.sum(dim, dtype=wide)
-        total: Any = sum(piece.sum(dim, dtype=wide).to(whole.device) for piece in pieces)
+        total: Any = sum(part.sum(dim, dtype=wide).to(whole.device) for part in parts)
         scale = node.abs().sum(dim, dtype=torch.float64)
         differs = (total - whole).abs() > 1e-9 * scale
         return not bool((differs & scale.isfinite()).any())
 
 
-def _check_rows(node: Any, pieces: Sequence[Any], sizes: Sequence[int], samples: Set[str], path: str) -> None:
+def _check_rows(node: Any, parts: Sequence[Any], sizes: Sequence[int], samples: Set[str], path: str) -> None:
     """Every row and every item is in one microbatch; what has none is in all of them."""
     rows = len(node) if path in samples else rows_of(node)
     if rows is not None:
-        found = [len(piece) if path in samples else rows_of(piece) for piece in pieces]
+        found = [len(part) if path in samples else rows_of(part) for part in parts]
         is_mask = is_block_mask(node)  # its tables may be shared
         if not is_mask and (rows != sum(sizes) or found != list(sizes)):
             raise BatchfitError(f"{path} of {rows} samples was cut into {found}, not {list(sizes)}")
         return
-    tables = [children(piece) or [] for piece in pieces]
+    tables = [children(part) or [] for part in parts]
     for i, (label, value) in enumerate(children(node) or []):
         _check_rows(value, [table[i][1] for table in tables], sizes, samples, path + label)

@@ -26,7 +26,7 @@ class BudgetedDevice(Protocol):
 
 
 def usable_bytes(
-    place: BudgetedDevice,
+    device: BudgetedDevice,
     asked: int | str | None,
     asked_bytes: int | None,
     *,
@@ -34,9 +34,9 @@ def usable_bytes(
     says: bool = True,
 ) -> int:
     """The budget asked for, checked against the device; where none was, `without_budget`."""
-    available = place.budget_bytes()
+    available = device.budget_bytes()
     if asked_bytes is None:
-        modest = without_budget(place.name, available, held_bytes=held_bytes)
+        modest = without_budget(device.name, available, held_bytes=held_bytes)
         if says and modest < available:
             log.warning(
                 "no budget is given and the workload runs on the CPU: using %s of %s of free RAM. Name a "
@@ -45,15 +45,15 @@ def usable_bytes(
                 *(format_bytes(modest), format_bytes(available)),
             )
         return modest
-    total = place.total_bytes()
+    total = device.total_bytes()
     if asked_bytes > total:
-        raise ValueError(f"budget must not exceed the {format_bytes(total)} of {place.name}, not {asked!r}")
+        raise ValueError(f"budget must not exceed the {format_bytes(total)} of {device.name}, not {asked!r}")
     if asked_bytes > available:
         log.warning(
             "only %s of the budget of %s is free on %s now; searching within that",
             format_bytes(available),
             format_bytes(asked_bytes),
-            place.name,
+            device.name,
         )
     return min(asked_bytes, available)
 

@@ -83,7 +83,7 @@ def contents_of(value: Any) -> list[Contents]:
 
 
 def items_of(value: Any) -> list[Any]:
-    """The items of a list, deque or set, or pairs of a dict, as the built-in class tells them."""
+    """The items of a list, deque or set, or pairs of a dict, as the built-in class lists them."""
     if isinstance(value, dict):
         return list(_base(value).items(value))
     return list(_base(value).__iter__(value))

@@ -1,10 +1,10 @@
-"""Tensors kept as bytes in host memory, and put back in place.
+"""Tensors kept as bytes in host memory, and restored in place.
 
 Rules:
 - A storage is copied once, as raw bytes, however many tensors look into it: views, ties, NaN payloads and
   exotic dtypes need no care of their own.
 - Nothing on the device is kept alive: tensors and storages are held by weak references. What is still
-  there at restore is written in place; what the program has freed is made anew.
+  there at restore is written in place; what the program has freed is created again.
 - Host copies are storages, not tensors, and are made out of sight of dispatch modes: whoever counts live
   tensors (`virtual_memory`) counts none of them.
 - New device memory is allocated in sight of dispatch modes, so that it is counted.
@@ -34,7 +34,7 @@ def unseen() -> AbstractContextManager[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was asked of `device`, on any of its streams."""
+    """Synchronize every stream of `device`."""
     if device.type in ("cpu", "meta"):
         return
     module: Any = torch.get_device_module(device)

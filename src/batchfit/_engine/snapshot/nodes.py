@@ -3,7 +3,7 @@
 Rules: whatever is not a `Node` is immutable and stands for itself. A node answers one question: which object
 belongs where `now` is bound? It is asked twice in a restore. The first time tensors that are gone are
 answered by None, so that what was made since is let go; the second time all tensors are there. A container
-that may hold tensors is not kept alive: it is known by its identity, and made anew where it is gone.
+that may hold tensors is not kept alive: it is known by its identity, and created again where it is gone.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ListNode(ContainerNode):
         here = {id(item): item for item in items_of(live)}
         wanted = [restoring.value(saved, here.get(_identity(saved), MISSING)) for saved in self.items]
         if any(value is MISSING for value in wanted):
-            return  # a part of it failed, which is reported: better the old list than one with a hole
+            return  # a part of it failed, which is reported: the old list stays
         put_items(live, wanted)
 
 

@@ -17,7 +17,7 @@ Undo = Callable[[], object]
 
 
 def global_states() -> list[tuple[str, Undo]]:
-    """Every global generator by name, each with a function that puts it back as it is now."""
+    """Every global generator by name, each with a function that restores its present state."""
     states: list[tuple[str, Undo]] = [("python's random", _undo_python(random._inst))]
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

@@ -1,4 +1,4 @@
-"""What a trial must put back, and how.
+"""What a trial must restore, and how.
 
 Rules:
 - State before = state after, bit for bit, any number of times. In place and attribute by attribute, never
@@ -7,7 +7,7 @@ Rules:
   come back wherever the program still has them, equal ones where it does not.
 - Restoring runs after an OOM. First everything made since is let go (gradients, optimizer state, swapped
   storages, new attributes), then missing memory is allocated, then bytes are copied, then names are bound.
-- A part that cannot be put back does not stop the others; all such parts are named in one `SnapshotError`.
+- A part that cannot be restored does not stop the others; all such parts are named in one `SnapshotError`.
 
 Covered, in any nesting of lists, tuples, dicts and sets, of any subclass: modules, optimizers, LR schedulers,
 gradient scalers, tensors, NumPy arrays, generators, and any other declared object by its attributes and
@@ -123,7 +123,7 @@ class Snapshot:
     def take(cls, state: Iterable[object]) -> Self:
         """Copy `state` and the global random number generators.
 
-        A `TypeError` names what cannot be put back, before anything is copied.
+        A `TypeError` names what cannot be restored, before anything is copied.
         """
         if isinstance(state, (*_KNOWN, torch.Tensor, Mapping)) or not isinstance(state, Iterable):
             state = (state,)
@@ -141,7 +141,7 @@ class Snapshot:
         return sum(storage.nbytes for storage in self._memory.storages.values())
 
     def restore(self, *, cut_off: bool = True) -> None:
-        """Put everything back as it was when the snapshot was taken.
+        """Restore everything to its state when the snapshot was taken.
 
         `cut_off`: a step may have been stopped in the middle since.
         """
@@ -200,7 +200,7 @@ class _Taking:
         return self.capture(value, path, hold=sys.maxsize, deep=True)
 
     def capture(self, value: Any, path: str, *, hold: int = 0, deep: bool = False) -> object:
-        """`value` as it is if it is plain, else a node that knows how to put it back."""
+        """`value` as it is if it is plain, else a node that knows how to restore it."""
         if _is_plain(value):
             return value
         node = self._nodes.get(id(value))
@@ -288,7 +288,7 @@ class _Taking:
         return node
 
     def _item(self, key: object, item: object, path: str, hold: int, deep: bool) -> tuple[object, object]:
-        # Never the repr of a tensor: it would be long, and it would wait for the device.
+        # Never the repr of a tensor: it would be long, and it would synchronize the device.
         saved_key = self.capture(key, f"{path}'s key") if isinstance(key, torch.Tensor) else key
         if type(item) in _ATOMS:
             return saved_key, item
@@ -331,7 +331,7 @@ class _Taking:
 
 
 def _check(part: Any, path: str, *, seen: set[int], place: bool = False) -> None:
-    """Refuse what cannot be put back. `place`: it sits in a list or dict, where a plain value can be."""
+    """Refuse what cannot be restored. `place`: it sits in a list or dict, where a plain value can be."""
     if id(part) in seen:
         return
     if _is_plain(part):
@@ -339,7 +339,7 @@ def _check(part: Any, path: str, *, seen: set[int], place: bool = False) -> None
             return
         raise TypeError(
             f"{path} must be a module, an optimizer or another object with state, not {part!r:.80} "
-            f"({type(part).__name__}): a plain value cannot be put back. Keep it in a dict or an object."
+            f"({type(part).__name__}): a plain value cannot be restored. Keep it in a dict or an object."
         )
     seen.add(id(part))
     if isinstance(part, dict):
@@ -350,9 +350,9 @@ def _check(part: Any, path: str, *, seen: set[int], place: bool = False) -> None
         for index, item in enumerate(part if isinstance(part, tuple) else items_of(part)):
             _check(item, f"{path}[{index}]", seen=seen, place=not isinstance(part, tuple))
     elif not _can_hold_state(part):
-        why = "it has no state that could be put back"
+        why = "it has no state that could be restored"
         if isinstance(part, Iterator):
-            why = "an iterator's position cannot be put back"
+            why = "an iterator's position cannot be restored"
         raise TypeError(
             f"{path} must be a module, an optimizer or another object with state, "
             f"not {part!r:.80} ({type(part).__name__}): {why}."

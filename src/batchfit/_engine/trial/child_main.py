@@ -37,7 +37,7 @@ from batchfit._engine.device.resolve import Device, resolve_device
 from batchfit._engine.device.tensors import optimizers_in, tensors_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
-from batchfit._engine.trial.pure.soak import steps_of
+from batchfit._engine.trial.interface import TrialRequest
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.placement import device_to_run
@@ -97,7 +97,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
             say("reachable", available_bytes=_once_reachable(place, request["least_bytes"]))
             request = asked.get()
         stage = "step"
-        trial = _run(work, place, request, say)
+        trial = _run(work, place, TrialRequest(**request["trial"]), request["budget_bytes"], say)
         say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(place))
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
         say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
@@ -150,7 +150,9 @@ def count_elements(state: object) -> int:
     return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
 
 
-def _run(work: Workload, place: Device, request: Message, say: Callable[..., None]) -> Trial:
+def _run(
+    work: Workload, place: Device, request: TrialRequest, budget_bytes: int, say: Callable[..., None]
+) -> Trial:
     number = 0
 
     def step(batch_size: int) -> object:
@@ -159,37 +161,36 @@ def _run(work: Workload, place: Device, request: Message, say: Callable[..., Non
         say("step", number=number)
         return work.step(batch_size)
 
-    size, soak = request["size"], request["soak"]
     begun = time.perf_counter()
     parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
     message = ""
-    if request["smallest"]:
+    if request.is_smallest:
         faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
     try:
-        with place.limit(request["budget_bytes"]):
+        with place.limit(budget_bytes):
             return run_trial(
                 step,
-                size,
+                request.size,
                 device=place,
                 snapshot=Snapshot.take(()),
                 parameters=list(parameters.values()),
-                steps=steps_of(work.kind, request["steps"], request["few"]),
-                soak=soak,
-                may_settle=request["may_settle"] and work.declared,  # or nobody knows of its optimizers
+                steps=request.steps_of(work.kind),
+                soak=request.soak,
+                may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
                 optimizers=optimizers_in(work.state),
                 generates=work.kind == "generation",
-                raise_ambiguous=request["smallest"],
+                raise_ambiguous=request.is_smallest,
             )
     except Exception as error:
-        if request["smallest"] or oom.classify(error) != "fatal":
+        if request.is_smallest or oom.classify(error) != "fatal":
             raise
         message = oom.describe(error)
     return Trial(
-        size=size,
+        size=request.size,
         outcome="killed",
         steps_run=number - 1,
         elapsed_s=time.perf_counter() - begun,
-        soak=soak,
+        soak=request.soak,
         ambiguous=True,
         message=message,
     )

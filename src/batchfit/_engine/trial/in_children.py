@@ -26,10 +26,10 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial import child_main as child_side
 from batchfit._engine.trial.child_group import ChildGroup, CutOff
 from batchfit._engine.trial.child_process import Child, ChildSilent, Message, OnOutput
+from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.virtual_memory.memory import active
 from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
@@ -183,24 +184,13 @@ def _place(loaded: Message) -> ChildDevice:
     return ChildDevice(loaded["device"], available, total, loaded["state_elements"])
 
 
-class RunOne(Protocol):
-    """Runs one trial, in this process or in a child; None where it was cut off for another rank's.
-
-    `few` steps will do where a step generates.
-    """
-
-    def __call__(
-        self, size: int, *, steps: int, soak: bool, may_settle: bool, few: int | None, smallest: bool
-    ) -> Trial | None: ...
-
-
 @final
 class InChildren:
     """Runs trials, each in a child of its own, one at a time.
 
-        with Children(Factory.of(make), device=None, timeout_s=60) as children:
+        with InChildren(Factory.of(make), device=None, timeout_s=60) as children:
             with children.trying(2**30) as run_one:
-                trial = run_one(8, steps=3, soak=False, may_settle=False, few=None, smallest=False)
+                trial = run_one(TrialRequest(8, steps=3))
 
     While a trial runs, the next child already imports torch; it loads nothing of the user's before its turn.
     """
@@ -209,7 +199,7 @@ class InChildren:
         self, factory: Factory, *, device: object, timeout_s: float | None, ranks: Ranks | None = None
     ) -> None:
         self._company = ChildGroup(ranks or Ranks.current())
-        self._device = _check_possible(device)
+        self._device_name = _check_possible(device)
         self._factory = factory
         self._timeout_s = timeout_s
         self._first: ChildDevice | None = None
@@ -227,7 +217,7 @@ class InChildren:
         self._loaded = self._spare = None
 
     @property
-    def place(self) -> ChildDevice:
+    def device(self) -> ChildDevice:
         """Where the workload runs. Starts the first child, which then waits for its trial."""
         if self._first is None:
             self._loaded = self._load()
@@ -237,7 +227,20 @@ class InChildren:
     @property
     def state_elements(self) -> int:
         """How many numbers the workload's state holds."""
-        return self.place.state_elements
+        return self.device.state_elements
+
+    @property
+    def state_bytes(self) -> None:
+        """Not known: the state is in the children."""
+        return None
+
+    @property
+    def samples(self) -> None:
+        """Not known: the dataset is in the children."""
+        return None
+
+    def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """Do nothing: a child whose peer failed is ended, so no rank waits in a collective."""
 
     def reachable_bytes(self, least_bytes: int) -> int:
         """What the next trial may use, as the child sees it that will run it.
@@ -245,10 +248,10 @@ class InChildren:
         It waits a while for `least_bytes`: what the child before has held may be on its way back. RAM comes
         and goes all the time, and a trial there has the budget for itself: the first figure stands.
         """
-        if not self.place.is_ram:
+        if not self.device.is_ram:
             child = self._loaded = self._loaded or self._load()
             child.send(least_bytes=least_bytes)
-            doing = f"looking at {self.place.name}"
+            doing = f"looking at {self.device.name}"
             seen = self._await(child, "reachable", doing=doing, timeout_s=_LOOK_S)
             self._seen_bytes = seen["available_bytes"]
         return self._seen_bytes
@@ -261,37 +264,19 @@ class InChildren:
         """Nothing of a trial outlives its process."""
 
     @contextlib.contextmanager
-    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
+    def trying(self, budget_bytes: int) -> Iterator[RunTrial]:
         """Inside, a function that runs one trial under the budget."""
         yield partial(self._run, budget_bytes=budget_bytes)
 
-    def _run(
-        self,
-        size: int,
-        *,
-        budget_bytes: int,
-        steps: int,
-        soak: bool,
-        may_settle: bool,
-        few: int | None,
-        smallest: bool,
-    ) -> Trial | None:
+    def _run(self, request: TrialRequest, *, budget_bytes: int) -> Trial | None:
         """One trial in a fresh process, start to end; None where it was cut off, as another rank's failed."""
         begun = time.perf_counter()
         child, self._loaded = self._loaded or self._load(), None
         try:
-            child.send(
-                size=size,
-                budget_bytes=budget_bytes,
-                steps=steps,
-                soak=soak,
-                may_settle=may_settle,
-                few=few,
-                smallest=smallest,
-            )
-            if not soak:  # after a soak there is most likely nothing more to try
+            child.send(trial=asdict(request), budget_bytes=budget_bytes)
+            if not request.soak:  # after a soak there is most likely nothing more to try
                 self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
-            trial = self._follow(child, size, soak=soak, smallest=smallest)
+            trial = self._follow(child, request)
             if not trial.fits:
                 self._company.tell_failed()
             child.end(after_s=_FAREWELL_S)
@@ -314,7 +299,7 @@ class InChildren:
                 module=factory.module,
                 function=factory.function,
                 arguments=factory.arguments,
-                device=self._device,
+                device=self._device_name,
                 **self._company.invite(),
             )
             doing = f"loading {factory.text}"
@@ -366,9 +351,9 @@ class InChildren:
         assert message["kind"] == kind, message
         return message
 
-    def _follow(self, child: Child, size: int, *, soak: bool, smallest: bool) -> Trial:
+    def _follow(self, child: Child, request: TrialRequest) -> Trial:
         """Read what the child says of its trial until that ends, one way or another."""
-        number = 0
+        size, number = request.size, 0
         ending: _Ending | None = None
         while ending is None:
             try:
@@ -386,7 +371,7 @@ class InChildren:
                 if self._factory.on_step is not None:
                     self._factory.on_step(size, number)
             elif message["kind"] == "trial":
-                if not self.place.is_ram and message["available_bytes"] is not None:
+                if not self.device.is_ram and message["available_bytes"] is not None:
                     self._seen_bytes = message["available_bytes"]
                 return Trial.model_validate(message["trial"])
             else:
@@ -395,14 +380,14 @@ class InChildren:
         where = (
             f"in step {number} of batch size {size}" if number else f"before the first step of size {size}"
         )
-        if number == 0 or (ending.ambiguous and smallest):
+        if number == 0 or (ending.ambiguous and request.is_smallest):
             exit_code = None if ending.outcome == "timeout" else child.exit_code()
             raise ChildDiedError(f"{ending.text} {where}", exit_code=exit_code, smallest=bool(number))
         return Trial(
             size=size,
             outcome=ending.outcome,
             steps_run=number - 1,
-            soak=soak,
+            soak=request.soak,
             ambiguous=ending.ambiguous,
             message=f"the child process {ending.text} {where}",
         )

@@ -24,8 +24,7 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_main import count_elements
-from batchfit._engine.trial.in_children import RunOne
-from batchfit._engine.trial.pure.soak import steps_of
+from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.trial.rehearsal import rehearse
 from batchfit._engine.trial.trial import run_trial
 from batchfit.results import Trial
@@ -38,8 +37,8 @@ _LITTLE = 2**20  # bytes that no answer depends on
 class InProcess:
     """Runs trials in this process, on the caller's own objects, and puts them back."""
 
-    def __init__(self, work: Workload, place: Device) -> None:
-        self.place = place
+    def __init__(self, work: Workload, device: Device) -> None:
+        self.device = device
         self.state_elements = count_elements(work.state)
         self.work = work
         self._owed: ExpectedCollectives | None = None  # what a step sends to other ranks
@@ -56,13 +55,13 @@ class InProcess:
         self._low = sizes[0]
         run = partial(
             run_trial,
-            device=self.place,
+            device=self.device,
             snapshot=Snapshot.take(self.work.state),
             parameters=self._parameters(),
         )
         gc.collect()
-        with self.place.limit(self.place.budget_bytes()), FrozenGarbage():
-            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=sizes, device=self.place.name)
+        with self.device.limit(self.device.budget_bytes()), FrozenGarbage():
+            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=sizes, device=self.device.name)
             if failed:
                 self.regroup()
 
@@ -79,45 +78,48 @@ class InProcess:
         if self.work.kind != "training" or self.work.optimizer is None or not trained:
             return None
         on = trained[0].device
-        if on.type != self.place.name.partition(":")[0]:
+        if on.type != self.device.name.partition(":")[0]:
             return None
         without = [one for one in trained if one.grad is None]  # its gradient will be as large as it is
         return own_bytes((*self.work.state, self.work.model), on=on) + own_bytes(without, on=on)
 
+    @property
+    def samples(self) -> int | None:
+        """How many samples the workload's dataset has; None where that is not known."""
+        return self.work._samples
+
     def reachable_bytes(self, least_bytes: int) -> int:
         """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
-        return self.place.budget_bytes()
+        return self.device.budget_bytes()
 
     def reachable_after_bytes(self) -> int:
         """What was reachable when the last trial had ended: nothing has run since."""
-        return self.place.budget_bytes()
+        return self.device.budget_bytes()
 
     @contextlib.contextmanager
-    def trying(self, budget_bytes: int) -> Iterator[RunOne]:
+    def trying(self, budget_bytes: int) -> Iterator[RunTrial]:
         """Inside, a function that runs one trial under the budget."""
         work, first = self.work, True
         snapshot = Snapshot.take(work.state)
         parameters = self._parameters()
 
-        def run_one(
-            size: int, *, steps: int, soak: bool, may_settle: bool, few: int | None, smallest: bool
-        ) -> Trial:
+        def run_one(request: TrialRequest) -> Trial:
             nonlocal first
-            steps = steps_of(work.kind, steps, few)
+            size, steps = request.size, request.steps_of(work.kind)
             step = work.step if self._owed is None else CountedStep(work.step, steps=steps)
             try:
                 trial = run_trial(
                     step,
                     size,
-                    device=self.place,
+                    device=self.device,
                     snapshot=snapshot,
                     parameters=parameters,
                     steps=steps,
-                    soak=soak,
-                    may_settle=may_settle and work.declared,  # or nobody knows of its optimizers
+                    soak=request.soak,
+                    may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
                     optimizers=optimizers_in(work.state),
                     generates=work.kind == "generation",
-                    raise_ambiguous=smallest,
+                    raise_ambiguous=request.is_smallest,
                 )
             except Exception as error:
                 if not is_lost_connection(error) and oom.classify(error) != "fatal":
@@ -126,29 +128,29 @@ class InProcess:
                 raise
             if not trial.fits:
                 self._serve(step, size, snapshot)
-            left = held_bytes is None or _held_bytes(self.place) != held_bytes
+            left = held_bytes is None or _held_bytes(self.device) != held_bytes
             if not trial.fits or (first and left):
                 collections.thorough()
             first = False
             return trial
 
-        collect_garbage(work, self.place)
-        with self.place.limit(budget_bytes), FrozenGarbage() as collections:
-            held_bytes = _held_bytes(self.place)
+        collect_garbage(work, self.device)
+        with self.device.limit(budget_bytes), FrozenGarbage() as collections:
+            held_bytes = _held_bytes(self.device)
             self._snapshot = snapshot
             try:
                 yield run_one
             finally:
                 self._snapshot = None
 
-    def glimpse(self, brief: Workload, size: int) -> Trial:
-        """One step of less than the whole, over the same state, while trials are run; it is put back."""
+    def run_shortened(self, shortened: Workload, size: int) -> Trial:
+        """Run one step that generates fewer tokens, over the same state, inside `trying`."""
         if self._snapshot is None:
-            raise RuntimeError("a glimpse needs `trying`, which holds the snapshot")
+            raise RuntimeError("a shortened step needs `trying`, which holds the snapshot")
         return run_trial(
-            brief.step,
+            shortened.step,
             size,
-            device=self.place,
+            device=self.device,
             snapshot=self._snapshot,
             parameters=self._parameters(),
             steps=1,
@@ -169,7 +171,7 @@ class InProcess:
         run_trial(
             self.work.step,
             self._low,
-            device=self.place,
+            device=self.device,
             snapshot=snapshot,
             parameters=self._parameters(),
             steps=2,
@@ -183,24 +185,24 @@ class InProcess:
         snapshot.restore(cut_off=False)
 
 
-def collect_garbage(work: Workload, place: Device) -> None:
+def collect_garbage(work: Workload, device: Device) -> None:
     """Before memory is counted: what is garbage already must not count.
 
     A collection walks all objects, a fifth of a second in a program with torch and transformers loaded. It is
     left out where nothing is live on a GPU but the workload's own state. That is read as it was asked for: of
     weights of 70 GiB, what blocks are rounded up by could hide some hundred MiB of garbage.
     """
-    asked_bytes = place.requested_bytes() if isinstance(place, CudaDevice) else None
+    asked_bytes = device.requested_bytes() if isinstance(device, CudaDevice) else None
     if asked_bytes is not None:
-        own = own_bytes((*work.state, work.model), on=torch.device(place.name))
+        own = own_bytes((*work.state, work.model), on=torch.device(device.name))
         if asked_bytes <= own + _LITTLE:
             return
     gc.collect()
 
 
-def _held_bytes(place: Device) -> int | None:
+def _held_bytes(device: Device) -> int | None:
     """What is live on a GPU now; None on another device, where no reading tells that nothing was left."""
-    return place.held_bytes() if isinstance(place, CudaDevice) else None
+    return device.held_bytes() if isinstance(device, CudaDevice) else None
 
 
 def _arranges(module: nn.Module) -> bool:

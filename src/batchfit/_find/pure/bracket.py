@@ -23,7 +23,7 @@ LIMIT = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Observation:
     """What one trial taught.
 
     `fits` is False for a size that was too big for whatever reason, and for a soak that failed anywhere.
@@ -73,7 +73,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """The trial to run next: a size, and whether to run it as long as a soak."""
 
     size: int
@@ -146,7 +146,7 @@ class State:
     max_trials: int | None = None
     soak: bool = True
     predicted: int | None = None  # the largest size by a prediction, a little margin taken off
-    told: tuple[Told, ...] = ()
+    observations: tuple[Observation, ...] = ()
 
     @property
     def sizes(self) -> Sizes:
@@ -171,11 +171,15 @@ class Bracket:
     @classmethod
     def of(cls, state: State) -> Bracket:
         """The bracket after all trials of `state`."""
-        bad = min((one.size for one in state.told if not one.fits), default=None)
-        ran = [one for one in state.told if one.fits and (bad is None or one.size < bad)]
+        bad = min((one.size for one in state.observations if not one.fits), default=None)
+        ran = [one for one in state.observations if one.fits and (bad is None or one.size < bad)]
         sustained = max((one.size for one in ran if one.soak), default=None)
-        ends = [i for i, one in enumerate(state.told) if not one.fits and one.soak and ran_short(state, one)]
-        since = state.told[ends[0] :] if ends else state.told
+        ends = [
+            i
+            for i, one in enumerate(state.observations)
+            if not one.fits and one.soak and ran_short(state, one)
+        ]
+        since = state.observations[ends[0] :] if ends else state.observations
         setbacks = 0
         for one in reversed(since):
             if one.fits:
@@ -218,17 +222,17 @@ class Bracket:
         return self.sizes.at((low + high) // 2)
 
 
-def ran_short(state: State, told: Told) -> bool:
-    """The size of `told` has also run in a trial shorter than a soak."""
-    return any(one.size == told.size and one.fits and not one.soak for one in state.told)
+def ran_short(state: State, observation: Observation) -> bool:
+    """The size of `observation` has also run in a trial shorter than a soak."""
+    return any(one.size == observation.size and one.fits and not one.soak for one in state.observations)
 
 
-def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
+def settle(state: State, bracket: Bracket, reason: str) -> Request | str:
     """The end of a search: the soak of the best size, unless it has survived one already."""
     if bracket.good is None:
         return "nothing_fits" if bracket.closed else reason
     if state.soak and bracket.sustained != bracket.good:
-        return Ask(bracket.good, True)
+        return Request(bracket.good, True)
     if bracket.good == bracket.sizes.last:
         return "largest" if state.max_size is None else "max_size"
     if reason == "within_tolerance" and state.max_size is not None and bracket.bad is None:
@@ -237,7 +241,7 @@ def settle(state: State, bracket: Bracket, reason: str) -> Ask | str:
     return reason
 
 
-def descend(state: State, bracket: Bracket, *, tolerance: float) -> Ask | str:
+def descend(state: State, bracket: Bracket, *, tolerance: float) -> Request | str:
     """After a failed soak: down by about the tolerance, twice as far each time, until a size survives one."""
     if bracket.closed:
         return settle(state, bracket, "bracketed")
@@ -246,8 +250,8 @@ def descend(state: State, bracket: Bracket, *, tolerance: float) -> Ask | str:
     bad = bracket.bad or bracket.sizes.last
     target = bad - max(bad - bracket.largest, tolerance * bad) * 2 ** (bracket.setbacks - 1)
     if bracket.falling and target > (bracket.good or 0):
-        return Ask(bracket.place(target), True)
-    return Ask(bracket.place(0) if bracket.falling and bracket.good is None else bracket.middle(), True)
+        return Request(bracket.place(target), True)
+    return Request(bracket.place(0) if bracket.falling and bracket.good is None else bracket.middle(), True)
 
 
 def enough(good: float, best: float, tolerance: float) -> bool:

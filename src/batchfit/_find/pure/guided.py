@@ -13,10 +13,10 @@ from dataclasses import replace
 from batchfit._find.pure.bracket import (
     HORIZON,
     LIMIT,
-    Ask,
     Bracket,
+    Observation,
+    Request,
     State,
-    Told,
     descend,
     enough,
     ran_short,
@@ -63,7 +63,7 @@ _MUCH_FIXED = 0.4
 _MOST_OF_IT = 0.8  # a floor that is that much of it says as much, and is not read off noisy readings
 
 
-def guided(state: State) -> Ask | str:
+def guided(state: State) -> Request | str:
     """Measured memory proposes, the bracket disposes; the default.
 
     Ends without a failure where the memory that is left is worth no further trial. With `tolerance` 0 it
@@ -84,12 +84,12 @@ def guided(state: State) -> Ask | str:
         return settle(state, bracket, "within_tolerance")
     curve = curve_of(state, bracket)
     step = _without_readings(state, bracket) if curve is None else _by_memory(state, bracket, curve)
-    if isinstance(step, Ask) and step.size != bracket.good and not _affordable(state, bracket, step.size):
+    if isinstance(step, Request) and step.size != bracket.good and not _affordable(state, bracket, step.size):
         return _bisected(state, bracket)
     return step
 
 
-def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str | None:
+def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Request | str | None:
     """What a prediction says is the end: tried at once, as a soak; the answer if it survives.
 
     A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
@@ -100,20 +100,20 @@ def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Ask | str |
     if bracket.bad is not None and bracket.bad <= size:
         return None
     if (bracket.good or 0) < size:
-        return Ask(size, state.soak)
+        return Request(size, state.soak)
     if not state.tolerance:
         return None
     if bracket.bad is not None:
         return settle(state, bracket, "predicted")
     more = bracket.sizes.at(max(0, bracket.sizes.index(_reserved_end(state, bracket.good or 0))))
     if not enough(bracket.good or 0, more, state.tolerance):
-        return Ask(more, state.soak)
+        return Request(more, state.soak)
     return settle(state, bracket, "predicted")
 
 
 def _reserved_end(state: State, good: int) -> float:
     """The size up to which all that the allocator took for `good` would be within the budget, if it grows."""
-    at_good = [one for one in state.told if one.size == good and one.fits]
+    at_good = [one for one in state.observations if one.size == good and one.fits]
     taken = max((one.reserved_bytes or one.allocated_bytes or 0 for one in at_good), default=0)
     if state.budget_bytes is None or not taken:
         return good
@@ -126,13 +126,13 @@ def _reserved_end(state: State, good: int) -> float:
 
 def _settled(state: State) -> bool:
     """The last trial was the soak of what was to be the answer, and it survived: no second thoughts."""
-    last = state.told[-1]
+    last = state.observations[-1]
     if not (state.tolerance and last.soak and last.fits and ran_short(state, last)):
         return False
-    return guided(replace(state, told=state.told[:-1])) == Ask(last.size, True)
+    return guided(replace(state, observations=state.observations[:-1])) == Request(last.size, True)
 
 
-def _first(state: State, bracket: Bracket) -> Ask:
+def _first(state: State, bracket: Bracket) -> Request:
     """Nothing has run yet: the smallest size, which is never too bold, or the caller's estimate."""
     sizes, bad = bracket.sizes, bracket.bad
     if bad is None:
@@ -142,12 +142,12 @@ def _first(state: State, bracket: Bracket) -> Ask:
         size = bracket.place(bad * 7 / 8)  # an estimate is rarely far off
     else:
         size = bracket.place(math.sqrt(sizes.first * bad))
-    return Ask(size, state.soak and sizes.first == bracket.largest)
+    return Request(size, state.soak and sizes.first == bracket.largest)
 
 
 def curve_of(state: State, bracket: Bracket) -> Curve | None:
     """The readings of what ran below the bracket's end; None where they say nothing."""
-    ran = [one for one in state.told if one.fits and (bracket.bad is None or one.size < bracket.bad)]
+    ran = [one for one in state.observations if one.fits and (bracket.bad is None or one.size < bracket.bad)]
     if state.budget_bytes is None or not ran:
         return None
     floor = min((one.held_bytes for one in ran if one.held_bytes), default=0)
@@ -177,7 +177,7 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     return Curve.through(readings, budget_bytes=budget, floor_bytes=max(0, floor - aside))
 
 
-def _fixed_bytes(ran: Sequence[Told], budget_bytes: int) -> int:
+def _fixed_bytes(ran: Sequence[Observation], budget_bytes: int) -> int:
     """What does not grow with the size, by the line that the last readings lie on; 0 where they lie on none.
 
     The floor of what is held between steps leaves out what every step takes again (gradients, workspaces,
@@ -209,7 +209,7 @@ def _aside_bytes(budget_bytes: int, floor_bytes: int, *, crowded: float = _CROWD
     return max(0, int((min(floor_bytes, budget_bytes - 1) - _USUAL * budget_bytes) / (1 - _USUAL)))
 
 
-def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
+def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Request | str:
     """The next size from the memory model; or the end, where what is left is not worth a trial."""
     good, exact, single = bracket.good or 0, state.tolerance == 0, len(curve.readings) == 1
     look = curve.outlook(failed=bracket.bad, setbacks=bracket.setbacks)
@@ -221,7 +221,7 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
     worth = bracket.sizes.at(max(0, bracket.sizes.index(min(end, bracket.largest))))
     # Where much is set aside, a second soak may be worth the last per cent of a line, a third is not.
     crowded = curve.budget_bytes != state.budget_bytes and look.error <= FINEST
-    soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.told) > 1
+    soaked = crowded and bracket.sustained == good and sum(one.soak for one in state.observations) > 1
     if not exact and enough(good, worth, state.tolerance * (1.5 if soaked else 1)):
         return _last_soak(state, bracket, curve, look) or settle(state, bracket, "within_tolerance")
     size = bracket.place(_target(state, bracket, curve, look, worth=worth))
@@ -232,10 +232,10 @@ def _by_memory(state: State, bracket: Bracket, curve: Curve) -> Ask | str:
         full = curve.readings[0].need_bytes > _FULL * curve.budget_bytes
         few = single and look.safe < _FEW * good and not full
         final = few or (curve.readings[-1].firm and enough(size, worth, state.tolerance + look.error / 2))
-    return Ask(size, state.soak and (final or size == bracket.sizes.last))
+    return Request(size, state.soak and (final or size == bracket.sizes.last))
 
 
-def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> Ask | None:
+def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> Request | None:
     """The answer needs a soak yet: of where the memory is expected to end, if the readings are good enough.
 
     It costs no further trial, and a tolerance is for what nobody knows.
@@ -243,7 +243,7 @@ def _last_soak(state: State, bracket: Bracket, curve: Curve, look: Outlook) -> A
     if not state.soak or bracket.sustained == bracket.good or bracket.bad is not None:
         return None
     size = bracket.place(min(look.aim, bracket.largest))
-    return Ask(size, True) if curve.readings[-1].noise < NOISE and size <= look.aim else None
+    return Request(size, True) if curve.readings[-1].noise < NOISE and size <= look.aim else None
 
 
 def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, worth: int) -> float:
@@ -285,17 +285,17 @@ def _target(state: State, bracket: Bracket, curve: Curve, look: Outlook, *, wort
     return target
 
 
-def _without_readings(state: State, bracket: Bracket) -> Ask:
+def _without_readings(state: State, bracket: Bracket) -> Request:
     """Up by doubling, then bisection."""
     size = bracket.place(2 * (bracket.good or 0)) if bracket.bad is None else bracket.middle()
-    return Ask(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
+    return Request(size, state.soak and enough(size, bracket.largest, state.tolerance or _EXACT_END))
 
 
-def _bisected(state: State, bracket: Bracket) -> Ask:
+def _bisected(state: State, bracket: Bracket) -> Request:
     """Bisection alone; where nothing has failed yet, below the horizon, and then at it."""
     bounded = bracket.bounded()
     if bracket.bad is None and enough(bracket.good or 0, bounded.largest, state.tolerance):
-        return Ask(bracket.place(bounded.bad or math.inf), False)
+        return Request(bracket.place(bounded.bad or math.inf), False)
     return _without_readings(state, bounded)
 
 
@@ -305,7 +305,7 @@ def _affordable(state: State, bracket: Bracket, size: int) -> bool:
     bad = bracket.bounded().bad or size
     rest = max(_cost(state, good, size), _cost(state, size, bad))
     limit = LIMIT + max(0.0, 2 * math.log2(good / HORIZON))
-    return len(state.told) + 1 + (bracket.bad is None) + rest <= limit
+    return len(state.observations) + 1 + (bracket.bad is None) + rest <= limit
 
 
 def _cost(state: State, good: float, bad: float) -> int:

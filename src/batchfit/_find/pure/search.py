@@ -1,7 +1,7 @@
 """A search for the largest size that fits, as a value: `ask()` what to try, `tell()` what happened.
 
 Rules:
-- A search is its settings and what it was told, nothing else: it can be written to a file at any point, held
+- A search is its settings and its observations, nothing else: it can be written to a file at any point, held
   by every rank and replayed, and gives the same answers.
 - It decides and never runs anything; `run` is the one loop that drives it.
 - The answer has been run, is an allowed size, and with `soak` has survived a soak.
@@ -12,16 +12,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from batchfit._documents import parse_json
-from batchfit._find.pure.bracket import Ask, Bracket, State, Told
+from batchfit._find.pure.bracket import Bracket, Observation, Request, State
 from batchfit._find.pure.strategies import STRATEGIES
 from batchfit.errors import ResultFileError
 
-__all__ = ["STRATEGIES", "Ask", "Search", "Told", "run"]
+__all__ = ["STRATEGIES", "Observation", "Request", "Search", "run"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,9 @@ class Search(State):
     """A search in progress; `tell` returns the next one.
 
     >>> search = Search(strategy="bisect", max_size=64, soak=False)
-    >>> while (ask := search.ask()) is not None:
-    ...     search = search.tell(Told(size=ask.size, fits=ask.size <= 41))
-    >>> search.best, search.stopped_because, len(search.told)
+    >>> while (request := search.ask()) is not None:
+    ...     search = search.tell(Observation(size=request.size, fits=request.size <= 41))
+    >>> search.best, search.stopped_because, len(search.observations)
     (41, 'bracketed', 6)
     """
 
@@ -67,48 +68,39 @@ class Search(State):
             )
         if self.strategy in ("halve", "grow") and self.start is None and self.max_size is None:
             raise ValueError(f"start must be given for strategy {self.strategy!r} without max_size, not None")
-        for one in self.told:
+        for one in self.observations:
             if one.size not in sizes:
-                raise ValueError(f"told must hold allowed sizes only, not {one.size!r}")
+                raise ValueError(f"observations must hold allowed sizes only, not {one.size!r}")
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> Request | None:
         """The next trial to run; None when the search is over."""
-        step = self._step()
-        return step if isinstance(step, Ask) else None
+        step = _decide(self)
+        return step if isinstance(step, Request) else None
 
-    def tell(self, told: Told) -> Search:
+    def tell(self, observation: Observation) -> Search:
         """The search after one more trial, whether or not `ask` asked for it."""
-        if not isinstance(told, Told):
-            raise TypeError(f"told must be a Told, not {told!r}")
-        return replace(self, told=(*self.told, told))
+        if not isinstance(observation, Observation):
+            raise TypeError(f"observation must be an Observation, not {observation!r}")
+        return replace(self, observations=(*self.observations, observation))
 
     @property
     def best(self) -> int | None:
         """The largest size that ran; once the search is over, the largest that survived a soak, if any."""
         bracket = Bracket.of(self)
-        if bracket.sustained is not None and (bracket.soak_failed or not isinstance(self._step(), Ask)):
+        if bracket.sustained is not None and (bracket.soak_failed or not isinstance(_decide(self), Request)):
             return bracket.sustained
-        ran = (one.size for one in self.told if one.fits and (bracket.bad is None or one.size < bracket.bad))
+        ran = (
+            one.size
+            for one in self.observations
+            if one.fits and (bracket.bad is None or one.size < bracket.bad)
+        )
         return max(ran, default=None)
 
     @property
     def stopped_because(self) -> str | None:
         """Why the search is over: a key of `results.REASONS`, or "nothing_fits"; None while it goes on."""
-        step = self._step()
-        return None if isinstance(step, Ask) else step
-
-    def _step(self) -> Ask | str:
-        step = STRATEGIES[self.strategy](self)
-        if self.max_trials is None or not isinstance(step, Ask):
-            return step
-        left = self.max_trials - len(self.told)
-        if left <= 0:
-            return "max_trials"
-        if left == 1 and self.soak:
-            # The last trial is for the soak: of what ran, or else of what would have been tried.
-            bracket = Bracket.of(self)
-            return Ask(step.size if bracket.good == bracket.sustained else bracket.good or step.size, True)
-        return step
+        step = _decide(self)
+        return None if isinstance(step, Request) else step
 
     def to_json(self) -> str:
         """This search as JSON text: settings and history."""
@@ -126,30 +118,52 @@ class Search(State):
         version = data.get("schema_version")
         if not isinstance(version, int) or version > SCHEMA_VERSION:
             raise ResultFileError(
-                f"schema_version is {version!r}, and this batchfit reads up to {SCHEMA_VERSION}. "
+                f"schema_version is {version!r}, and this batchfit reads {SCHEMA_VERSION}. "
                 "Upgrade batchfit to read this file."
             )
+        if version < SCHEMA_VERSION:
+            raise ResultFileError(
+                f"schema_version is {version!r}, of an older batchfit, and this one reads {SCHEMA_VERSION}. "
+                "Delete the file, or name another, to begin a new search."
+            )
         try:
-            told = tuple(Told(**_known(Told, one)) for one in data.get("told", ()))
-            return cls(**{**_known(cls, data), "told": told})
+            observations = tuple(Observation(**_known(Observation, one)) for one in data["observations"])
+            return cls(**{**_known(cls, data), "observations": observations})
         except (TypeError, ValueError, AttributeError) as error:
             raise ResultFileError(f"not a search: {error}") from None
 
 
-def run(search: Search, trial: Callable[[Ask], Told | None]) -> Search:
+def run(search: Search, trial: Callable[[Request], Observation | None]) -> Search:
     """Ask, try, tell until the search is over: the one driver of every strategy.
 
     A trial that answers None was not run: the caller has no more time.
     """
-    while (ask := search.ask()) is not None:
-        told = trial(ask)
-        if told is None:
+    while (request := search.ask()) is not None:
+        observation = trial(request)
+        if observation is None:
             break
-        search = search.tell(told)
+        search = search.tell(observation)
     return search
 
 
-def _known(cls: type[Search] | type[Told], data: dict[str, Any]) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def _decide(search: Search) -> Request | str:
+    """The next trial, or why there is none: computed once per state, since `ask` and its siblings share it."""
+    step = STRATEGIES[search.strategy](search)
+    if search.max_trials is None or not isinstance(step, Request):
+        return step
+    left = search.max_trials - len(search.observations)
+    if left <= 0:
+        return "max_trials"
+    if left == 1 and search.soak:
+        # The last trial is for the soak: of what ran, or else of what would have been tried.
+        bracket = Bracket.of(search)
+        size = step.size if bracket.good == bracket.sustained else bracket.good or step.size
+        return Request(size, True)
+    return step
+
+
+def _known(cls: type[Search] | type[Observation], data: dict[str, Any]) -> dict[str, Any]:
     """The fields of `data` that `cls` has: a later version may have written more."""
     names = {field.name for field in fields(cls)}
     return {name: value for name, value in data.items() if name in names}

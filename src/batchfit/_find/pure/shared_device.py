@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from batchfit._find.pure.search import Search, Told
+from batchfit._find.pure.search import Observation, Search
 
 # Below both of these nothing has changed: other programs come and go, and libraries load as they are needed.
 SLACK_BYTES = 64 * 2**20
@@ -69,23 +69,23 @@ class SharedBudget:
 
 
 def under(search: Search, budget_bytes: int) -> Search:
-    """The search under a budget no larger than its own: what it was told, as far as that is still true."""
-    told = tuple(one for one in search.told if not one.fits or _used_bytes(one) <= budget_bytes)
-    forgotten = len(search.told) - len(told)
-    short = sum(not one.soak for one in search.told) - sum(not one.soak for one in told)
+    """The search under a budget no larger than its own: with the observations that still hold."""
+    kept = tuple(one for one in search.observations if not one.fits or _used_bytes(one) <= budget_bytes)
+    forgotten = len(search.observations) - len(kept)
+    short = sum(not one.soak for one in search.observations) - sum(not one.soak for one in kept)
     smaller = search.budget_bytes is not None and budget_bytes < search.budget_bytes
     return replace(
         search,
         budget_bytes=budget_bytes,
-        told=told,
+        observations=kept,
         max_trials=search.max_trials and max(1, search.max_trials - forgotten),
         attempts=max(1, search.attempts - short),  # of which soaks are none
         predicted=None if smaller else search.predicted,
     )
 
 
-def _used_bytes(told: Told) -> int:
+def _used_bytes(trial: Observation) -> int:
     """What the trial took of the device; 0 where that was not read."""
-    if told.reserved_bytes is not None:
-        return told.reserved_bytes
-    return told.allocated_bytes or 0
+    if trial.reserved_bytes is not None:
+        return trial.reserved_bytes
+    return trial.allocated_bytes or 0

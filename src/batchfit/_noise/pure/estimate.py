@@ -33,7 +33,7 @@ VERSION: Final = 1  # of the state as JSON
 
 @final
 @dataclass(frozen=True, slots=True)
-class Observation:
+class NoiseObservation:
     """One step's two squared norms, `rate` being what S adds to each: 1 / b for a mean over b samples."""
 
     small: float
@@ -63,7 +63,7 @@ def observe(
     total: float,
     *,
     weights: Sequence[float] | None = None,
-) -> Observation:
+) -> NoiseObservation:
     """From the squared norms of all parts of a batch: of its microbatches, or of each rank's batch.
 
         observe([16, 16, 16, 5], norms, total)
@@ -89,7 +89,7 @@ def observe(
     big_rate = math.fsum((weight / whole) ** 2 / size for weight, size in zip(weights, sizes, strict=True))
     if not small_rate > big_rate * (1 + 1e-9):
         raise ValueError(f"weights must leave the batch more precise than its parts, not {list(weights)!r}")
-    return Observation(small, small_rate, total, big_rate, math.fsum(sizes))
+    return NoiseObservation(small, small_rate, total, big_rate, math.fsum(sizes))
 
 
 @final
@@ -157,7 +157,7 @@ class NoiseState:
         if decay is not None and not (math.isfinite(decay) and decay > 0):
             raise ValueError(f"decay_samples must be a number above 0, not {decay!r}")
 
-    def told(self, seen: Observation) -> NoiseState:
+    def told(self, seen: NoiseObservation) -> NoiseState:
         """With one more step."""
         if not seen.is_finite:
             return replace(self, skipped=self.skipped + 1)

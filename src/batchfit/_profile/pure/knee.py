@@ -1,7 +1,7 @@
 """Where a larger batch stops paying: which sizes to time, and which of them to use.
 
 Rules:
-- A profile in progress is its settings and what it was told, nothing else: `ask()` what to time, `tell()`
+- A profile in progress is its settings and its observations, nothing else: `ask()` what to time, `tell()`
   what it took. It can be written to a file, held by every rank and replayed.
 - The size that it recommends has been timed: the smallest within `within` of the best throughput, as far as
   its time and that of the best are known.
@@ -77,7 +77,7 @@ class Knee:
     >>> knee = Knee(limit=1024)
     >>> while (ask := knee.ask()) is not None:
     ...     knee = knee.tell(Timed(ask.size, 0.010 + 0.001 * ask.size, fine=ask.fine))
-    >>> knee.recommended, len(knee.told)
+    >>> knee.recommended, len(knee.observations)
     (192, 5)
     """
 
@@ -85,7 +85,7 @@ class Knee:
     within: float = 0.05
     smallest: int = 1
     sizes: tuple[int, ...] = ()
-    told: tuple[Timed, ...] = ()
+    observations: tuple[Timed, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("limit", "smallest"):
@@ -102,29 +102,29 @@ class Knee:
         """The search after one more timing, whether or not `ask` asked for it."""
         if not isinstance(timed, Timed):
             raise TypeError(f"timed must be a Timed, not {timed!r}")
-        return replace(self, told=(*self.told, timed))
+        return replace(self, observations=(*self.observations, timed))
 
     def ask(self) -> TimingRequest | None:
         """The next size to time; None when there is nothing more to learn."""
         if self.sizes:
-            done = {one.size for one in self.told}
+            done = {one.size for one in self.observations}
             # What is larger than a size that ran out would run out as well.
-            failed = min((one.size for one in self.told if not one.fits), default=math.inf)
+            failed = min((one.size for one in self.observations if not one.fits), default=math.inf)
             return next(
                 (TimingRequest(size, True) for size in self.sizes if size not in done and size < failed), None
             )
-        if len(self.told) >= _LONGEST:
+        if len(self.observations) >= _LONGEST:
             return None
-        points = _joined(self.told)
+        points = _joined(self.observations)
         if not points:
             first = self.smallest if self.ceiling is None else min(self.smallest, self.ceiling)
-            return None if self.told else TimingRequest(first, False)
+            return None if self.observations else TimingRequest(first, False)
         return self._climb(points) or self._look_far(points) or self._close_in(points) or self._settle(points)
 
     @property
     def recommended(self) -> int | None:
         """The smallest size within `within` of the best throughput; None before any size was timed."""
-        points = _joined(self.told)
+        points = _joined(self.observations)
         if not points:
             return None
         chosen = self._smallest_within(points)
@@ -148,14 +148,14 @@ class Knee:
     @property
     def best(self) -> int | None:
         """The size of the highest throughput, by the same estimates as `recommended`."""
-        points = _joined(self.told)
+        points = _joined(self.observations)
         rates = _estimates(points)
         return max(rates, key=lambda size: (rates[size], -size), default=None)
 
     @property
     def ceiling(self) -> int | None:
         """The largest size that may still be asked for; None where nothing limits it."""
-        failed = min((one.size for one in self.told if not one.fits), default=None)
+        failed = min((one.size for one in self.observations if not one.fits), default=None)
         if failed is None:
             return self.limit
         # Where memory ends exactly is another search's question: here the next grid size below will do.
@@ -164,7 +164,7 @@ class Knee:
 
     def gains(self) -> dict[int, float]:
         """How many times the throughput of half its size each timed size has, by straight lines between."""
-        points = _joined(self.told)
+        points = _joined(self.observations)
         return marginal_gains({point.size: point.size / point.step_s for point in points})
 
     # The stages, in order. Each answers with a size that it needs, or None.
@@ -193,7 +193,7 @@ class Knee:
         if below is None:
             # Two timings always lie on a line, and nothing says whether the steps between them do.
             return self._new(_middle(chosen, points[-1].size), points) if len(points) == 2 else None
-        failed = {one.size for one in self.told if not one.fits}
+        failed = {one.size for one in self.observations if not one.fits}
         between = [size for size in grid(below + 1, chosen - 1) if size not in failed]
         # With something to spare: a size on the very edge would be in today and out tomorrow, and its timing
         # for nothing. Timed finely at once: where the line is right, this is the answer.
@@ -266,7 +266,7 @@ class Knee:
         return max(best, promised) if math.isfinite(promised) else best
 
     def _new(self, size: int, points: Sequence[_Point]) -> TimingRequest | None:
-        known = {point.size for point in points} | {one.size for one in self.told if not one.fits}
+        known = {point.size for point in points} | {one.size for one in self.observations if not one.fits}
         return None if size in known else TimingRequest(size, False)
 
     def to_json(self) -> str:
@@ -280,8 +280,8 @@ class Knee:
             data: Any = parse_json(text)
             if data.pop("kind") != "knee" or data.pop("schema_version") > SCHEMA_VERSION:
                 raise ValueError("another kind or version")
-            told = tuple(Timed(**one) for one in data.pop("told"))
-            return cls(**{**data, "sizes": tuple(data["sizes"]), "told": told})
+            observations = tuple(Timed(**one) for one in data.pop("observations"))
+            return cls(**{**data, "sizes": tuple(data["sizes"]), "observations": observations})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ResultFileError(f"not a knee search: {error}") from None
 

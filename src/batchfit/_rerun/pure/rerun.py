@@ -54,20 +54,20 @@ class Rerun:
     start: int
     probe_steps: int = 3
     tolerance: float = 0.05
-    told: tuple[RunObservation, ...] = ()
+    observations: tuple[RunObservation, ...] = ()
 
-    def tell(self, told: RunObservation) -> Rerun:
-        return replace(self, told=(*self.told, told))
+    def tell(self, observation: RunObservation) -> Rerun:
+        return replace(self, observations=(*self.observations, observation))
 
     @property
     def failed(self) -> int | None:
         """The smallest size that ran out of memory."""
-        return min((one.ask.size for one in self.told if one.ending == "oom"), default=None)
+        return min((one.ask.size for one in self.observations if one.ending == "oom"), default=None)
 
     @property
     def answer(self) -> int | None:
         """The size at which the program reached its end."""
-        return next((one.ask.size for one in self.told if one.ending == "done"), None)
+        return next((one.ask.size for one in self.observations if one.ending == "done"), None)
 
     def ask(self) -> RunRequest | None:
         """The next run; None where the program has ended, or nothing is left below what failed."""
@@ -87,7 +87,7 @@ class Rerun:
         survived = max(
             (
                 one.ask.size
-                for one in self.told
+                for one in self.observations
                 if one.ending == "cut" and one.ask.size < failed and not (misled and one.by_forwards)
             ),
             default=0,
@@ -98,17 +98,20 @@ class Rerun:
 
     def _late(self) -> int:
         """How many runs have failed past what a probe sees."""
-        proven = max((one.ask.size for one in self.told if one.ending == "cut" and one.steps), default=0)
+        proven = max(
+            (one.ask.size for one in self.observations if one.ending == "cut" and one.steps), default=0
+        )
         return sum(
             one.ending == "oom"
             and one.ask.steps is None
             and (one.ask.size <= proven or one.steps > max(self.probe_steps, 1))
-            for one in self.told
+            for one in self.observations
         )
 
     def _misled(self) -> int:
         """How many runs have failed at sizes that forward passes had vouched for."""
-        vouched = max((one.ask.size for one in self.told if one.by_forwards), default=0)
+        vouched = max((one.ask.size for one in self.observations if one.by_forwards), default=0)
         return sum(
-            one.ending == "oom" and one.ask.steps is None and one.ask.size <= vouched for one in self.told
+            one.ending == "oom" and one.ask.steps is None and one.ask.size <= vouched
+            for one in self.observations
         )

@@ -31,24 +31,26 @@ from batchfit.integrations.transformers.trainer import (
 
 __all__ = ["BatchfitMixin", "BatchfitSeq2SeqTrainer", "BatchfitTrainer", "Options", "adapt"]
 
-# Methods of Trainer that are not public are overridden here: other versions may have others.
-TESTED = ((5, 17), (5, 22))
+# Methods of Trainer that are not public are overridden, in ways that were tested from this version on.
+OLDEST = (4, 57)
+_NOT_IN_ALL = {"found", "_prepare_for_training"}  # ours alone; since 5.3, where its absence changes a clock
 
 
 def _check_version(version: str, trainer: type = transformers.Trainer) -> None:
-    """Say it where nobody has tried this version; refuse one whose Trainer would call nothing of ours."""
-    low, high = (".".join(map(str, one)) for one in TESTED)
-    taken_over = [name for name in vars(BatchfitMixin) if not name.startswith(("__", "_batchfit"))]
-    missing = [name for name in taken_over if name != "found" and not hasattr(trainer, name)]
+    """Refuse a Trainer that would not call methods of ours; warn of a version below the tested ones."""
+    oldest = ".".join(map(str, OLDEST))
+    overridden = [name for name in vars(BatchfitMixin) if not name.startswith(("__", "_batchfit"))]
+    missing = [name for name in overridden if name not in _NOT_IN_ALL and not hasattr(trainer, name)]
     if missing:
         raise ImportError(
-            f"batchfit.integrations.transformers was tested with transformers {low} to {high}, and the "
-            f"Trainer of {version} has no {', '.join(sorted(missing))}: pip install 'transformers>={low}'"
+            f"batchfit.integrations.transformers needs transformers {oldest} or later, and the Trainer of "
+            f"{version} has no {', '.join(sorted(missing))}: pip install 'transformers>={oldest}'. Without it "
+            "use batchfit.Microbatcher in a training_step of your own"
         )
     parts = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-    if not TESTED[0] <= parts <= TESTED[1]:
+    if parts < OLDEST:
         warnings.warn(
-            f"batchfit.integrations.transformers was tested with transformers {low} to {high}, not with "
+            f"batchfit.integrations.transformers was tested with transformers {oldest} and later, not with "
             f"{version}",
             stacklevel=3,
         )

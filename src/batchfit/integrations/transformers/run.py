@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.transformers.counters import kept
+from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
 from batchfit.integrations.transformers.options import Options
@@ -59,6 +60,9 @@ class TrainerRun:
         self.is_quiet = False  # steps run that are not the training's: nobody is told what they log
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
         self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
+        self.checkpoint: str | None = None  # the folder that training goes on from
+        self.has_begun = False  # what is done once per training, when the model is prepared
+        self.steps = 0  # of a training with a schedule
         self.local = 0  # one rank's batch, without a schedule
         self.largest = 0  # the largest batch of the schedule, over all ranks
         self.saved: dict[str, Any] = {}
@@ -72,6 +76,7 @@ class TrainerRun:
         self._held: list[Any] | None = None  # what a step has logged so far
         self._steps = False
         self._guarded: tuple[Any, Any, Any] | None = None  # the optimizer, its step, and what that replaced
+        self._left_in_epoch: int | None = None  # batches; of a training with a schedule
         self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
 
     def __getstate__(self) -> dict[str, Any]:
@@ -245,7 +250,7 @@ class TrainerRun:
             config, initial, tokens_per_sample=self.options.tokens_per_sample, **more
         )
 
-    def look_ahead(self, plan: Any, *, epochs: int, steps: int, length: int) -> None:
+    def find_largest_batch(self, plan: Any, *, epochs: int, steps: int, length: int) -> None:
         """Note the largest batch that the schedule asks for in this run."""
         sizes = []
         for part in range(_LOOKS + 1):
@@ -265,8 +270,12 @@ class TrainerRun:
             self.scheduler.load_state_dict(self.saved["schedule"])
         self.logs.append({"batch_size": self.scheduler.batch_size})
 
-    def enter_epoch(self, epoch: int) -> int | None:
-        """Go to an epoch: how many batches it still has; None for a stream, which does not know."""
+    def first_epoch(self) -> int:
+        """The epoch that a resumed training begins with."""
+        return int(self.loader.state_dict()["epoch"]) + is_at_end(self.loader)
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Go to an epoch, and count the batches that it still has: a stream does not know."""
         if self.loader.progress.epoch != epoch:
             # The Trainer asks for no batch after the last one, so the loader has not seen the epoch end.
             place = {**self.loader.state_dict(), "epoch": epoch, "position": 0, "batches": 0}
@@ -274,9 +283,16 @@ class TrainerRun:
         if self.scheduler.config.unit == "epoch":
             self.scheduler.step(epoch)
         try:
-            return len(self.loader) - int(self.loader.state_dict()["batches"])
+            self._left_in_epoch = len(self.loader) - int(self.loader.state_dict()["batches"])
         except TypeError:
-            return None
+            self._left_in_epoch = None
+
+    def ends_epoch(self, batches: int) -> bool:
+        """Count batches that the Trainer has taken; whether they are the last of a schedule's epoch."""
+        if self._left_in_epoch is None:
+            return False
+        self._left_in_epoch -= batches
+        return self._left_in_epoch <= 0
 
     def count_batches(self, loader: Any, *, ranks: int) -> None:
         """Note how many batches of the user's size an epoch has: the Trainer counts epochs in them."""
@@ -362,7 +378,8 @@ class TrainerRun:
         if self.scheduler is not None:
             self.scheduler.close()
         self.cutter = self.scheduler = self.loader = self.collate_fn = None
-        self.saved, self.given = {}, None
+        self.saved, self.given, self.checkpoint = {}, None, None
+        self.has_begun, self.steps, self._left_in_epoch = False, 0, None
         self._cutters.clear()
         self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False

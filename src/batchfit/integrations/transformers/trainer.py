@@ -10,7 +10,6 @@ Rules
 
 from __future__ import annotations
 
-import bisect
 import logging
 import math
 import os
@@ -25,7 +24,9 @@ from torch.utils.data import IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
+from batchfit.integrations.transformers.callback import TrainingCallback
 from batchfit.integrations.transformers.counters import kept
+from batchfit.integrations.transformers.epochs import ResumedSteps, ScheduledLoader, plan_epochs
 from batchfit.integrations.transformers.loaders import local_batch
 from batchfit.integrations.transformers.losses import (
     count_labels,
@@ -81,13 +82,15 @@ class BatchfitMixin:
         check_trainer(self, run.options)
         run.drop_evaluators(self.model, self.model_wrapped)
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, self._train_batch_size
-        local = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        callback = _Follower(self)
+        callback = TrainingCallback(self)
         # First: others see the epoch that is right, and what changed with this step.
         self.callback_handler.callbacks.insert(0, callback)
         run.given = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = local, 1
-        self._train_batch_size = local
+        run.checkpoint = named.get("resume_from_checkpoint", given[2] if len(given) > 2 else None)
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = math.prod(run.given), 1
+        self._train_batch_size = math.prod(run.given)
+        if "batch_size" in named:  # which transformers before 5.3 writes into `_train_batch_size`
+            named["batch_size"] = self._train_batch_size
         self.current_gradient_accumulation_steps = 1  # set by the first epoch, and the search runs before
         try:
             return super()._inner_training_loop(*given, **named)  # type: ignore[misc]
@@ -96,21 +99,39 @@ class BatchfitMixin:
             self.callback_handler.callbacks.remove(callback)
             run.end()
 
-    def _prepare_for_training(self: Any, max_steps: Any, train_dataloader: Any, *given: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, *given)  # type: ignore[misc]
-        run, model = self._batchfit, prepared[0]
+    def _prepare_for_training(self: Any, *given: Any, **named: Any) -> Any:
+        """In transformers 5.3 and later: before the clock of `train_runtime` starts, unlike `on_train_begin`."""
+        prepared = super()._prepare_for_training(*given, **named)  # type: ignore[misc]
+        self._batchfit_begin()
+        return prepared
+
+    def _batchfit_begin(self: Any) -> None:
+        """Search and follow the schedule, once model, optimizer and LR scheduler are prepared."""
+        run = self._batchfit
+        if run.has_begun:
+            return
+        run.has_begun = True
+        self.args.per_device_train_batch_size = math.prod(run.given)
+        self.state.train_batch_size = run.given[0]  # a plain Trainer may go on from the checkpoint
         if run.loader is not None:
             run.follow_schedule(self, _inner(self.optimizer))
         if run.options.find and run.microbatch_size is None:
+            loader = self.callback_handler.train_dataloader
             with _uncounted(self):
-                find_microbatch(self, model, train_dataloader, _inner(self.optimizer))
-        return prepared
+                find_microbatch(self, self.model_wrapped, loader, _inner(self.optimizer))
 
     def create_optimizer(self: Any, *given: Any, **named: Any) -> Any:
         optimizer = super().create_optimizer(*given, **named)  # type: ignore[misc]
+        self._batchfit_guard()
+        return optimizer
+
+    def create_optimizer_and_scheduler(self: Any, *given: Any, **named: Any) -> None:
+        super().create_optimizer_and_scheduler(*given, **named)  # type: ignore[misc]
+        self._batchfit_guard()  # one of the user's own need not call `create_optimizer`
+
+    def _batchfit_guard(self: Any) -> None:
         if self.optimizer is not None and self._batchfit.given is not None:  # for this training
             self._batchfit.guard(_inner(self.optimizer))
-        return optimizer
 
     def log(self: Any, *given: Any, **named: Any) -> None:
         if not self._batchfit.holds(*given, **named):
@@ -308,56 +329,34 @@ class BatchfitMixin:
     def get_train_dataloader(self: Any) -> Any:
         loader, run = super().get_train_dataloader(), self._batchfit  # type: ignore[misc]
         if run.options.schedule is not None:
-            return run.open_loader(self, loader)
+            return ScheduledLoader(run, run.open_loader(self, loader))
         if run.given is not None:
             run.local = local_batch(self, loader, given=run.given[0], accumulated=run.given[1])
             run.count_batches(loader, ranks=self.args.world_size)
         return loader
 
+    def get_batch_samples(self: Any, *given: Any, **named: Any) -> Any:
+        found = super().get_batch_samples(*given, **named)  # type: ignore[misc]
+        if self._batchfit.ends_epoch(len(found[0])):
+            self.control.should_epoch_stop = True
+        return found
+
     def set_initial_training_values(self: Any, args: Any, dataloader: Any, *given: Any) -> Any:
         values = super().set_initial_training_values(args, dataloader, *given)  # type: ignore[misc]
         run = self._batchfit
-        if run.loader is None or isinstance(run.loader.dataset, IterableDataset):
-            return values
-        epochs, _, examples, samples, batch_size, _, steps = values
-        length = len(run.loader.dataset if run.loader.sampler is None else run.loader.sampler)
-        plan = run.new_scheduler(self)
+        if run.loader is not None and not isinstance(run.loader.dataset, IterableDataset):
+            values = plan_epochs(self, values)
+        if run.checkpoint is not None:
+            run.load(run.checkpoint, self)
+            # The Trainer compares it with the checkpoint's before it calls `_load_callback_state`.
+            args.per_device_train_batch_size = run.given[0]
+            if run.loader is not None:
+                values = (values[0], ResumedSteps(values[1], epoch=run.first_epoch()), *values[2:])
+        return values
 
-        def updates(count: int) -> int:
-            if count == 0:
-                return 0
-            return int(plan.updates(samples=length, epochs=count, drop_last=run.drop_last))
-
-        if args.max_steps > 0:
-            enough = next(count for power in range(64) if updates(count := 2**power) >= steps)
-            epochs = bisect.bisect_left(range(enough + 1), steps, key=updates)
-        else:
-            whole, rest = int(args.num_train_epochs), args.num_train_epochs % 1
-            steps = updates(whole) + math.ceil(rest * (updates(whole + 1) - updates(whole)))
-        run.look_ahead(plan, epochs=epochs, steps=steps, length=length)
-        return epochs, updates(1), examples, samples, batch_size, updates(1), steps
-
-    def _init_training_state(self: Any, *given: Any) -> tuple[int, int]:
-        run, folder = self._batchfit, given[3]
-        with self._batchfit_given_size():  # which is compared with the checkpoint's
-            begun: tuple[int, int] = super()._init_training_state(*given)  # type: ignore[misc]
-        if run.given is not None:  # a plain Trainer may go on from here
-            self.state.train_batch_size = run.given[0]
-        if folder is None:
-            return begun
-        run.load(folder, self)
-        if run.loader is None:
-            return begun
-        place = run.loader.state_dict()
-        at_end = not isinstance(run.loader.dataset, IterableDataset) and place["batches"] >= len(run.loader)
-        return int(place["epoch"]) + at_end, 0  # the loader itself knows where in the epoch it is
-
-    def _run_epoch(self: Any, **given: Any) -> None:
-        if self._batchfit.loader is not None:
-            left = self._batchfit.enter_epoch(given["epoch"])
-            if left is not None:
-                given.update(steps_in_epoch=left, num_update_steps_per_epoch=left)
-        super()._run_epoch(**given)  # type: ignore[misc]
+    def _load_callback_state(self: Any) -> None:
+        self.args.per_device_train_batch_size = math.prod(self._batchfit.given)
+        super()._load_callback_state()  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any, *given: Any) -> None:
         super()._save_checkpoint(model, trial, *given)  # type: ignore[misc]
@@ -391,29 +390,6 @@ class BatchfitMixin:
         if self._batchfit.scheduler is None:
             return float(super()._get_learning_rate())  # type: ignore[misc]
         return float(self.optimizer.param_groups[0]["lr"])  # LR schedulers do not know our factor
-
-
-class _Follower(transformers.TrainerCallback):
-    """Follows the schedule after each step, and writes what happened into `log_history`."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._write()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        run = self._trainer._batchfit
-        state.epoch = run.epochs_at(state.epoch)
-        if run.scheduler is not None and run.scheduler.config.unit != "epoch":
-            run.scheduler.step()
-        self._write()
-
-    def _write(self) -> None:
-        logs = self._trainer._batchfit.logs
-        while logs:
-            # Not the trainer's own `log`, which may average and clear what it has counted since the last one.
-            transformers.Trainer.log(self._trainer, logs.pop(0))
 
 
 class BatchfitTrainer(BatchfitMixin, transformers.Trainer):  # type: ignore[misc]

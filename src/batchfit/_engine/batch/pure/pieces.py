@@ -35,7 +35,7 @@ def balanced(total: int, at_most: int) -> tuple[int, ...]:
 
 
 def equal(total: int, at_most: int) -> tuple[int, ...]:
-    """Pieces of exactly `at_most`, and one remainder.
+    """Sizes of exactly `at_most`, and one remainder.
 
     >>> equal(17, 8)
     (8, 8, 1)

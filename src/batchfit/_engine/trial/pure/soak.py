@@ -28,11 +28,6 @@ LEAST = 10  # steps, before it may end
 _LONGEST = 5  # steps in a round, and how many have to be alike
 
 
-def steps_of(kind: str, steps: int, few: int | None) -> int:
-    """How many steps a trial of that kind of workload has, if `few` will do where each step generates."""
-    return steps if few is None or kind != "generation" else min(steps, few)
-
-
 def allocator_repeats(marks: Sequence[AllocatorState]) -> bool:
     """Whether the last steps go in a circle.
 
