@@ -544,7 +544,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def every_block(device: CachingAllocator, held: list[Block]) -> list[Block]:
-    pools = (device._small, device._large)
+    pools = (device.small, device.large)
     free = [block for pool in pools for block in pool.blocks.values()]
     unmapped = [block for pool in pools for _, block in pool.unmapped]
     return sorted([*free, *unmapped, *held], key=lambda block: block.address)
@@ -568,7 +568,7 @@ def check_books(device: CachingAllocator, held: list[Block], capacity: int | Non
     assert device.requested_bytes == sum(block.requested for block in live)
     expandable = device.rules.expandable_segments
     assert device.split_bytes == (0 if expandable else sum(block.size for block in rests))
-    for pool in (device._small, device._large):
+    for pool in (device.small, device.large):
         assert pool.keys == sorted(pool.blocks)
         assert all(pool.blocks[key].size << 56 | pool.blocks[key].address == key for key in pool.keys)
         assert [address for address, _ in pool.unmapped] == [block.address for _, block in pool.unmapped]

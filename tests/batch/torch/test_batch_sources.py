@@ -383,7 +383,7 @@ class Carrier:
     ],
 )
 def test_what_is_on_the_host(batch: Any, expected: bool) -> None:
-    assert all(map(sources._is_on_host, sources.leaves(batch))) is expected
+    assert all(map(sources.is_on_host, sources.leaves(batch))) is expected
 
 
 class Stream(IterableDataset[Any]):

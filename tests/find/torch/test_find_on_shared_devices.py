@@ -61,7 +61,7 @@ class Program:
             return batchfit.find_batch_size(workload, device=self.device, **settings)
         finally:
             assert self.cuda.live[0] == 10 * MiB
-            assert interface._set_by_us == {}
+            assert interface.limits_set_by_us == {}
             assert self.cuda.allowed.get(0, self.cuda.total) == self.cuda.total, "the limit was put back"
 
 
@@ -369,7 +369,7 @@ def test_a_search_with_another_allocator(budget: str | None) -> None:
 def test_a_driver_that_spills_is_held_to_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(used_by_others=200 * MiB)
     monkeypatch.setattr(
-        cuda, "_may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)
+        cuda, "may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)
     )
     monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
     assert Program(cuda).find(tolerance=0.0, max_size=4000).batch_size == 395

@@ -207,8 +207,8 @@ def test_a_tape_keeps_only_what_can_come_again() -> None:
     for _ in range(1000):
         tape.take(10)
         tape.forget(tape.position)
-    assert len(tape._kept) == 0
-    assert len(tape._marks) <= 2
+    assert len(tape.kept) == 0
+    assert len(tape.marks) <= 2
 
 
 def test_a_stream_that_broke_has_not_ended() -> None:

@@ -17,6 +17,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from notebook import notebook_html
 from typer.testing import CliRunner
 
 import batchfit
@@ -266,13 +267,13 @@ class TestCharts:
 
     @pytest.mark.parametrize("name", ["fit", "cards", "why", "profile"])
     def test_notebooks_show_the_same_charts(self, name: str) -> None:
-        cell = result(name)._repr_html_()
+        cell = notebook_html(result(name))
         assert '<svg class="bf-chart wide' in cell
         assert "<script" not in cell
 
     def test_a_cell_without_numbers_has_no_chart(self) -> None:
         bare = result("fit").model_copy(update={"trials": ()})
-        assert "<svg" not in bare._repr_html_()
+        assert "<svg" not in notebook_html(bare)
 
 
 class TestSweep:

@@ -156,8 +156,9 @@ class TestGroups:
         optimizer.param_groups[1][RULE] = "cubic"
         with pytest.raises(ValueError, match=r"batchfit_lr_rule of group 1 must be 'none'.* not 'cubic'"):
             ScaledLR(optimizer, "sqrt")
-        lr = ScaledLR(optimizer_of(1.0), ["sqrt"])
-        lr._optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        optimizer = optimizer_of(1.0)
+        lr = ScaledLR(optimizer, ["sqrt"])
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         with pytest.raises(ValueError, match="lr must have a rule for group 1, which was added later"):
             lr.set_ratio(2.0)
 

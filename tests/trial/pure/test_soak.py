@@ -127,10 +127,10 @@ class Program:
         """As `CudaDevice.mark` reads a real allocator."""
         device = self.device
         every = [block for _, block in self.live]
-        every += [*device._small.blocks.values(), *device._large.blocks.values()]
-        small = [one for one in every if one.pool is device._small]
+        every += [*device.small.blocks.values(), *device.large.blocks.values()]
+        small = [one for one in every if one.pool is device.small]
         layout = layout_of(
-            ((one.address, one.size, one.live) for one in every if one.pool is device._large),
+            ((one.address, one.size, one.live) for one in every if one.pool is device.large),
             ((one.address, one.size, one.live) for one in small),
             small_bytes=sum(one.size for one in small),
             held_bytes=sum(one.size for one in every if one.live),

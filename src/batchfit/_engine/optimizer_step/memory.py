@@ -46,7 +46,7 @@ class Need:
     __slots__ = ("_pieces", "total_bytes")
 
     def __init__(self, sizes: Sizes) -> None:
-        found = [_Pieces(device, tuple(pieces)) for device, pieces in sizes.items()]
+        found = [DeviceRequests(device, tuple(pieces)) for device, pieces in sizes.items()]
         self._pieces = tuple(one for one in found if one.sizes)
         self.total_bytes = sum(sum(one.sizes) for one in self._pieces)
 
@@ -64,7 +64,7 @@ class Need:
 
 
 @final
-class _Pieces:
+class DeviceRequests:
     """What a step takes on one device: exactly, and as blocks of the allocator's two pools."""
 
     __slots__ = ("device", "large", "large_bytes", "sizes", "small", "small_bytes")
@@ -84,10 +84,10 @@ def _can_refuse(device: torch.device) -> bool:
     return device.type != "meta" and (device.type != "cpu" or memory.active() is not None)
 
 
-def _reserve(pieces: _Pieces) -> bool:
+def _reserve(pieces: DeviceRequests) -> bool:
     wanted: Sequence[int] = pieces.sizes
     if pieces.device.type == "cuda":
-        wanted = _not_cached(pieces)
+        wanted = requests_not_cached(pieces)
     if _can_have(wanted, pieces.device):
         return True
     free_memory((pieces.device,))
@@ -95,7 +95,7 @@ def _reserve(pieces: _Pieces) -> bool:
     return _can_have(pieces.sizes, pieces.device)
 
 
-def _not_cached(pieces: _Pieces) -> Sequence[int]:
+def requests_not_cached(pieces: DeviceRequests) -> Sequence[int]:
     """The blocks to ask for: none of a pool that has twice the bytes in its cache, fragments included."""
     stats: Any = torch.cuda.memory_stats_as_nested_dict(pieces.device)
     reserved, active = stats.get("reserved_bytes", {}), stats.get("active_bytes", {})
@@ -151,7 +151,7 @@ def _guess_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         if parameter.grad is not None:
             found.setdefault(parameter.device, []).append(parameter.numel() * parameter.element_size())
     # SGD makes its buffers inside the step, out of the gradients: they cannot be made before it.
-    late = [p for p in group["params"] if p.grad is not None and _makes_buffer_late(optimizer, group, p)]
+    late = [p for p in group["params"] if p.grad is not None and makes_buffer_late(optimizer, group, p)]
     for device, sizes in found.items():
         if group.get("fused"):
             copied = []
@@ -164,7 +164,7 @@ def _guess_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return found
 
 
-def _makes_buffer_late(
+def makes_buffer_late(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> bool:
     return (

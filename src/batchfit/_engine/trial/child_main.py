@@ -58,7 +58,7 @@ active = False
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
-_PATIENCE_S = 10.0  # for the memory of the child before this one to come back
+PATIENCE_S = 10.0  # for the memory of the child before this one to come back
 
 
 def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
@@ -239,7 +239,7 @@ def _pickled(error: BaseException) -> str | None:
 
 def _once_reachable(place: Device, least_bytes: int) -> int:
     """What is reachable, once that is enough or patience ends: a driver frees after the exit."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while (available := place.budget_bytes()) < least_bytes and time.monotonic() < deadline:
         time.sleep(0.05)
     return available
