@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
 # a file stay in one process, in order.
 JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,ray,gloo,matplotlib,hatchling
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false

@@ -169,8 +169,32 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+# The files that take longest, in this order: they run first, so that no worker is left with one at the end.
+LONGEST = (
+    "test_trials_in_children.py",
+    "test_cli_find.py",
+    "test_microbatch_ddp.py",
+    "test_predict.py",
+    "test_optimizer_step.py",
+    "test_lightning.py",
+    "test_docs.py",
+    "test_found_size_in_loops.py",
+    "test_sweep.py",
+    "test_interrupts.py",
+    "test_microbatch_fsdp.py",
+    "test_gallery.py",
+    "test_explain.py",
+    "test_find_children.py",
+    "test_find_collectives.py",
+    "test_search.py",
+    "test_caching_allocator.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is no GPU (and required where BATCHFIT_REQUIRE names gpu)."""
+    """Order the files; skip GPU tests where there is no GPU (BATCHFIT_REQUIRE may forbid that)."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if BLOCKED or not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
