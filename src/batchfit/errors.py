@@ -4,15 +4,15 @@
     ├── NothingFitsError      not even the smallest allowed size ran; a RuntimeError, too
     ├── SearchStoppedError    a limit ended the search before any size ran
     ├── NothingRanError       a trial ran no step, so it proves nothing
-    ├── SnapshotError         a part of the state could not be put back
-    ├── StepInterruptedError  memory ran out inside an optimizer step, after something may have moved
+    ├── SnapshotError         a part of the state could not be restored
+    ├── StepInterruptedError  out of memory inside an optimizer step, after something may have moved
     ├── UntraceableError      a step cannot be traced; names the operation and the line
     ├── TargetError           a target (`file.py:function`) could not be loaded
     ├── ChildDiedError        a child process ended for a reason that is not the batch size
     ├── ChildRaisedError      your code raised in a child process an error that this one does not know
     ├── SettingsDifferError   a file to resume from holds a search or a sweep with other settings
     ├── RanksDisagreeError    ranks hold different values where all must agree
-    ├── CollectivesError      steps talk to other ranks in a way that no rank can stand in for
+    ├── CollectivesError      steps issue collectives that a rank whose step failed cannot issue
     ├── RankMissingError      a rank did not answer in time, or has left with an error of its own
     ├── RankFailedError       another rank raised, so what all had to do together did not happen
     └── ResultFileError       a result file cannot be read
@@ -34,15 +34,15 @@ class BatchfitError(Exception):
 
 _NO_BATCH_HELPS = (
     "Fewer or shorter samples do not help: keep the weights in bf16, freeze most of them (LoRA), shard them "
-    "(FSDP), use an optimizer with less state (Adafactor, 8-bit Adam, SGD), or take a larger card."
+    "(FSDP), use an optimizer with less state (Adafactor, 8-bit Adam, SGD), or take a larger GPU."
 )
 
 
 class NothingFitsError(BatchfitError, RuntimeError):
     """Not even the smallest allowed size ran; carries the numbers. A RuntimeError, as an OOM is, too.
 
-    `state_bytes`: what weights, gradients and optimizer state take, as far as known; `phase`: where memory
-    ran out ("optimizer"), where known.
+    `state_bytes`: what weights, gradients and optimizer state take, as far as known; `phase`: where the
+    OOM was ("optimizer"), where known.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NothingFitsError(BatchfitError, RuntimeError):
             alone = "Weights alone, in training with gradients and optimizer state, take at least"
             advice = f"{alone} {format_bytes(state_bytes)}. {_NO_BATCH_HELPS}"
         elif phase == "optimizer":
-            gone = "Memory ran out in the optimizer's step, when what the samples need was free again."
+            gone = "Out of memory in the optimizer's step, when what the samples need was free again."
             advice = f"{gone} {_NO_BATCH_HELPS}"
         peak = f"peak {format_bytes(peak_bytes)} of " if peak_bytes is not None else "budget "
         if not advice and size == 1:
@@ -90,11 +90,11 @@ class NothingRanError(BatchfitError):
 
 
 class SnapshotError(BatchfitError):
-    """A part of the workload's state could not be copied or put back."""
+    """A part of the workload's state could not be copied or restored."""
 
 
 class StepInterruptedError(BatchfitError):
-    """Memory ran out inside an optimizer step, after something may have moved; says what, and what to do.
+    """Out of memory inside an optimizer step, after something may have moved; says what, and what to do.
 
     `phase` is where: "gradients" (unscaling, clipping: parameters and optimizer state have not moved),
     "parameters" (optimizer number `interrupted`; those before it have stepped, those after it have not) or
@@ -127,7 +127,7 @@ class StepInterruptedError(BatchfitError):
 
     def _gradients(self) -> str:
         return (
-            "memory ran out while gradients were unscaled or clipped: some may be scaled and others not. "
+            "out of memory while gradients were unscaled or clipped: some may be scaled and others not. "
             "Parameters and optimizer state have not moved: drop the gradients (zero_grad) and go on with "
             "the next batch. rollback=True (a host copy) prevents this."
         )
@@ -144,13 +144,13 @@ class StepInterruptedError(BatchfitError):
         if self.interrupted:
             before = f" {', '.join(self.optimizers[: self.interrupted])} had stepped already."
         return (
-            f"memory ran out inside the step of {name}: {known}.{before} Do not train on: load a checkpoint. "
+            f"out of memory inside the step of {name}: {known}.{before} Do not train on: load a checkpoint. "
             "fused=True (an optimizer without temporaries) or rollback=True (a host copy) prevent this."
         )
 
     def _scaler(self) -> str:
         return (
-            "memory ran out in the gradient scaler's update, when every parameter had stepped. "
+            "out of memory in the gradient scaler's update, when every parameter had stepped. "
             "Call scaler.update() and go on."
         )
 
@@ -231,7 +231,7 @@ class RanksDisagreeError(BatchfitError):
 
 
 class CollectivesError(BatchfitError):
-    """Steps talk to other ranks in a way that no rank can stand in for: a trial that fails would not end."""
+    """Steps issue collectives that a rank whose step failed cannot issue: a failed trial would not end."""
 
 
 class RankMissingError(BatchfitError):
@@ -248,7 +248,7 @@ class RankMissingError(BatchfitError):
         happened = f"did not come ({why})" if why else f"did not answer within {timeout_s:g} s"
         super().__init__(
             f"{named} {happened} while all ranks had to agree on {doing}. "
-            "Look at that rank's own output: it has most likely failed or is stuck."
+            "See that rank's own output: it has most likely failed or is stuck."
         )
 
 
@@ -258,8 +258,8 @@ class RankFailedError(BatchfitError):
     def __init__(self, failed: Iterable[tuple[int, str]], *, doing: str) -> None:
         self.failed = tuple(failed)
         self.doing = doing
-        told = "; ".join(f"rank {rank} raised {text}" for rank, text in self.failed)
-        super().__init__(f"all ranks gave up {doing}, and everything is as before the call: {told}")
+        texts = "; ".join(f"rank {rank} raised {text}" for rank, text in self.failed)
+        super().__init__(f"all ranks gave up {doing}, and everything is as before the call: {texts}")
 
 
 class ResultFileError(BatchfitError):

@@ -1,15 +1,15 @@
-"""How to test code that uses batchfit, and code that must survive running out of memory.
+"""How to test code that uses batchfit, and code that must survive an OOM.
 
     from batchfit.testing import virtual_memory, fail_at, faulty, FakeDevice, simulated_oom
 
-- `virtual_memory("64MiB")`: a CPU that runs out of memory like a GPU.
-- `fail_at(7)`: the eighth torch operation runs out of memory, whatever it is. With `count_operations()` a
-  loop can put the fault at every point of a program in turn.
+- `virtual_memory("64MiB")`: a CPU that raises OOMs like a GPU.
+- `fail_at(7)`: the eighth torch operation raises an OOM, whatever it is. With `count_operations()` a
+  loop can place the fault at every point of a program, one after the other.
 - `faulty(step, {3: "oom"})`: a step that fails in the calls that you name.
 - `FakeDevice("1GiB", peak=...)`: a device without hardware and without tensors, to search on.
 - `simulated_oom("cudnn")`: the exception that such a failure raises, to try a handler of your own.
 
-Rules: no clock and no chance, so that a failure comes again; what a block puts in, its end takes out.
+Rules: no clock and no randomness, so that a failure is reproducible; what a block patches, its end restores.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OOM_TEXTS: dict[str, tuple[str, str]] = {
 
 
 def simulated_oom(kind: str = "cuda") -> Exception:
-    """The exception that running out of memory raises: its type and its words.
+    """The exception that an OOM raises: its type and its text.
 
     >>> try:
     ...     raise simulated_oom("mps")

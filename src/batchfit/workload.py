@@ -1,4 +1,4 @@
-"""Workloads: a step together with the state that a trial must put back.
+"""Workloads: a step together with the state that a trial must restore.
 
 Rules: arguments are checked when the workload is made, before any device work. A step says which phase
 it is in. In a trial, a timing or a trace the batch, the model's outputs and the loss live until the next
@@ -30,9 +30,9 @@ from batchfit._engine.workload.checks import (
     check_loss_fn,
     check_model,
     check_optimizer,
+    check_step_settings,
     checked_state,
     checked_step,
-    is_positive_number,
 )
 
 Kind = Literal["step", "training", "inference", "generation"]
@@ -42,7 +42,7 @@ Autocast = torch.dtype | torch.autocast | Callable[[], AbstractContextManager[An
 @final
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Workload:
-    """A step, and the state that a trial must put back.
+    """A step, and the state that a trial must restore.
 
         workload = Workload(step, state=[generator, discriminator, opt_g, opt_d, ema])
 
@@ -50,7 +50,7 @@ class Workload:
     schedulers, scalers and tensors that the step changes, or one such thing alone; an empty list says
     that it changes none. Without `state` the workload is not `declared`: what the step changes stays
     changed. `kind` is "step" here; `training`, `inference` and `generation` make the other kinds, which
-    know their `model` and `optimizer`.
+    know their `model` and `optimizer`. `batch_size` is that of one forward/backward in one process.
     """
 
     step: Callable[[int], object]
@@ -77,7 +77,7 @@ class Workload:
         return twin
 
     def _watched(self, step: Callable[[int], object]) -> Workload:
-        """This workload with a step that only looks on while it runs this one's: for the store, the same."""
+        """This workload with a step that observes this one's while it runs: the same for the store."""
         twin = self.with_step(step)
         twin._set(_parts=self._parts)
         return twin
@@ -148,8 +148,7 @@ def training(
     The batch, what the model returned and the loss stay alive until those of the next step replace them, as
     in `for batch in loader: out = model(batch); loss = criterion(out, batch); ...`. With `keep_outputs=False`
     they do not: for a loop that deletes them, or computes its loss in a function. `accumulate=k`: k passes of
-    `batch_size` samples each, one optimizer step; gradients are held during all forward passes but the first,
-    as they are where `zero_grad` comes after the forward pass.
+    `batch_size` samples each, one optimizer step; gradients are held in all forward passes but the first.
     """
     check_model(model)
     check_optimizer(optimizer, scaler=scaler)
@@ -157,11 +156,7 @@ def training(
     if optimizer is not None:
         check_belongs(optimizer, model, others)
     check_loss_fn(loss_fn)
-    if clip_norm is not None and not is_positive_number(clip_norm):
-        raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
-    if type(accumulate) is not int or accumulate < 1:
-        raise ValueError(f"accumulate must be a positive integer, not {accumulate!r}")
-    check_flag("keep_outputs", keep_outputs)
+    check_step_settings(clip_norm, accumulate, keep_outputs)
     context = _autocast_context(autocast, model)
     source = batch_source(make_batch, collate_fn=collate_fn)
     clears = model if optimizer is None else optimizer
@@ -426,7 +421,7 @@ def _autocast_context(autocast: Any, model: nn.Module) -> Callable[[], AbstractC
 
         return lowered
     if isinstance(autocast, torch.autocast):
-        return lambda: autocast  # may be entered again and again, unlike other contexts
+        return lambda: autocast  # may be entered repeatedly, unlike other contexts
     # A context itself (`__enter__`) can as a rule be entered only once, and is callable as a decorator.
     is_context = hasattr(autocast, "__enter__") and not isinstance(autocast, type)
     if is_context or not callable(autocast) or not takes_arguments(autocast, 0):

@@ -30,7 +30,7 @@ from ddp_cases import (
     tokens_of,
 )
 from launch import end_process
-from microbatcher import setting_of
+from microbatcher import context_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,7 +39,7 @@ from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit._microbatch import passes
+from batchfit._microbatch import backward
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import SnapshotError
@@ -120,7 +120,7 @@ def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
     from batchfit._engine.optimizer_step import step as stepping
 
-    feed, make_state = passes.feed, stepping.make_state
+    feed, make_state = backward.feed, stepping.make_state
 
     def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
         for at, micro in enumerate(feed(micros, device)):
@@ -132,11 +132,11 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    passes.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
+    backward.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        passes.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
+        backward.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
 
 
 def rows_of(case: dict[str, Any], rank: int, step: int) -> int:
@@ -230,7 +230,7 @@ def sweep(rank: int, how: str, every: int) -> list[dict[str, Any]]:
     def run(at: int | None) -> tuple[int, bool]:
         """Fail before that operation; None: only count those before the vote."""
         mb = Microbatcher(model, microbatch_size=2, timeout_s=20)
-        setting_of(mb).sync = setting_of(first).sync
+        context_of(mb).ranks = context_of(first).ranks
         model.zero_grad()
         gather, seen_at = Ranks.gather, []
         with count_operations() if at is None else fail_at(at) as seen:

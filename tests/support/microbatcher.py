@@ -12,26 +12,26 @@ def skip_loss_check(mb: Microbatcher) -> None:
     mb._loss_check.is_off = True
 
 
-def sizing_of(mb: Microbatcher) -> Any:
+def uniform_sizer(mb: Microbatcher) -> Any:
     """What decides the microbatch sizes of batches whose samples are alike."""
-    return mb._sizing
+    return mb._uniform
 
 
-def packing_of(mb: Microbatcher) -> Any:
+def ragged_sizer(mb: Microbatcher) -> Any:
     """What decides the microbatches of ragged batches."""
-    return mb._packing
+    return mb._ragged
 
 
-def setting_of(mb: Microbatcher) -> Any:
-    return mb._setting
+def context_of(mb: Microbatcher) -> Any:
+    return mb._context
 
 
-def limit_microbatch(sizing_or_packing: Any, size: int | None) -> None:
+def limit_microbatch(sizer: Any, size: int | None) -> None:
     """Use microbatches of at most `size` samples from now on."""
-    sizing_or_packing._most = size
+    sizer._most = size
 
 
 def known_of(mb: Microbatcher) -> Any:
     """What a ragged `mb` knows of its only kind of batch."""
-    (known,) = packing_of(mb)._known.values()
+    (known,) = ragged_sizer(mb)._known.values()
     return known

@@ -5,10 +5,10 @@ Rules:
   decide the same.
 - A CPU's memory is counted by a mode that makes every operation slower, so there memory is read in a short
   trial of its own, and times are taken without it. Under a `virtual_memory` of the caller's both are one.
-- FLOPs are counted in a step more at the end of one timing, when times and peaks have been read: putting the
-  state back once for both is what makes it cheap.
-- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; one that runs
-  out of memory is None.
+- FLOPs are counted in one more step at the end of one timing, when times and peaks have been read: restoring
+  the state once for both makes it cheap.
+- A reading beside the timing (`briefly`) starts from the same state and leaves it as it was; after an OOM it
+  is None.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import nn
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.compile import compilations
-from batchfit._engine.device.interrupts import Interrupts
+from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import Device, Peaks
-from batchfit._engine.device.tensors import tensors_in
+from batchfit._engine.device.tensors import trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
+from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
-from batchfit._engine.trial.trial import put_back, run_trial
+from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.virtual_memory.eager import eagerly
-from batchfit._engine.workload import loop, phase
-from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
+from batchfit._find.pure.memory_curve import Curve, MemoryReading, cache_is_releasable
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
-from batchfit._profile.timing import UNCOUNTED, Step, TimedRun, counts_memory, run_timed
+from batchfit._profile.timing import TimedRun, run_timed
 from batchfit.workload import Workload
 
 T = TypeVar("T")
@@ -59,13 +59,13 @@ class Bench:
         self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
         self._memory: dict[int, TimedRun] = {}
-        self._readings: list[Reading] = []
+        self._readings: list[MemoryReading] = []
         self._held_bytes: int | None = None  # the least that any size has held between steps
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self._snapshot = Snapshot.take(self.work.state)
-        self._parameters = list({id(p): p for p in tensors_in(self.work.state) if p.requires_grad}.values())
+        self._parameters = trained_in(self.work.state)
         collect_garbage(self.work, self.device)
         with ExitStack() as stack:
             self._collections = stack.enter_context(FrozenGarbage())
@@ -111,7 +111,7 @@ class Bench:
         if step is None:
             self.seen[size] = seen
         if self.model is None and not compilations():
-            # A step of the caller's own: its first module is looked at once it is clear that nothing is
+            # A step of the caller's own: its first module is watched once it is clear that nothing is
             # compiled, for a hook on a part of a compiled function would make that compile again.
             self.model = next((one for one in self.work.state if isinstance(one, nn.Module)), None)
         if run.times_s and step is None:
@@ -134,7 +134,7 @@ class Bench:
         return None if most == float("inf") or most > 2**40 else int(most)
 
     def _count_flops(self, size: int) -> bool:
-        """Count the operations of one step more, which the timing puts back; False where it was cut off."""
+        """Count the operations of one more step within the timing; False where it was cut off."""
         ambient = sys.exception()
         try:
             with eagerly():
@@ -149,34 +149,20 @@ class Bench:
         return True
 
     def briefly(self, read: Callable[[], T]) -> T | None:
-        """What `read` says, which may run steps; None where it ran out of memory. State is put back."""
-        raised: BaseException | None = None
-        ambient = sys.exception()
-        answer: T | None = None
-        counts = counts_memory(self.device)
-        with Interrupts() as interrupts:
-            try:
-                with loop.running(), interrupts.opened():
-                    answer = read()
-            except Exception as error:
-                if oom.classify(error, ambient=ambient) not in ("oom", "too_large"):
-                    raised = error
-                    raise
-            except BaseException as error:
-                raised = error
-                raise
-            finally:
-                phase.clear()
-                put_back(self._snapshot, self.device if counts else UNCOUNTED, raised, cut_off=answer is None)
-                raised = None
-        return answer
+        """What `read` returns, which may run steps; None on an OOM. The state is restored."""
+        answers: list[T] = []
+        device = self.device if counts_memory(self.device) else None
+        with guarded_steps(self._snapshot, device=device) as guarded:
+            guarded.run(lambda _: answers.append(read()), raise_ambiguous=True)
+            guarded.completed = bool(answers) and answers[0] is not None
+        return answers[0] if answers else None
 
     def _agree(self, size: int) -> Callable[[bool, bool], bool | None]:
         def agree(wants_more: bool, failed: bool) -> bool | None:
             if self.ranks.world_size == 1:
                 return None if failed else wants_more
-            told = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
-            return None if any(one[1] for one in told) else any(one[0] for one in told)
+            answers = self.ranks.gather([wants_more, failed], doing=f"timing batch size {size}")
+            return None if any(one[1] for one in answers) else any(one[0] for one in answers)
 
         return agree
 
@@ -184,21 +170,21 @@ class Bench:
         """One run that stands for all ranks': the slowest's times, the highest readings."""
         if self.ranks.world_size == 1:
             return run
-        told = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
-        failed = next((one for one in told if one["outcome"] != "fits"), None)
-        slowest = failed or max(told, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
-        peaks = [one["peaks"] for one in told if one["peaks"] is not None]
+        runs = self.ranks.gather(asdict(run), doing=f"the times of batch size {run.size}")
+        failed = next((one for one in runs if one["outcome"] != "fits"), None)
+        slowest = failed or max(runs, key=lambda one: sorted(one["times_s"])[len(one["times_s"]) // 2])
+        peaks = [one["peaks"] for one in runs if one["peaks"] is not None]
         merged = TimedRun(**{**slowest, "peaks": None})
-        merged.alloc_retries = max(one["alloc_retries"] for one in told)
+        merged.alloc_retries = max(one["alloc_retries"] for one in runs)
         merged.held_bytes = min(
-            (one["held_bytes"] for one in told if one["held_bytes"] is not None), default=None
+            (one["held_bytes"] for one in runs if one["held_bytes"] is not None), default=None
         )
         if peaks:
             merged.peaks = Peaks(**{name: _highest(one[name] for one in peaks) for name in peaks[0]})
         return merged
 
     def _memory_trial(self, size: int, *, smallest: bool) -> TimedRun | None:
-        """On a CPU whose memory nobody counts: its peak at this size, or that it runs out; once a size."""
+        """On a CPU whose memory is not counted: its peak at this size, or its OOM; once per size."""
         if counts_memory(self.device):
             return None
         if size in self._memory:
@@ -223,12 +209,12 @@ class Bench:
     def _learn(self, run: TimedRun) -> None:
         if not run.fits or run.peaks is None:
             return
-        reading = Reading.of(
+        reading = MemoryReading.of(
             run.size,
             run.peaks.allocated_bytes,
             reserved_bytes=run.peaks.reserved_bytes,
             split_bytes=run.peaks.split_bytes,
-            releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
+            releases=cache_is_releasable(run.peaks.allocated_bytes, retries=run.alloc_retries),
         )
         if run.held_bytes is not None:
             known = (run.held_bytes, self._held_bytes)

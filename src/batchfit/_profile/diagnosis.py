@@ -46,7 +46,7 @@ class Diagnosis:
 @final
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """What was found, and what could not be looked at."""
+    """What was found, and what could not be measured."""
 
     bottlenecks: tuple[Bottleneck, ...]
     notes: tuple[str, ...]
@@ -110,11 +110,11 @@ def _read(found: Diagnosis, facts: Facts) -> Facts:
     batch_s: float | None = None
 
     def read() -> tuple[Busy | None]:
-        nonlocal batch_s  # it counts, too, where the other reading runs out of memory
+        nonlocal batch_s  # it counts, too, where the other reading has an OOM
         batch_s = batch_time(source, size, device=bench.device)
         return (busy_time(bench.work.step, size, device=bench.device),)
 
-    # Two readings, for which the state is put back once.
+    # Two readings, for which the state is restored once.
     (busy,) = bench.briefly(read) or (None,)
     return replace(
         facts,
@@ -161,7 +161,7 @@ def _loaded(found: Diagnosis) -> Loaded | None:
 def _shapes(found: Diagnosis, size: int) -> ShapeTimes | None:
     """The same steps twice, at a size that has not run: new shapes the first time, known ones the second.
 
-    Putting state back puts generators back too, so the second pass draws the same shapes.
+    Restoring the state restores generators too, so the second pass draws the same shapes.
     """
     bench = found.bench
     ragged = bench.seen[size].distinct > 2
@@ -179,7 +179,7 @@ def _shapes(found: Diagnosis, size: int) -> ShapeTimes | None:
         passes.append(one)
     (cold, distinct), (warm, again) = passes
     if distinct != again:
-        return None  # a generator that nobody put back: the two passes cannot be compared
+        return None  # a generator that was not restored: the two passes cannot be compared
     return ShapeTimes(steps=steps, distinct=max(distinct, 1), cold_s=sum(cold), warm_s=sum(warm))
 
 
@@ -207,5 +207,5 @@ def _own_times(found: Diagnosis, size: int) -> Sequence[float]:
                 mine = bench.briefly(lambda: statistics.median(_one_pass(bench, size, _OWN_STEPS)[0][1:]))
             else:
                 mine = None  # sharded: every step is an exchange
-    told = bench.ranks.gather(mine, doing="each rank's own step time")
-    return () if any(one is None for one in told) else told
+    paces = bench.ranks.gather(mine, doing="each rank's own step time")
+    return () if any(one is None for one in paces) else paces

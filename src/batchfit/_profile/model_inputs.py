@@ -1,6 +1,6 @@
 """What goes into the model while steps run: shapes, tokens, precision.
 
-Rules: only looked at, never kept: no tensor outlives the step through us. A model whose call is compiled is
+Rules: only read, never kept: no tensor outlives the step through us. A model whose call is compiled is
 not touched, since a hook would make it compile again: nothing is seen of it. What is put in is taken out.
 """
 
@@ -35,20 +35,20 @@ class InputsSeen:
 
 @contextmanager
 def watched_inputs(model: object) -> Iterator[InputsSeen]:
-    """Inside, the calls of `model` are looked at."""
+    """Inside, the calls of `model` are recorded."""
     seen = InputsSeen()
     if not isinstance(model, nn.Module) or is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         yield seen  # a scripted module takes no such hook
         return
 
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = list(_tensors((args, kwargs)))
         seen.shapes.append(tuple(tuple(one.shape) for one in tensors))
         seen.tokens = _tokens(args, kwargs)
         if not seen.precision:
             seen.precision = _precision(module, tensors)
 
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
         yield seen
     finally:
@@ -77,7 +77,7 @@ def _tensors(node: object) -> Iterator[torch.Tensor]:
 
 
 def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """The tokens of a call: `input_ids` by name, or a first argument that looks like it (whole, 2-D)."""
+    """The tokens of a call: `input_ids` by name, or a first argument that resembles it (whole, 2-D)."""
     for mapping in (kwargs, *(one for one in args if isinstance(one, Mapping))):
         ids = mapping.get("input_ids")
         if isinstance(ids, torch.Tensor):
@@ -89,7 +89,7 @@ def _tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _precision(module: nn.Module, tensors: Iterable[torch.Tensor]) -> str:
-    """What matrices are multiplied in: autocast's type, else the parameters', with TF32 told apart."""
+    """What matrices are multiplied in: autocast's type, else the parameters', with TF32 distinguished."""
     parameter = next((one for one in module.parameters() if one.is_floating_point()), None)
     device = parameter.device.type if parameter is not None else "cpu"
     if torch.is_autocast_enabled(device):

@@ -1,7 +1,7 @@
-"""Readings that say what holds a step back: the device's busy time, a loader's pace, a rank's own pace.
+"""Readings that show the bottleneck: the device's busy time, a loader's pace, a rank's own pace.
 
 Rules: a reading that cannot be taken is None, never a guess; each is a few steps. Each runs the steps that it
-is given and leaves putting state back to its caller, except for what it switches itself.
+is given and leaves restoring the state to its caller, except for what it switches itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a profile says in words: why this size, how a larger batch is accumulated, what to know of the times.
 
 Rules: each sentence holds the figures that it rests on. That a batch does not fit is said only where that
-size, or a smaller one, ran out of memory: sizes that the caller did not ask for are not known, and the
+size, or a smaller one, had an OOM: sizes that the caller did not ask for are not known, and the
 sentence says so. Nothing is measured here.
 """
 
@@ -15,10 +15,11 @@ from typing import final
 import torch
 
 from batchfit._charts.throughput_page import format_rate
+from batchfit._engine.device.readings import counts_memory
 from batchfit._engine.device.resolve import CpuDevice
 from batchfit._profile.bench import Bench
 from batchfit._profile.model_inputs import is_compiled
-from batchfit._profile.timing import TimedRun, counts_memory
+from batchfit._profile.timing import TimedRun
 from batchfit.results import Accumulation, ThroughputPoint
 
 _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
@@ -31,7 +32,7 @@ _FAR, _SAME = (
 @final
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """What is known of the sizes that fit: the largest, run or read off memory, and one that ran out."""
+    """The largest size that fits, run or predicted from memory, and a size that had an OOM."""
 
     known: int
     failed: int | None = None

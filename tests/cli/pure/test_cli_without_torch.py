@@ -245,7 +245,7 @@ class TestTargetText:
 
     def test_the_last_colon_counts(self, project: Path) -> None:
         write(project / "a:b.py", "def make(): ...")
-        assert parse_target("a:b.py:make").place == "a:b.py"
+        assert parse_target("a:b.py:make").source == "a:b.py"
 
 
 class TestLoading:

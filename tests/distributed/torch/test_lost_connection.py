@@ -40,6 +40,13 @@ class Remote(Dataset[int]):
     [
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
         RuntimeError("Application timeout caused pair closure"),
+        RuntimeError("Gloo connectFullMesh failed with Connection reset"),
+        RuntimeError("NCCL communicator was aborted on rank 2. Original reason for failure was: x"),
+        RuntimeError(
+            "NCCL error: unhandled error, NCCL 2.20.5\nncclRemoteError: A call failed possibly due to a "
+            "network error or a remote process exiting prematurely."
+        ),
+        RuntimeError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)"),
         torch.distributed.DistBackendError("whatever it says"),
     ],
 )
@@ -56,6 +63,13 @@ def test_what_a_back_end_says_is_a_lost_rank(error: Exception) -> None:
         TimeoutError("timed out"),
         RuntimeError("no process group of that name in the data set"),
         ValueError("gloo"),
+        RuntimeError("Distributed package doesn't have NCCL built in"),
+        RuntimeError("Tensors must be CUDA and dense for the nccl backend"),
+        RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+        RuntimeError("ProcessGroupGloo::allgather: invalid tensor type at index 1"),
+        RuntimeError("ProcessGroup gloo does not support reduce_scatter"),
+        torch.distributed.DistBackendError("NCCL error: Failed to CUDA calloc 4194304 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory in gloo/transport/"),
     ],
 )
 def test_a_connection_of_the_steps_own_is_its_own_error(error: Exception) -> None:
@@ -77,6 +91,18 @@ def test_torch_itself_is_believed() -> None:
     assert is_lost_connection(raised(lambda: names["act"](RuntimeError("Connection reset by peer"))))
 
 
+def test_an_oom_that_was_handled_before_does_not_hide_a_lost_rank() -> None:
+    def act() -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except torch.OutOfMemoryError:
+            raise torch.distributed.DistBackendError("the peer is gone")  # noqa: B904
+
+    assert is_lost_connection(raised(act))
+
+
 def test_words_alone_are_enough_for_an_error_of_another_process() -> None:
     assert reads_as_lost("RuntimeError: Connection reset by peer")
+    assert reads_as_lost("DistBackendError: whatever it says")
+    assert not reads_as_lost("RuntimeError: Distributed package doesn't have NCCL built in")
     assert not reads_as_lost("KeyError: 'labels'")

@@ -348,7 +348,7 @@ def test_nothing_fits() -> None:
     ("budget", "says"),
     [
         ("6MiB", "in training with gradients and optimizer state, take at least 8.01 MiB. Fewer or shorter"),
-        ("14MiB", "Memory ran out in the optimizer's step, when what the samples need was free again. Fewer"),
+        ("14MiB", "Out of memory in the optimizer's step, when what the samples need was free again. Fewer"),
     ],
 )
 def test_no_shorter_samples_are_advised_where_the_state_is_too_large(budget: str, says: str) -> None:

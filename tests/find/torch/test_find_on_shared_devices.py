@@ -25,8 +25,8 @@ import batchfit
 from batchfit._engine.device import cuda as caching_memory
 from batchfit._engine.device import interface
 from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.trial import guarded_steps
 from batchfit._engine.trial import in_process as here_module
-from batchfit._engine.trial import trial as trial_module
 from batchfit._engine.trial.in_process import FrozenGarbage
 from batchfit._files import locked
 from batchfit._find import driver as trials_module
@@ -331,7 +331,7 @@ def test_collections_that_could_free_nothing_are_left_out(monkeypatch: pytest.Mo
         batchfit.find_batch_size(work, device=program.device, predict=False, max_size=64)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial_module, "gc", types.SimpleNamespace(collect=lambda: 0))
+        patch.setattr(guarded_steps, "gc", types.SimpleNamespace(collect=lambda: 0))
         find()
         assert done == ["before"], "something is held that is not declared, and it stays"
         done.clear()

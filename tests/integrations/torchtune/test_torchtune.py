@@ -24,7 +24,6 @@ from tiny_torchtune import tiny_config, write_checkpoint
 
 import batchfit
 from batchfit.integrations import torchtune as ours
-from batchfit.integrations.torchtune import _Settings as read_settings
 from batchfit.integrations.torchtune import _warn_of_version as warn_of_version
 from batchfit.testing import count_operations, fail_at, virtual_memory
 
@@ -451,7 +450,7 @@ def test_both_keys_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFix
         use_maximum_batch_size=True,
         batch_increase_function="tiny_torchtune.two_more_each_epoch",
     )
-    read_settings(OmegaConf.create(config))
+    ours.RecipeSettings(OmegaConf.create(config))
     assert "use_maximum_batch_size and batch_increase_function are both set" in caplog.text
 
 
@@ -460,7 +459,7 @@ def test_recipes_and_ranks_that_there_are_not(tmp_path: Path, monkeypatch: pytes
         ours.recipe_class("full_finetune_distributed")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="recipe must be run on one device"):
-        read_settings(OmegaConf.create(tiny_config(tmp_path, "full")))
+        ours.RecipeSettings(OmegaConf.create(tiny_config(tmp_path, "full")))
 
 
 def test_another_version_is_warned_about() -> None:

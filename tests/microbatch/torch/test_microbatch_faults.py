@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from microbatcher import limit_microbatch, sizing_of, skip_loss_check
+from microbatcher import limit_microbatch, skip_loss_check, uniform_sizer
 from state_judge import fingerprint
 from torch import nn
 from torch.nn import functional
@@ -94,7 +94,7 @@ class Run:
 
     def at(self, sizes: tuple[int, ...]) -> Run:
         """Where nothing fails and `sizes` are what it begins with."""
-        limit_microbatch(sizing_of(self.mb), sizes[0])
+        limit_microbatch(uniform_sizer(self.mb), sizes[0])
         self.go(nullcontext())
         assert (self.sizes, self.retries) == (sizes, 0)
         return self
@@ -368,8 +368,8 @@ class Training:
 
     def by_hand(self, sizes: list[tuple[int, ...]]) -> Training:
         for number, some in enumerate(sizes):
-            limit_microbatch(sizing_of(self.mb), some[0])
-            sizing_of(self.mb).learned = Learned()
+            limit_microbatch(uniform_sizer(self.mb), some[0])
+            uniform_sizer(self.mb).learned = Learned()
             self.backward(number)
             assert self.sizes[-1] == some
             if self.scaler is not None:

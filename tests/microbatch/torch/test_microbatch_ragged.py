@@ -8,14 +8,14 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from microbatcher import known_of, limit_microbatch, packing_of, skip_loss_check
+from microbatcher import known_of, limit_microbatch, ragged_sizer, skip_loss_check
 from torch import nn
 from torch.nn import functional
 
@@ -231,15 +231,15 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
     """It ends bit for bit as a call that began with the final plan."""
     used: list[Any] = []
     forced: Any = None
-    real = ragged.RaggedSizer.plan
+    real = ragged.RaggedBatch.plan
 
-    def plan(self: Any, call: Any, done: Any = ()) -> Any:
+    def plan(self: Any, done: Any = ()) -> Any:
         if forced is not None:
-            call.plan = forced
-        used.append(real(self, call, done))
+            self.planned = forced
+        used.append(real(self, done))
         return used[-1]
 
-    monkeypatch.setattr(ragged.RaggedSizer, "plan", plan)
+    monkeypatch.setattr(ragged.RaggedBatch, "plan", plan)
     world = World(kind)
     with count_operations() as seen:
         world.call()
@@ -264,7 +264,7 @@ def test_the_whole_batch_begins_anew_and_an_error_leaves_what_was() -> None:
     world = World("old")
     before = world.state()
     fn = faulty(world.loss, {1: ValueError("mine")})
-    limit_microbatch(packing_of(world.mb), 3)
+    limit_microbatch(ragged_sizer(world.mb), 3)
     with pytest.raises(ValueError, match="mine") as raised:
         world.mb.backward(fn, world.batch)
     assert raised.value.__notes__ == ["batchfit: raised in microbatch 2, 2 samples of length 16"]
@@ -358,14 +358,15 @@ def test_gradients_that_appear_while_a_batch_runs_are_counted() -> None:
             job.device.hold(9000)
         return found
 
-    limit_microbatch(packing_of(job.mb), 20)
+    limit_microbatch(ragged_sizer(job.mb), 20)
     for count in (40, *[64] * 8):
         report = job.mb.backward(loss, torch.ones(count, 40))
         job.device.release(begun.pop())  # zero_grad
         assert report.retries == 0
-        limit_microbatch(packing_of(job.mb), None)
+        limit_microbatch(ragged_sizer(job.mb), None)
     known = known_of(job.mb)
-    memory, _ = packing_of(job.mb)._memory(cast(Any, SimpleNamespace(known=known, held_bytes=300)))
+    another: Any = SimpleNamespace(known=known, held_bytes=300, sizer=ragged_sizer(job.mb))
+    memory, _ = ragged.RaggedBatch.memory_model(another)
     assert memory.held_bytes == 9300  # what another batch would find held after its first microbatch
     assert memory.readings[0].used_bytes <= 50 + 400 * 20  # the gradients are in no reading
 

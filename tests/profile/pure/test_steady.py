@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._profile.pure.peak_flops import peak_flops
-from batchfit._profile.pure.steady import FINE, LOOK, Interval, Timing, fine_after, is_fine, is_warm, verdict
+from batchfit._profile.pure.steady import BRIEF, FINE, Interval, Timing, fine_after, is_fine, is_warm, verdict
 
 times = st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=80)
 
@@ -77,15 +77,15 @@ def test_steps_are_repeated_until_the_interval_is_narrow() -> None:
         assert (len(series) == FINE.least) is few
         assert len(series) <= FINE.most
         assert (verdict(series, target=FINE.target) == "steady") is few
-    assert not LOOK.is_enough([1.0])
-    assert LOOK.is_enough([1.0, 1.001])
+    assert not BRIEF.is_enough([1.0])
+    assert BRIEF.is_enough([1.0, 1.001])
 
 
 def test_a_look_at_short_steps_is_as_good_as_a_fine_timing() -> None:
     """Coming back for them would cost more than they do."""
-    assert not LOOK.is_enough([0.05, 0.05])
-    assert LOOK.is_enough([0.05] * 6)
-    assert LOOK.most >= FINE.least
+    assert not BRIEF.is_enough([0.05, 0.05])
+    assert BRIEF.is_enough([0.05] * 6)
+    assert BRIEF.most >= FINE.least
     assert is_fine([0.05] * 6)
     assert not is_fine([0.05] * 4)
     assert not is_fine([0.05, 0.06] * 3)
@@ -102,7 +102,7 @@ def test_a_fine_timing_does_not_take_over_the_time_of_a_search() -> None:
     assert fine_after(1e6).most_s == FINE.most_s
 
 
-@pytest.mark.parametrize("timing", [LOOK, FINE])
+@pytest.mark.parametrize("timing", [BRIEF, FINE])
 def test_long_steps_that_vary_are_not_repeated_for_minutes(timing: Timing) -> None:
     rng = random.Random(3)
     series: list[float] = []

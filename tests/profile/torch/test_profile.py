@@ -25,7 +25,7 @@ from batchfit._profile import profile as _profile
 from batchfit._profile.model_inputs import watched_inputs
 from batchfit._profile.profile import _Measuring
 from batchfit._profile.pure.knee import Knee, Timed
-from batchfit._profile.pure.steady import FINE, LOOK, Timing
+from batchfit._profile.pure.steady import BRIEF, FINE, Timing
 from batchfit._profile.readings import flops_of, loader_pace, union
 from batchfit._profile.timing import run_timed
 from batchfit.errors import NothingFitsError, SearchStoppedError
@@ -198,7 +198,7 @@ def test_long_steps_that_vary_do_not_take_over_the_time(fake_time: list[float]) 
 
     planted = Wobbling(fake_time)
     profile = planted.profile(largest=200, diagnose=False)
-    assert max(point.steps_timed for point in profile.points) <= LOOK.most + FINE.least
+    assert max(point.steps_timed for point in profile.points) <= BRIEF.most + FINE.least
     assert planted.profile(sizes=[128], diagnose=False).at(128).steps_timed > 2 * FINE.least
 
 
@@ -268,11 +268,11 @@ def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[floa
 def _late_measuring(planted: Planted) -> Any:
     from batchfit._engine.distributed.ranks import Ranks
     from batchfit._profile.bench import Bench
-    from batchfit._profile.pure.knee import Knee
+    from batchfit._profile.pure.options import ProfileOptions
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
-    return _Measuring(bench, Knee(), None, None, None)
+    return _Measuring(bench, ProfileOptions())
 
 
 def test_tokens_and_accumulation(fake_time: list[float]) -> None:
@@ -600,7 +600,7 @@ def test_other_ranks_stop_with_one_that_fails() -> None:
 
     device, snapshot = FakeDevice("1GiB"), Snapshot.take(())
     step = faulty(lambda size: None, {2: "oom"})
-    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=LOOK, agree=agree)
+    run = run_timed(step, 4, device=device, snapshot=snapshot, timing=BRIEF, agree=agree)
     assert run.outcome == "oom"
     assert asked[-1] == (False, True)
     assert sum(failed for _, failed in asked) == 1
@@ -643,7 +643,7 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample must be a positive integer or None, not 1.5"),
         ({"target_batch_size": 0}, "target_batch_size must be a positive integer or None, not 0"),
-        ({"loader": 4}, "loader must be something that can be iterated again and again, not 4"),
+        ({"loader": 4}, "loader must be something that can be iterated repeatedly, not 4"),
         ({"loader": iter([1])}, "loader must be something that can be iterated again"),
         ({"diagnose": 1}, "diagnose must be True or False, not 1"),
         ({"on_point": 3}, r"on_point must be a callable on_point\(point\) or None, not 3"),

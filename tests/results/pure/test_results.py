@@ -147,7 +147,7 @@ def test_messages_carry_their_numbers_and_what_to_do() -> None:
         state = str(NothingFitsError(size, device="cuda:0", budget_bytes=2**30, state_bytes=3 * 2**30))
         assert "with gradients and optimizer state, take at least 3.00 GiB" in state
         optimizer = str(NothingFitsError(size, device="cuda:0", budget_bytes=2**30, phase="optimizer"))
-        assert "Memory ran out in the optimizer's step" in optimizer
+        assert "Out of memory in the optimizer's step" in optimizer
         for text in (state, optimizer):
             assert "LoRA" in text
             assert "sequence" not in text

@@ -86,7 +86,7 @@ def test_a_child_that_is_killed_is_noticed(tmp_path: Path, deaths: int) -> None:
     else:
         assert two.error == (
             "ChildDiedError: the process that ran it on cpu was killed (SIGKILL, as the system does when RAM "
-            "runs out), 2 times"
+            "is exhausted), 2 times"
         )
         assert two.failed_in == "factory"
     assert [one.batch_size_used for one in result.records if one is not two] == [1, 3, 4]

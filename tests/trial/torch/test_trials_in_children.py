@@ -17,10 +17,12 @@ import faulty_targets
 import pytest
 
 import batchfit
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._engine.trial.in_children import Factory, InChildren, _ending
+from batchfit._engine.trial.factory import Factory
+from batchfit._engine.trial.in_children import InChildren, _ending
 from batchfit._engine.trial.interface import TrialRequest
+from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit._files import locked
 from batchfit.errors import ChildDiedError, ChildRaisedError, NothingFitsError, TargetError
@@ -259,7 +261,7 @@ class TestOutput:
         def listen(text: str, is_error: bool) -> None:
             printed[is_error] += text
 
-        factory = Factory(f"{faulty_targets.FILE}:talks", on_output=listen)
+        factory = Factory(parse_target(f"{faulty_targets.FILE}:talks"), on_output=listen)
         fit = batchfit.find_batch_size(cast(Any, factory), **QUICK)
         assert outcomes(fit) == [(8, "killed"), (4, "fits")]
         line = "x" * 2**17 + "\n"
@@ -365,14 +367,13 @@ workload = batchfit.Workload(step, state=[])
         for arguments in ((), ("524288",)):
             sys.modules.pop("named", None)
             settings = {
-                **default_settings(),
                 **QUICK,
                 "start": 32,  # and halved: a trial in a child costs an import of torch
                 "isolate": isolate,
             }
             code = find_target(
                 f"named.py:{name}",
-                cast(FindSettings, settings),
+                settings,
                 as_json=False,
                 output=Path("fit.json"),
                 full_traceback=False,
@@ -445,10 +446,11 @@ class TestFactory:
         monkeypatch.setattr(main, "make", faulty_targets.make, raising=False)
         monkeypatch.setattr(faulty_targets.make, "__module__", "__main__")
         monkeypatch.setattr(main, "__spec__", None)
-        assert Factory.of(faulty_targets.make).text == f"{faulty_targets.FILE}:make"
+        assert Factory.of(faulty_targets.make).target.text == f"{faulty_targets.FILE}:make"
         spec = faulty_targets.__spec__
         monkeypatch.setattr(main, "__spec__", spec)  # python -m
-        assert Factory.of(faulty_targets.make).module == "faulty_targets"
+        target = Factory.of(faulty_targets.make).target
+        assert (target.source, target.is_imported) == ("faulty_targets", True)
 
     def test_wrong_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
@@ -595,7 +597,7 @@ class TestCommand:
     """`batchfit find --isolate`, in this process but for the children."""
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: Any) -> Code:
-        settings = cast(FindSettings, {**default_settings(), **QUICK, "start": 2, **changes})
+        settings = {**QUICK, "start": 2, **changes}
         return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
 
     @pytest.fixture(autouse=True)
@@ -645,10 +647,10 @@ class TestCommand:
         assert caught.value.text == "a step of mine.py:make raised Odd at mine.py:4 (in step)"
         assert "mine.Odd: strange" in caught.value.details
         assert "raised while trying batch size 2 (step 1)" in caught.value.details
-        assert "child.py" not in caught.value.details
+        assert "child_main.py" not in caught.value.details
         with pytest.raises(CommandFailed) as caught:
             self.find("mine.py:make", full_traceback=True)
-        assert "child.py" in caught.value.details
+        assert "child_main.py" in caught.value.details
 
     def test_an_error_of_the_factory_names_its_line(self) -> None:
         Path("mine.py").write_text("def make():\n    raise LookupError('no data')\n")

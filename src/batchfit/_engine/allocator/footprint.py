@@ -332,16 +332,6 @@ class Footprint:
         live = [a + b * size for a, b in zip(fixed, slopes, strict=True)]
         return max(range(len(live)), key=live.__getitem__)
 
-    def live_at(self, moment: int) -> list[int]:
-        """The blocks that are live after an event."""
-        live: dict[int, None] = {}
-        for event in self.events[: moment + 1]:
-            if event >= 0:
-                live[event] = None
-            else:
-                live.pop(~event, None)
-        return list(live)
-
 
 def expected_end(small: Trace, capacity_bytes: int) -> int:
     """About the largest size, from one trace of a few samples: too small as a rule, rarely too large.

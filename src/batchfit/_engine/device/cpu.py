@@ -23,10 +23,10 @@ from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtua
 class MpsDevice:
     """An Apple GPU. Written against a fake: untested on real hardware.
 
-    Metal keeps no peak. `allocated_bytes` is therefore the highest of the moments at which we looked (after
-    each step), and understates what a step needs in its middle; `reserved_bytes` is nearly true, for the
-    allocator keeps what it took until `reset()`. The bracket of a search is right all the same: what runs out
-    runs out. The budget is what Metal recommends; torch alone would go 1.7 times as far, into swapping.
+    Metal keeps no peak. `allocated_bytes` is therefore the highest reading (one after each step), and
+    understates what a step needs in its middle; `reserved_bytes` is nearly true, for the allocator keeps
+    what it reserved until `reset()`. The bracket of a search is right all the same: an OOM is an OOM.
+    The budget is what Metal recommends; torch alone would go 1.7 times as far, into swapping.
     """
 
     name = "mps"
@@ -43,17 +43,17 @@ class MpsDevice:
         return min(total, int(limits_set_by_us.get((self.backend, 0), 1.0) * total))
 
     def held_bytes(self) -> int:
-        self._look()
+        self._read()
         return int(self.backend.current_allocated_memory())
 
     def reset(self) -> None:
         self.synchronize()
         self.backend.empty_cache()
         self._highest = Peaks(0, 0)
-        self._look()
+        self._read()
 
     def peaks(self) -> Peaks:
-        self._look()
+        self._read()
         return self._highest
 
     def alloc_retries(self) -> int:
@@ -61,7 +61,7 @@ class MpsDevice:
 
     def synchronize(self) -> None:
         self.backend.synchronize()
-        self._look()
+        self._read()
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         check_budget(self, budget_bytes)
@@ -85,7 +85,7 @@ class MpsDevice:
                 limits_set_by_us[self.backend, 0] = before
             self.backend.set_per_process_memory_fraction(before)
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         self._highest = Peaks(
             max(self._highest.allocated_bytes, int(self.backend.current_allocated_memory())),
             max(self._highest.reserved_bytes or 0, int(self.backend.driver_allocated_memory())),
@@ -95,11 +95,11 @@ class MpsDevice:
 @final
 @dataclass(frozen=True)
 class CpuDevice:
-    """The CPU, whose memory runs out like a GPU's inside `limit`. Nothing is reserved, nothing is retried.
+    """The CPU, which raises OOMs like a GPU inside `limit`. Nothing is reserved, nothing is retried.
 
     Outside any virtual memory `budget_bytes()` is the RAM that the system and the container leave to new
     allocations. What the process' tensors hold already is not added, though a virtual memory will count it:
-    RAM that runs out kills the process, so the figure errs on the low side.
+    exhausted RAM kills the process, so the figure errs on the low side.
     """
 
     name: ClassVar[str] = "cpu"

@@ -1,12 +1,12 @@
 """The memory of devices with torch's caching allocator: cuda (NVIDIA, AMD) and xpu (Intel).
 
 The limit of cuda and xpu is torch's per-process memory fraction: the allocator compares its own reserved
-segments with it, so a big card imitates a small one exactly, whatever other processes do. On Windows, WSL
-included, NVIDIA's driver does not refuse memory when the card is full: it takes RAM, and a step that should
+segments with it, so a big GPU imitates a small one exactly, whatever other processes do. On Windows, WSL
+included, NVIDIA's driver does not refuse memory when the GPU is full: it takes RAM, and a step that should
 have failed runs, slowly. There `limit` always sets the fraction, to what is free if that is less.
 
 With `backend:cudaMallocAsync` the allocator is the driver's. torch compares live tensors with the fraction,
-and the pool may hold more of the card beside them: live tensors are then the reading too, nothing else.
+and the pool may hold more of the GPU beside them: live tensors are then the reading too, nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from batchfit.errors import BatchfitError
 
 
 def largest_bytes(device: Device) -> int | None:
-    """The largest block of the steps that just ran, while their cache is there; None where nobody can tell.
+    """The largest block of the steps that just ran, while their cache is there; None where it cannot be read.
 
     A large block that no cached segment can hold gets a segment of its own size. Reading them all costs
     milliseconds, which is why it is not one of the peaks.
@@ -45,12 +45,12 @@ def is_capped(device: Device, budget_bytes: int) -> bool:
 
 
 def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
-    """Whether the GPU driver of this system gives out RAM when the card is full (Windows, WSL)."""
+    """Whether the GPU driver of this system gives out RAM when the GPU is full (Windows, WSL)."""
     return system == "nt" or "microsoft" in (platform.release() if release is None else release).lower()
 
 
 # Of a `AllocatorState`. Not `allocated_bytes`: a block of 10 MiB that is asked for 9 of them counts as 10
-# there, and samples that grow longer step by step would look alike until they need another one.
+# there, and samples that grow longer step by step would appear equal until they need another one.
 _COUNTS = ("num_alloc_retries", "allocation.all.allocated", "requested_bytes.all.allocated")
 
 
@@ -113,7 +113,7 @@ class _CachingDevice:
     def mark(self) -> AllocatorState | None:
         """Where the large blocks are, and the counts; None where the allocator is not torch's own.
 
-        Of all devices that the process uses: layers may lie on several, and any of them may run out.
+        Of all devices that the process uses: layers may lie on several, and any of them may be out of memory.
         While the program records the history of its memory, a snapshot takes seconds: None as well.
         """
         # Whether history is recorded is a question that other allocators answer with an error.
@@ -150,7 +150,7 @@ class _CachingDevice:
         return AllocatorState(layout, retries, requests, requested_bytes)
 
     def _segments(self) -> list[dict[str, Any]] | None:
-        """What the allocators of all devices have taken, block by block; None where nobody can tell."""
+        """What the allocators of all devices have reserved, block by block; None where it cannot be read."""
         snapshot = getattr(self.backend, "memory_snapshot", None)
         if snapshot is None or not self.is_torchs_own:
             return None
@@ -191,7 +191,7 @@ class _CachingDevice:
         # The allocator multiplies by one of two totals, depending on the version: the larger one is safe.
         total = max(self._memory_info()[1], self.total_bytes())
         before = self._fraction()
-        if before < 1.0:  # read back rounded: put back as it was, again and again, it would shrink by bytes
+        if before < 1.0:  # read rounded: restored as read, repeatedly, it would shrink by bytes
             before = fraction_of(round(before * total), total)
         ours_before = limits_set_by_us.get((self.backend, self.index))
         self._set_fraction(fraction_of(budget_bytes, total))
@@ -211,9 +211,9 @@ class _CachingDevice:
         self.backend.set_per_process_memory_fraction(fraction, self.index)
 
     def _fraction(self) -> float:
-        """The fraction that is set now. An older torch cannot tell: then ours, or all of it."""
+        """The fraction that is set now. An older torch cannot read it: then ours, or all of it."""
         if hasattr(self.backend, "get_per_process_memory_fraction"):
-            # cudaMallocAsync begins with the largest number there is, and refuses to have it put back.
+            # cudaMallocAsync begins with the largest number there is, and refuses to have it restored.
             return min(1.0, float(self.backend.get_per_process_memory_fraction(self.index)))
         return limits_set_by_us.get((self.backend, self.index), 1.0)
 
@@ -225,7 +225,7 @@ class _CachingDevice:
         return total - int(self.backend.memory_reserved(self.index)), total
 
     def _forget_workspaces(self) -> None:
-        """Give back what libraries keep between steps, where there is such a thing."""
+        """Release what libraries keep between steps, where there is such a thing."""
 
     def _empty_cache(self) -> None:
         with self.backend.device(self.index):  # on another current device this would open a context there
@@ -261,7 +261,7 @@ class CudaDevice(_CachingDevice):
         return backend is None or backend() == "native"
 
     def requested_bytes(self) -> int | None:
-        """What was asked for of all that is live now, before blocks are rounded up; None where untold."""
+        """Requested bytes of all live tensors, before blocks are rounded up; None where not counted."""
         asked = self.backend.memory_stats(self.index).get("requested_bytes.all.current")
         return int(asked) if self.is_torchs_own and asked is not None else None
 
@@ -274,9 +274,9 @@ class CudaDevice(_CachingDevice):
         return enabled is not None and self.backend is torch.cuda and bool(enabled())
 
     def _forget_workspaces(self) -> None:
-        """Give back what cuBLAS keeps: each trial takes it anew, as a new process does.
+        """Release the workspaces of cuBLAS: each trial allocates them again, as a new process does.
 
-        Taken in the middle of a step it may lie in a large block, which cannot be handed back any more: of
+        Allocated in the middle of a step they may lie in a large block, which cannot be released any more: of
         Llama-110M under 24 GiB 50 samples run if a small step was there first, and 45 if none was.
         """
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

@@ -1,14 +1,14 @@
-"""The memory of a device, behind one small interface: read, limited, put back.
+"""The memory of a device, behind one small interface: readings and limits.
 
-`caching_memory` holds the devices with torch's caching allocator (cuda, xpu), `plain_memory` the others.
+`cuda.py` holds the devices with torch's caching allocator (cuda, xpu), `cpu.py` the others.
 
 Rules
 - A wrong budget is a `ValueError` before anything is allocated on a device.
-- Readings are this process' own: live tensor bytes (`allocated`), and what the caching allocator took from
-  the device to serve them (`reserved`). `budget_bytes()` also sees what other processes left free.
-- `limit` never allows more than its budget, never more than a limit that is around it, and puts back what
+- Readings are this process' own: live tensor bytes (`allocated`), and what the caching allocator reserved
+  on the device to serve them (`reserved`). `budget_bytes()` also sees what other processes left free.
+- `limit` never allows more than its budget, never more than a limit that is around it, and restores what
   was set before. No device but its own is touched.
-- cuda and cpu are tested on real hardware; mps and xpu only against a fake with honest books, and say so.
+- cuda and cpu are tested on real hardware; mps and xpu only against a fake that counts memory, and say so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batchfit._units import format_bytes
 class Peaks:
     """The highest readings since `reset()`.
 
-    `reserved_bytes` is what the caching allocator took from the device, `split_bytes` what lay in cached
-    remainders of split blocks, which it cannot give back; None where the device has no such thing.
+    `reserved_bytes` is what the caching allocator reserved on the device, `split_bytes` its inactive split
+    blocks, which it cannot release; None where the device has no such thing.
     """
 
     allocated_bytes: int
@@ -52,19 +52,19 @@ class Device(Protocol):
         """Live tensor bytes now."""
 
     def reset(self) -> None:
-        """Give cached memory back to the device and begin the peaks anew."""
+        """Release cached memory to the device and begin new peaks."""
 
     def peaks(self) -> Peaks:
         """The highest readings since `reset()`."""
 
     def alloc_retries(self) -> int:
-        """How often the allocator had to give its cache back to serve a request; only ever grows."""
+        """How often the allocator had to release its cache to serve a request; only ever grows."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all kernels."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Inside, no more than that can be used; what was set before is put back."""
+        """Inside, no more than that can be used; what was set before is restored."""
 
 
 def check_budget(device: Device, budget_bytes: int) -> None:
@@ -81,7 +81,7 @@ def check_budget(device: Device, budget_bytes: int) -> None:
         )
 
 
-# The fraction that a limit of ours has set, for a torch that cannot tell it: (back-end, index) -> fraction.
+# The fraction that a limit of ours has set, for a torch that cannot read it: (back-end, index) -> fraction.
 limits_set_by_us: dict[tuple[Any, int], float] = {}
 
 

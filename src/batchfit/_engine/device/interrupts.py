@@ -3,7 +3,7 @@
 A KeyboardInterrupt may be raised between any two instructions: while state is being restored, or in Python
 that torch's C++ has called and where an exception ends the process. While state is replaced or being
 restored, signals that a Python handler would get (SIGINT, and SIGTERM where the program has one) are noted,
-and handed to that handler later: at once where `open`, else when asked (`check`), at the latest at the end.
+and handed to that handler later: at once where `open`, else in `check`, at the latest at the end.
 
 Rules: in the main thread only, which alone gets signals; the handlers of the program are back afterwards. One
 KeyboardInterrupt is enough: further signals, while it is on its way out, are not raised on top of it.

@@ -1,4 +1,4 @@
-"""Which errors mean memory.
+"""Which errors mean memory; and which one is batch normalization's refusal of a single sample.
 
 Rules:
 - By type first, then by text, and text counts only in the types that torch and its libraries raise: a
@@ -105,7 +105,7 @@ _RULES: Final = (
         _RUNTIME,
         r"Storage size calculation overflowed|alloc_cpu\(\) seems to have been called with negative",
     ),
-    # --- memory or not: only a smaller size that runs can tell
+    # --- memory or not: only a smaller size that runs shows which
     # cuDNN reports a workspace that it could not get in all of these ways (Lightning #5897, Ultralytics)
     _OomRule("ambiguous", _RUNTIME, r"\bCUDNN_STATUS_(?:NOT_SUPPORTED|INTERNAL_ERROR|NOT_INITIALIZED)"),
     _OomRule("ambiguous", _RUNTIME, r"unable to find an engine to execute this computation"),
@@ -117,7 +117,7 @@ _RULES: Final = (
     _OomRule("ambiguous", _RUNTIME, r"CUDA driver error: device not ready"),
     _OomRule("ambiguous", _RUNTIME, r"\b(?:UR_RESULT|HSA_STATUS)_ERROR_OUT_OF_RESOURCES\b"),
     _OomRule("ambiguous", _RUNTIME, r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b"),
-    # a worker ended by the kernel: the OOM killer, or shared memory ran out (bus error)
+    # a worker ended by the kernel: the OOM killer, or shared memory was exhausted (bus error)
     _OomRule(
         "ambiguous",
         _RUNTIME,
@@ -156,7 +156,7 @@ def classify(error: BaseException, *, ambient: BaseException | None = None) -> V
     >>> classify(MemoryError())
     'oom'
 
-    "oom": memory ran out. "too_large": a limit on sizes that is not memory. "ambiguous": may be memory;
+    "oom": out of memory. "too_large": a limit on sizes that is not memory. "ambiguous": may be memory;
     it counts as too big only if a smaller size runs. "fatal": the device context is dead, and nothing
     can be retried in this process. "error": the user's own, to be raised unchanged.
 
@@ -167,8 +167,13 @@ def classify(error: BaseException, *, ambient: BaseException | None = None) -> V
 
 
 def is_oom(error: BaseException) -> bool:
-    """The error says that memory ran out."""
+    """Whether the error means out of memory."""
     return classify(error) == "oom"
+
+
+def needs_two_samples(error: BaseException) -> bool:
+    """Whether a step failed because batch normalization cannot train on one value per channel."""
+    return "Expected more than 1 value per channel" in str(error)  # torch's own words
 
 
 def describe(error: BaseException, *, ambient: BaseException | None = None) -> str:
@@ -209,7 +214,7 @@ def _chain(error: BaseException, ambient: BaseException | None) -> Iterator[Base
 
 
 def _judge(error: BaseException) -> _FoundOom:
-    """The verdict on one error, not looking at its chain."""
+    """The verdict on one error, without its chain."""
     if not isinstance(error, Exception) or isinstance(error, _NEVER):
         return _FoundOom("error", error, "")
     if _ACCELERATOR is not None and isinstance(error, _ACCELERATOR):

@@ -1,11 +1,11 @@
-"""One try of some work: it ran, or it ran out of memory and here is what was seen.
+"""A guarded call: runs some work, and turns an OOM into a value.
 
 Rules
-- Running out is a value; the text of the error is kept, never the error, whose traceback holds tensors.
-- Errors that are not memory come out unchanged. Host memory that ran out comes out too, for a smaller
+- An OOM is a value; the text of the error is kept, never the error, whose traceback holds tensors.
+- Errors that are not memory come out unchanged. An OOM of host memory comes out too, for a smaller
   microbatch does not cure it; so does an ambiguous error where no smaller size is left to prove it.
-- Recovery (`recover`) happens after the `except` block has let go of the traceback.
-- A reading of the device is one call without waiting for it: what it holds, and its retries so far.
+- Recovery (`recover`) happens after the `except` block has released the traceback.
+- Reading the device is one call and forces no CUDA synchronization.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import TypeVar, final
 import torch
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.batch_norm_error import needs_two_samples
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import CpuDevice, CudaDevice, Device
 
 T = TypeVar("T")
 
-# Part of the reserved memory in free blocks of the wrong size: another try may be laid out better.
+# Part of the reserved memory in free blocks of the wrong size: a second call may be laid out better.
 _FRAGMENTED = 0.15
 
 _ABOUT_BATCH_NORM = (
@@ -40,7 +39,7 @@ _HOST_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "[Errno 12]")
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a try ran out of memory."""
+    """How a call was out of memory."""
 
     verdict: oom.Verdict
     message: str
@@ -50,7 +49,7 @@ class Failure:
 def run_guarded(
     run: Callable[[], object], *, device: Device, last: bool, note: Callable[[], str]
 ) -> Failure | None:
-    """Call `run` and say how it ran out, or None. `last`: no smaller size is left."""
+    """Call `run`; returns how it was out of memory, or None. `last`: no smaller size is left."""
     ambient = sys.exception()
     try:
         run()
@@ -60,25 +59,35 @@ def run_guarded(
         ours = verdict in ("oom", "too_large", "ambiguous") and not (verdict == "ambiguous" and last)
         if not ours or (verdict != "too_large" and _is_host(message, device)):
             error.add_note(note())
-            if needs_two_samples(error):
+            if oom.needs_two_samples(error):
                 error.add_note(_ABOUT_BATCH_NORM)
             raise
         return Failure(verdict, message, _is_fragmented(device))
     return None
 
 
-def run_twice(run: Callable[[], T], *, device: Device, note: str) -> T:
-    """What `run` returns; where it runs out of memory, that is freed, and it is called once more."""
+def run_twice(
+    run: Callable[[], T], *, device: Device, note: str, failed: Callable[[str], Exception] | None = None
+) -> T:
+    """What `run` returns; after an OOM, memory is released and `run` is called once more.
+
+    `failed` makes the error to raise from the text of a second OOM; default: the OOM itself.
+    """
     answer: list[T] = []
     failure = run_guarded(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
     if failure is None:
         return answer[0]
     recover(device)
-    return run()
+    if failed is None:
+        return run()
+    failure = run_guarded(lambda: answer.append(run()), device=device, last=True, note=lambda: note)
+    if failure is not None:
+        raise failed(failure.message)
+    return answer[0]
 
 
 def _is_host(message: str, device: Device) -> bool:
-    """Whether it was RAM, and the model is not on the CPU. A pool of the GPU's may speak of bad_alloc too."""
+    """Whether RAM was exhausted, and the model is not on the CPU. A pool of a GPU may say bad_alloc too."""
     if isinstance(device, CpuDevice) or "CUDA" in message:
         return False
     return message.partition(":")[0] in _HOST_TYPES or any(text in message for text in _HOST_TEXTS)

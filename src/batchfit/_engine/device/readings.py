@@ -12,22 +12,22 @@ from batchfit._engine.virtual_memory.memory import active
 
 
 class DeviceReading(NamedTuple):
-    """What a device says of itself; None where it does not."""
+    """A device's live bytes and allocation retries; None where they are not counted."""
 
     held_bytes: int | None
     retries: int | None
 
 
 def recover(device: Device) -> None:
-    """Give back what the failed try left: cycles, cast copies of weights, cached blocks."""
+    """Release what a failed call left: cycles, cast copies of weights, cached blocks."""
     torch.clear_autocast_cache()
     gc.collect()
-    if _counts(device):
+    if counts_memory(device):
         device.reset()
 
 
 def read(device: Device) -> DeviceReading:
-    """What the device holds now and how often it had to retry: tens of microseconds, no synchronisation."""
+    """Live bytes now and allocation retries so far: tens of microseconds, no synchronization."""
     if isinstance(device, CudaDevice):
         # Not `memory_stats`, which flattens the same table in Python (100 us).
         stats: Any = torch.cuda.memory_stats_as_nested_dict(device.index)
@@ -35,7 +35,7 @@ def read(device: Device) -> DeviceReading:
             return DeviceReading(0, 0)
         held = int(stats["allocated_bytes"]["all"]["current"])
         return DeviceReading(held, int(stats.get("num_alloc_retries", 0)))
-    if not _counts(device):
+    if not counts_memory(device):
         return DeviceReading(None, None)
     return DeviceReading(device.held_bytes(), device.alloc_retries())
 
@@ -53,9 +53,10 @@ def begin_peak(device: Device) -> None:
 
 
 def peak(device: Device) -> int | None:
-    """The most that was live since `begin_peak`; None where the device does not tell."""
-    return device.peaks().allocated_bytes if _counts(device) else None
+    """The most that was live since `begin_peak`; None where it is not counted."""
+    return device.peaks().allocated_bytes if counts_memory(device) else None
 
 
-def _counts(device: Device) -> bool:
+def counts_memory(device: Device) -> bool:
+    """Whether the device's memory can be read now: a CPU's only under `virtual_memory`."""
     return not isinstance(device, CpuDevice) or active() is not None

@@ -2,11 +2,10 @@
 
 Rules:
 - A wrong device is a `ValueError` that lists those which are there, before anything is allocated on one.
-- A device that torch cannot reach is never guessed at: MIG slices and hidden cards are chosen with
+- A device that torch cannot reach is never guessed at: MIG slices and hidden GPUs are chosen with
   `CUDA_VISIBLE_DEVICES`, before the program starts, and the error says so.
 
-What a device can do is in `caching_memory.py` and `plain_memory.py`; the names are here too, for those who
-need both.
+What a device can do is in `cuda.py` and `cpu.py`; their names are here too, for modules that need both.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +23,6 @@ from batchfit._engine.device.cuda import CudaDevice, XpuDevice
 from batchfit._engine.device.interface import Device, Peaks, check_budget, fraction_of, limits_set_by_us
 from batchfit._engine.device.ram import read_ram
 from batchfit._engine.device.tensors import tensors_in
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "CpuDevice",
@@ -51,7 +47,7 @@ DeviceSpec = str | int | torch.device
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """One line of `batchfit doctor`; None where the system does not tell."""
+    """One line of `batchfit doctor`; None where the system does not say."""
 
     name: str
     description: str
@@ -154,9 +150,9 @@ def _by_uuid(spec: str) -> Device:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     cudas = [device for device, _ in _accelerators() if isinstance(device, CudaDevice)]
     if spec in visible.split(","):  # CUDA numbers the devices in this order; a MIG slice has no other name
-        place = visible.split(",").index(spec)
-        if place < len(cudas):
-            return cudas[place]
+        index = visible.split(",").index(spec)
+        if index < len(cudas):
+            return cudas[index]
     found = [device for device in cudas if _uuid(device).lower().startswith(spec.lower())]
     if len(found) == 1:
         return found[0]
@@ -194,7 +190,7 @@ def _remedy(kind: str) -> str:
         return ""
     if torch.version.cuda is None and torch.version.hip is None:
         return f". torch {torch.__version__} was built without CUDA: install a build with it"
-    return ". torch finds no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+    return ". torch finds no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _device_near(near: Iterable[object]) -> torch.device | None:

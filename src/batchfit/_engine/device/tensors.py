@@ -1,4 +1,4 @@
-"""How a tensor lies in memory."""
+"""The tensors that modules, optimizers and containers hold, and their bytes."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ def tensors_in(things: Iterable[object], *, depth: int = 4) -> Iterator[torch.Te
             yield from tensors_in(thing, depth=depth - 1)
 
 
+def trained_in(things: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors among `things` that require gradients, each once."""
+    return list({id(one): one for one in tensors_in(things) if one.requires_grad}.values())
+
+
 def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     """What tensors among `things`, gradients and optimizer states hold on a device, each storage once.
 
@@ -71,7 +76,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def optimizers_in(things: Iterable[object]) -> list[Any]:
-    """The optimizers among `things`, those that have something to move."""
+    """The optimizers among `things` that have parameters to update."""
     every = [one for one in things if isinstance(getattr(one, "param_groups", None), list)]
     return [one for one in every if any(tensor.requires_grad for tensor in tensors_in([one]))]
 
@@ -81,8 +86,8 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
     leaves: dict[int, torch.Tensor] = {}
     tables: list[Any] = []
     modules: dict[int, nn.Module] = {}
-    # Once a batch, so not through `modules()`, whose nested generators take four times as long, and with
-    # one look into each module's attributes.
+    # Once per batch, so not through `modules()`, whose nested generators take four times as long, and with
+    # one access to each module's attributes.
     for model in models:
         if isinstance(model, torch.Tensor):
             if model.requires_grad:

@@ -1,17 +1,17 @@
 """The collectives of a step, and how a rank whose step failed still takes part in them.
 
 Rules:
-- A rank that runs out inside a step leaves its peers waiting for what it would have sent next. So it sends
-  zeros in its place, one collective after the other, until the steps of the trial are over. The peers end
-  their trial as ever, nobody waits for a time-out, no process group is harmed, and whatever the zeros have
-  done to any state is put back with the rest. That this rank failed is told at the next agreement.
-- Whole numbers are sent as they were in the rehearsal: they are indices (DDP tells the layout of its buckets
-  like that), and zeros would lead the peers astray.
-- What a step sends is looked at beforehand, in a rehearsal at small sizes: kind, group, shapes. Shapes may
+- A rank with an OOM inside a step leaves its peers waiting in the next collective. So it issues the
+  collectives of the trial's remaining steps itself, with zeros. The peers end their trial as usual, nobody
+  waits for a time-out, no process group breaks, and whatever the zeros have done to any state is restored
+  with the rest. The rank reports its failure at the next agreement.
+- Whole numbers are sent as they were in the rehearsal: they are indices (DDP sends the layout of its buckets
+  like that), and zeros would be wrong indices.
+- What a step sends is recorded beforehand, in a rehearsal at small sizes: kind, group, shapes. Shapes may
   grow with the batch size as a straight line. How much of it a step had sent when it failed is read from the
   counter that each process group keeps: nothing is watched, and nothing is slowed down, in a trial itself.
-- What cannot be sent like that is told with its reason (`Unservable`), before any trial: messages between two
-  ranks, pieces whose number depends on the data, steps that send something else each time.
+- What cannot be sent like that is refused with its reason (`Unservable`), before any trial: messages from
+  rank to rank, tensors whose number depends on the data, steps that send something else each time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,28 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchfit._engine.device import oom
+
 _SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # They send nothing: one waits for what was sent, the others only wrap.
 _QUIET = ("wait_tensor", "_wrap_tensor_autograd")
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_", "isend", "irecv")
 _MOST_NUMBERS = 2**16
-# Words of a back end about its connections, wherever it was raised.
-_LOST = ("gloo", "nccl", "pair closure")
+# What a back end says of a lost connection, in lower case; the words count wherever they are raised. Its
+# name alone says nothing: "Distributed package doesn't have NCCL built in" is no lost rank.
+_LOST = (
+    # gloo names its file: "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21"
+    "gloo/transport/",
+    "gloo connectfullmesh failed",  # ProcessGroupGloo.cpp, before the words of the transport
+    "application timeout caused pair closure",  # gloo's pair.cc, in a rank whose peer has given up
+    # torch raises what NCCL reports as a `DistBackendError`, and some wrappers as a plain RuntimeError:
+    "ncclremoteerror",  # NCCLUtils.cpp: "... a network error or a remote process exiting prematurely"
+    "remote process exited or there was a network error",  # ncclGetErrorString of the same
+    "nccl communicator was aborted on rank",  # NCCLUtils.cpp
+    "watchdog caught collective operation timeout",  # ProcessGroupNCCL.cpp
+)
+# The types that torch has for these, as the first word of an error of another process.
+_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 # Words that a user's own code has for connections of its own: they count where torch has raised them.
 _MAYBE_LOST = (
     *("process group", "socket", "connection closed", "connection reset", "connection refused"),
@@ -63,13 +78,14 @@ def begun_since(before: Mapping[str, int]) -> dict[str, int]:
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an error says that another rank could not be reached, not that the step is wrong."""
-    kinds = tuple(kind for kind in (getattr(dist, "DistError", None),) if kind is not None)
-    if isinstance(error, kinds):
-        return True
-    if isinstance(error, torch.OutOfMemoryError):  # always this rank's own
-        return False
     if not isinstance(error, RuntimeError | OSError):
         return False
+    # Memory is this rank's own, also where NCCL had none for its buffers. What was handled when the error was
+    # raised does not count.
+    if oom.classify(error, ambient=error.__cause__ or error.__context__) == "oom":
+        return False
+    if isinstance(error, getattr(dist, "DistError", ())):
+        return True
     text = str(error).lower()
     if any(words in text for words in _LOST):
         return True
@@ -77,17 +93,17 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def _was_raised_by_torch(error: BaseException) -> bool:
-    """Whether its traceback ends in torch: a database that times out in a step is an error of the step's."""
+    """Whether the error's traceback ends in torch: a database that times out is an error of the step's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    place = "" if trace is None else trace.tb_frame.f_code.co_filename
-    return place.startswith(_TORCH) and not place.startswith(_LOADERS)
+    file = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return file.startswith(_TORCH) and not file.startswith(_LOADERS)
 
 
 def reads_as_lost(text: str) -> bool:
-    """The same as far as the words of an error tell, for one of another process."""
-    return any(words in text.lower() for words in (*_LOST, *_MAYBE_LOST))
+    """`is_lost_connection` of an error of another process, by its text, which may begin with its type."""
+    return text.startswith(_LOST_TYPES) or any(words in text.lower() for words in (*_LOST, *_MAYBE_LOST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +248,9 @@ class ExpectedCollectives:
 class CountedStep:
     """A step that counts its calls and what each has sent, so that the rest can be sent if one fails.
 
-    counted = Counted(step, steps=3)
+    counted = CountedStep(step, steps=3)
     ...                       # run three steps; the second fails
-    counted.serve(owed, 8)    # what is left of the second, and the third
+    counted.serve(expected, 8)    # what is left of the second, and the third
     """
 
     def __init__(self, step: Callable[[int], object], *, steps: int) -> None:
@@ -248,12 +264,12 @@ class CountedStep:
         self._number += 1
         return self._step(size)
 
-    def serve(self, owed: ExpectedCollectives, size: int) -> None:
+    def serve(self, expected: ExpectedCollectives, size: int) -> None:
         """Send what is left of the step that failed, then all of the steps after it."""
         if self._number >= 0:
-            owed.step(self._number).serve(size, begun_since(self._before))
+            expected.step(self._number).serve(size, begun_since(self._before))
         for number in range(self._number + 1, self._steps):
-            owed.step(number).serve(size, {})
+            expected.step(number).serve(size, {})
 
 
 def _send_zeros(call: CollectiveCall) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of one process group meet: an agreement through the key-value store that every group has.
+"""How the ranks of one process group agree: through the key-value store that every group has.
 
 Rules
 - One agreement: each rank writes what it holds; rank 0 collects and publishes all of it as the verdict. A
@@ -12,10 +12,10 @@ Rules
 
 Why not a gloo side group: `new_group` is itself a collective, so a rank that is missing there hangs the
 others before any time-out of ours; a gloo collective that times out does not say who; `monitored_barrier`
-names the rank on rank 0 only; and a group that failed once is dead. One store entry a rank shows exactly who
-has come, needs no group, no thread and no connection of its own, and works where the default group is nccl.
+names the rank on rank 0 only; and a group that failed once is dead. One store entry per rank shows who has
+come, needs no group, no thread and no connection of its own, and works where the default group is nccl.
 
-Cost, measured on one machine with 2 cores and a TCPStore: 2 ranks 0.6 ms an agreement, 3 ranks 0.9 ms (a
+Cost, measured on one machine with 2 cores and a TCPStore: 2 ranks 0.6 ms per agreement, 3 ranks 0.9 ms (a
 gloo all-reduce of one number beside it: 0.4 and 0.9 ms). It grows with the number of ranks, since rank 0
 reads one entry of each: made for decisions between trials and batches, not for the reduction of tensors.
 """
@@ -129,10 +129,10 @@ class StoreConsensus:
                 else:
                     self.store.set(f"{room}/{self.rank}", json.dumps({"left": why}))
             except RuntimeError:
-                return  # the others cannot be told: they find out by their time-out
+                return  # the others cannot be reached: their time-out ends their wait
 
     def close(self) -> None:
-        """Let go of the store, but not before the others have read the last verdict.
+        """Release the store, but not before the others have read the last verdict.
 
         The store often lives in rank 0's process: were it to end at once, a rank that polls a moment later
         would find no store and report rank 0 missing, although all had agreed.
@@ -141,7 +141,7 @@ class StoreConsensus:
         if store is None or self.rank != 0 or self._round == 0:
             return
         if self._missing is not None:
-            time.sleep(10 * LONGEST_PAUSE_S)  # those who wait look that often; those who don't are not told
+            time.sleep(10 * LONGEST_PAUSE_S)  # ranks that wait poll that often
             return
         self._await_readers(store)
 
@@ -266,7 +266,7 @@ class StoreConsensus:
 
 
 def _poll(condition: Callable[[], bool], deadline: float) -> bool:
-    """True once the condition holds, False if the deadline came first. Looks more rarely as time passes."""
+    """True once the condition holds, False if the deadline came first. Polls more rarely as time passes."""
     begun = time.monotonic()
     while not condition():
         now = time.monotonic()

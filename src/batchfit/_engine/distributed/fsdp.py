@@ -1,13 +1,13 @@
-"""FSDP2 (`fully_shard`) under steps that fail: what puts it right, whether that works here, agreed sizes.
+"""FSDP2 (`fully_shard`) under steps that fail: how it is reset, and whether that works here.
 
 Rules:
 - A step may be tried again only if all ranks failed in it, before their next collective: a rank that fails
-  alone leaves the others waiting, and only agreed sizes with headroom keep that from happening.
-- After a failed backward FSDP2 goes on without a word and is wrong: parameters without gradients, others
+  alone leaves the others waiting, and only agreed sizes keep that from happening.
+- After a failed backward FSDP2 goes on silently and is wrong: parameters without gradients, others
   half unsharded. `parallel.settle` resets it. Whether that is enough is not read from a version number: a
   self-test on the same mesh fails a tiny model in forward and in backward, tries again, and compares
-  parameters bit for bit with an undisturbed run. All ranks get the same verdict, once a process and mesh.
-- Where the self-test fails, a step that ran out is an error on all ranks, never a retry.
+  parameters bit for bit with an undisturbed run. All ranks get the same verdict, once per process and mesh.
+- Where the self-test fails, an OOM in a step is an error on all ranks, never a retry.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from torch import nn
 
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit.errors import BatchfitError
 
 _WIDTH = 4
-_HEADROOM = 0.05
 
 
 @final
@@ -41,22 +39,6 @@ class SelfTest:
     def passed(self) -> bool:
         """Whether a step that failed anywhere may be tried again."""
         return self.forward and self.backward
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether the module, or a part of it, is under FSDP2."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has no such module
-    kind = getattr(fsdp, "FSDPModule", None)
-    return kind is not None and any(isinstance(one, kind) for one in module.modules())
-
-
-def mesh_of(module: nn.Module) -> Any:
-    """The device mesh that a module is sharded over; None where it is not."""
-    for parameter in module.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None:
-            return mesh
-    return None
 
 
 def sharded_modules(modules: Iterable[nn.Module]) -> list[Any]:
@@ -76,14 +58,14 @@ def groups_of(module: Any) -> list[Any]:
 
 
 def can_reset() -> bool:
-    """Whether this torch has what puts FSDP2 at rest after a step that failed in it."""
+    """Whether this torch can reset FSDP2 after a step that failed in it."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     return hasattr(FSDPState, "_reset_iter_state")
 
 
 def reset(module: nn.Module) -> None:
-    """Put FSDP2 at rest after a step that failed; gradients that it has not sharded yet are dropped."""
+    """Reset FSDP2 after a step that failed; gradients that it has not sharded yet are dropped."""
     for one in module.modules():
         parallel.settle(one)
 
@@ -94,7 +76,7 @@ verdicts: dict[tuple[Any, ...], SelfTest] = {}
 def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
     """Whether failed steps may be tried again on this mesh, with this torch; all ranks call it together.
 
-        if self_test(mesh_of(model)).passed: ...
+        if self_test(mesh).passed: ...
 
     Kept for the process. No random numbers are drawn.
     """
@@ -104,8 +86,8 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
         mine = {}
         for phase in ("forward", "backward"):
             mine[phase] = _differs(mesh, phase)
-        told = ranks.gather(mine, doing="the self-test of FSDP2")
-        whys = {phase: next((one[phase] for one in told if one[phase]), "") for phase in mine}
+        found = ranks.gather(mine, doing="the self-test of FSDP2")
+        whys = {phase: next((one[phase] for one in found if one[phase]), "") for phase in mine}
         why = "; ".join(f"after a failure in {phase}: {text}" for phase, text in whys.items() if text)
         verdicts[key] = SelfTest(not whys["forward"], not whys["backward"], why)
     return verdicts[key]
@@ -116,7 +98,7 @@ class _Stop(Exception):
 
 
 class _Fault(nn.Module):
-    """Raises once, in the phase that it is told to."""
+    """Raises once, in the phase that is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,37 +167,3 @@ def _differs(mesh: Any, phase: str) -> str:
         return f"{type(error).__name__}: {error}"
     unequal = sum(not torch.equal(a, b) for a, b in zip(right, tried, strict=True))
     return f"{unequal} of {len(right)} parameters differ" if unequal else ""
-
-
-def agreed_size(
-    known_good: int,
-    ranks: Ranks,
-    *,
-    peak_bytes: int | None = None,
-    budget_bytes: int | None = None,
-    headroom: float = _HEADROOM,
-) -> int:
-    """The microbatch size that all ranks use: the smallest of what each knows to fit, with room to spare.
-
-    A rank whose reading at its size came within `headroom` of the budget offers less, in proportion.
-    """
-    if type(known_good) is not int or known_good < 1:
-        raise ValueError(f"known_good must be a positive integer, not {known_good!r}")
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be at least 0 and less than 1, not {headroom!r}")
-    mine = known_good
-    if peak_bytes and budget_bytes:
-        room = budget_bytes * (1 - headroom)
-        mine = max(1, min(known_good, int(known_good * room / peak_bytes)))
-    return ranks.minimum(mine, doing="the microbatch size of sharded models")
-
-
-def lone_failure(ranks: Ranks, failed: bool, *, doing: str) -> None:
-    """A clean error on all ranks if some, but not all, ran out: the group cannot be used any more."""
-    told = ranks.gather(failed, doing=doing)
-    if any(told) and not all(told):
-        who = ", ".join(str(rank) for rank, one in enumerate(told) if one)
-        raise BatchfitError(
-            f"rank {who} ran out of memory alone in {doing}, and a sharded step cannot be done again by some "
-            "ranks only. Load a checkpoint and start with a smaller microbatch_size."
-        )

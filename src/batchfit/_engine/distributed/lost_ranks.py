@@ -1,10 +1,10 @@
 """Ranks that went away during a search: found by those that are left, and named.
 
 Rules:
-- An error on one rank ends the search on the others: now, not at their time-out, with its words. One that all
-  ranks raise together is told to nobody: they may go on, and search again.
-- Every rank knows on which machine and in which process the others are. Those on its own machine it can look
-  at: a process that has ended, or that only waits to be reaped, is gone.
+- An error on one rank ends the search on the others: now, not at their time-out, with its text. One that all
+  ranks raise together is not reported: they may go on, and search again.
+- Every rank knows on which machine and in which process the others are. Those on its own machine it can
+  check: a process that has ended, or that only waits to be reaped, is gone.
 - A collective that breaks off says that a connection was lost, not whose. What it raised is replaced by an
   error that names the rank, and says what that rank said when it left. Where all ranks are still there, the
   error stands as it was raised.
@@ -42,17 +42,19 @@ class Everyone:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._places: list[tuple[str, int]] = []
+        self._processes: list[tuple[str, int]] = []
 
     def meet(self) -> None:
-        """Tell each other, all ranks together."""
-        told = self._ranks.gather([_machine(), os.getpid()], doing="where the ranks are")
-        self._places = [(machine, pid) for machine, pid in told]
+        """Exchange machine and process, on all ranks together."""
+        found = self._ranks.gather([_machine(), os.getpid()], doing="where the ranks are")
+        self._processes = [(machine, pid) for machine, pid in found]
 
     def ended(self) -> list[int]:
         """Ranks on this machine whose process is over."""
         here = _machine()
-        return [rank for rank, (place, pid) in enumerate(self._places) if place == here and not _lives(pid)]
+        return [
+            rank for rank, (machine, pid) in enumerate(self._processes) if machine == here and not _lives(pid)
+        ]
 
     def behind(self, error: BaseException) -> RankMissingError | None:
         """Who is behind an error of a collective; None where it is not one, or nobody is missing."""

@@ -1,7 +1,7 @@
-"""The one place where ranks agree.
+"""The one module in which ranks agree.
 
 Rules
-- In one process every call answers at once and talks to nobody.
+- In one process every call returns at once and issues no collectives.
 - Every rank gets the same answer, or every rank that waits gets the same error. Nobody waits longer than
   its time-out, and the error names the ranks that did not come.
 - A call says what it is about (`doing`). Ranks that are out of step get an error, never each other's numbers.
@@ -31,7 +31,7 @@ class Ranks:
     """All ranks of the program, as they take a decision together.
 
         ranks = Ranks.current()
-        if ranks.any(ran_out, doing="trial 3"):     # on every rank: did anyone run out?
+        if ranks.any(has_oom, doing="trial 3"):     # on every rank: has any of them an OOM?
             ...
         size = ranks.minimum(size, doing="the size to try next")
 
@@ -102,7 +102,7 @@ class Ranks:
     def find_lost(self, *, doing: str, within_s: float, ended: Callable[[], Sequence[int]]) -> None:
         """After a collective that broke off: an error that names the ranks which are gone, if any are.
 
-        `ended()`: ranks that have certainly ended, as far as this one can tell. They are named at once; a
+        `ended()`: ranks that have certainly ended, as far as this one knows. They are named at once; a
         rank that neither comes nor is known to have ended is named after `within_s`.
         """
         if self.consensus is not None:
@@ -113,16 +113,16 @@ class Ranks:
                 self.consensus.part(ended)
 
     def flag(self, name: str) -> None:
-        """Raise a flag that the other ranks can see without an agreement; it stays up."""
+        """Set a flag that the other ranks can read without an agreement; it stays set."""
         if self.consensus is not None:
             self.consensus.flag(name)
 
     def flagged(self, name: str) -> bool:
-        """Whether any rank has raised the flag of that name."""
+        """Whether any rank has set the flag of that name."""
         return self.consensus is not None and self.consensus.flagged(name)
 
     def leave(self, why: str) -> None:
-        """Tell the others that this rank will not come again, so that they fail now, not at their time-out.
+        """Report that this rank will not come again, so that the others fail now, not at their time-out.
 
         For a rank that is about to raise an error of its own. Raises nothing itself.
         """
@@ -133,7 +133,7 @@ class Ranks:
         """Wait until all ranks have read the last agreement, so that this process may end.
 
         The store often lives in rank 0's process. It also waits when the process group goes, but a process
-        that ends without a word (`os._exit`, a worker of multiprocessing) never comes to that.
+        that ends abruptly (`os._exit`, a worker of multiprocessing) never comes to that.
         """
         if self.consensus is not None:
             self.consensus.settle()

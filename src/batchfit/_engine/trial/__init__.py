@@ -1,4 +1,5 @@
-"""One measured attempt at a batch size, in this process or in a child.
+"""Trials: some measured steps at one batch size, after which the state is restored.
 
-Front door: `trial.py`. `in_process.py` and `in_children.py` run trials; `child_main.py` is the child.
+Front door: `trial.py`, over the guarded runner of steps (`guarded_steps.py`). A search sees the `TrialRunner`
+of `interface.py`: `in_process.py`, or `in_children.py` with `child_main.py` in each child.
 """

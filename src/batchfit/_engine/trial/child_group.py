@@ -1,12 +1,12 @@
-"""Child processes on all ranks at once: how they find each other, and how all of them end when one fails.
+"""Child processes on all ranks at once: how they form a process group, and all end when one fails.
 
 Rules:
 - The children of one trial form a process group of their own, at an address that the ranks agree on: for them
   it is as if torchrun had started them. What breaks in it is gone with the children; the ranks' own group is
   never touched.
 - Where the program had made its process group before the search, each child makes one like it before it calls
-  the factory. Else that is the factory's to do.
-- A rank whose child has failed raises a flag; the others see it within a tenth of a second and end theirs.
+  the factory. Otherwise the factory has to make it.
+- A rank whose child has failed sets a flag; the others see it within a tenth of a second and end theirs.
 - A child that lost the connection to another one has not failed itself: its rank waits for the flag.
 """
 
@@ -31,7 +31,7 @@ class CutOff(Exception):
 
 @final
 class ChildGroup:
-    """The children of all ranks; in one process there is no company, and nothing is asked."""
+    """The children of all ranks; in one process there is one child, and nothing is agreed on."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -42,17 +42,17 @@ class ChildGroup:
         """Whether there is one rank only."""
         return self._ranks.world_size == 1
 
-    def invite(self) -> dict[str, Any]:
-        """What the next child needs to find the others; all ranks call this together."""
+    def rendezvous(self) -> dict[str, Any]:
+        """The address at which the next children form a process group; all ranks call this together."""
         if self.is_alone:
             return {"environment": {}, "backend": None}
         self._number += 1
         mine = [socket.gethostname(), _free_port() if self._ranks.is_main else 0]
-        told = self._ranks.gather(mine, doing="where the child processes meet")
-        near = len({host for host, _ in told}) == 1
+        hosts = self._ranks.gather(mine, doing="where the child processes meet")
+        near = len({host for host, _ in hosts}) == 1
         environment = {
-            "MASTER_ADDR": "127.0.0.1" if near else os.environ.get("MASTER_ADDR", told[0][0]),
-            "MASTER_PORT": str(told[0][1]),
+            "MASTER_ADDR": "127.0.0.1" if near else os.environ.get("MASTER_ADDR", hosts[0][0]),
+            "MASTER_PORT": str(hosts[0][1]),
             "RANK": str(self._ranks.rank),
             "WORLD_SIZE": str(self._ranks.world_size),
             # torchrun keeps the store of its own ranks; the children's is kept by the first of them.
@@ -61,16 +61,16 @@ class ChildGroup:
         return {"environment": environment, "backend": _backend_of_the_program()}
 
     def has_failed(self) -> bool:
-        """Whether a rank has told that its child failed."""
+        """Whether a rank has reported that its child failed."""
         return not self.is_alone and self._ranks.flagged(self._flag)
 
-    def tell_failed(self) -> None:
-        """Tell the other ranks that the child of this one has failed."""
+    def report_failed(self) -> None:
+        """Report to the other ranks that the child of this rank has failed."""
         if not self.is_alone:
             self._ranks.flag(self._flag)
 
     def fails_soon(self) -> bool:
-        """Whether another rank tells that its child failed, within a few seconds."""
+        """Whether another rank reports, within a few seconds, that its child failed."""
         deadline = time.monotonic() + _PATIENCE_S
         while not self.has_failed():
             if self.is_alone or time.monotonic() > deadline:
@@ -78,8 +78,8 @@ class ChildGroup:
             time.sleep(0.02)
         return True
 
-    def look(self) -> Callable[[], None] | None:
-        """For who waits for a child: raises `CutOff` once another rank's has failed."""
+    def failure_check(self) -> Callable[[], None] | None:
+        """A function that raises `CutOff` once another rank's child has failed; None in one process."""
         if self.is_alone:
             return None
 
@@ -89,8 +89,8 @@ class ChildGroup:
 
         return raise_if_failed
 
-    def ask_why(self) -> None:
-        """After a child was cut off outside a trial: the rank behind it has left; raises its words."""
+    def raise_cause(self) -> None:
+        """After a child was cut off outside a trial: raise what the rank said that has left."""
         self._ranks.gather("cut off", doing="why the child process of another rank failed")
 
     @property

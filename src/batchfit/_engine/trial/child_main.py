@@ -3,11 +3,11 @@
 Rules:
 - It ends when its parent does, whatever it is doing: the kernel sees to it on Linux, and everywhere a
   thread that reads the parent's pipe to its end.
-- It says each thing once, as a line of JSON: started, loaded, what is reachable, each step that begins, the
+- It reports each event once, as a line of JSON: started, loaded, reachable bytes, each step that begins, the
   trial. What the user's code prints goes to its stdout and stderr, never into that pipe.
-- Where memory of the machine runs out, the kernel shall take this process and not the parent.
+- Where RAM is exhausted, the kernel shall kill this process and not the parent.
 - A dead device context is an outcome here: the next trial has a process, and a context, of its own.
-- Nothing is put back: the state dies with the process.
+- No state is restored: it ends with the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import ctypes
 import faulthandler
 import importlib
 import json
-import operator
 import os
 import pickle
 import queue
@@ -34,22 +33,14 @@ import torch.distributed
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, resolve_device
-from batchfit._engine.device.tensors import optimizers_in, tensors_in
+from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
 from batchfit._engine.trial.interface import TrialRequest
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.placement import device_to_run
-from batchfit._engine.workload.target import (
-    LoadedTarget,
-    Target,
-    home_of,
-    load_target,
-    loaded_target,
-    make_workload,
-    parse_target,
-)
+from batchfit._engine.workload.target import Target, home_of, load_target, make_workload
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
@@ -62,9 +53,9 @@ PATIENCE_S = 10.0  # for the memory of the child before this one to come back
 
 
 def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
-    """Do what the parent asks: load a factory, run one trial of what it makes.
+    """Do what the parent requests: load a factory, run one trial of what it makes.
 
-    A `spare` child has time until its turn comes: it imports what most workloads will need.
+    A `spare` child has time until its trial: it imports what most workloads will need.
     """
     asked, say = stand_by(requests, answers_fd, parent_pid)
     if spare:
@@ -73,41 +64,41 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
     say("started")
     request = asked.get()
     be_taken_first()
-    target = _target_of(request)
+    target = Target(**request["target"])
     stage, made_at = "place", ""
     try:
         join(request)
-        if request["device"] is not None:  # a wrong one is told before the user's code runs
+        if request["device"] is not None:  # a wrong one is refused before the user's code runs
             resolve_device(request["device"])
         stage = "load"
-        loaded = _load(request, target)
+        loaded = load_target(target)
         made_at = loaded.line
         work = make_workload(target, loaded)
         stage = "place"
-        place = device_to_run(work, request["device"])
+        device = device_to_run(work, request["device"])
         say(
             "loaded",
-            device=place.name,
-            available_bytes=place.budget_bytes(),
-            total_bytes=place.total_bytes(),
+            device=device.name,
+            available_bytes=device.budget_bytes(),
+            total_bytes=device.total_bytes(),
             state_elements=count_elements(work.state),
         )
         request = asked.get()
         while "least_bytes" in request:
-            say("reachable", available_bytes=_once_reachable(place, request["least_bytes"]))
+            say("reachable", available_bytes=_once_reachable(device, request["least_bytes"]))
             request = asked.get()
         stage = "step"
-        trial = _run(work, place, TrialRequest(**request["trial"]), request["budget_bytes"], say)
-        say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(place))
+        trial = _run(work, device, TrialRequest(**request["trial"]), request["budget_bytes"], say)
+        say("trial", trial=trial.model_dump(), available_bytes=_reachable_after(device))
     except BaseException as error:  # noqa: BLE001  the parent raises it, whatever it is
-        say("raised", stage=stage, **_told(error, home=home_of(target), made_at=made_at))
+        say("raised", stage=stage, **_error_message(error, home=home_of(target), made_at=made_at))
     leave()
 
 
 def stand_by(
     requests: BinaryIO, answers_fd: int, parent_pid: int
 ) -> tuple[queue.SimpleQueue[Message], Callable[..., None]]:
-    """Be a child of that parent: its requests as they come, and what tells it something."""
+    """Connect to the parent; returns the queue of its requests and the function that sends it messages."""
     global active
     active = True
     _die_with(parent_pid)
@@ -136,7 +127,7 @@ def join(request: Message) -> None:
 def leave() -> NoReturn:
     """End now: with the user's exit handlers, without the half second in which torch is taken apart.
 
-    Threads of the user's are not waited for, and an exit handler that raises is the interpreter's to report.
+    Threads of the user's are not joined, and an exit handler that raises is the interpreter's to report.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -146,12 +137,12 @@ def leave() -> NoReturn:
 
 
 def count_elements(state: object) -> int:
-    """How many numbers a state holds: a cheap way to tell one model from another."""
+    """How many numbers a state holds: a cheap way to distinguish models."""
     return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
 
 
 def _run(
-    work: Workload, place: Device, request: TrialRequest, budget_bytes: int, say: Callable[..., None]
+    work: Workload, device: Device, request: TrialRequest, budget_bytes: int, say: Callable[..., None]
 ) -> Trial:
     number = 0
 
@@ -162,21 +153,20 @@ def _run(
         return work.step(batch_size)
 
     begun = time.perf_counter()
-    parameters = {id(one): one for one in tensors_in(work.state) if one.requires_grad}
     message = ""
     if request.is_smallest:
         faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
     try:
-        with place.limit(budget_bytes):
+        with device.limit(budget_bytes):
             return run_trial(
                 step,
                 request.size,
-                device=place,
+                device=device,
                 snapshot=Snapshot.take(()),
-                parameters=list(parameters.values()),
+                parameters=trained_in(work.state),
                 steps=request.steps_of(work.kind),
                 soak=request.soak,
-                may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
+                may_settle=request.may_settle and work.declared,  # else its optimizers are not known
                 optimizers=optimizers_in(work.state),
                 generates=work.kind == "generation",
                 raise_ambiguous=request.is_smallest,
@@ -196,22 +186,7 @@ def _run(
     )
 
 
-def _target_of(request: Message) -> Target:
-    if request["module"] is None:
-        return parse_target(request["text"], request["arguments"])
-    return Target(text=request["text"], place=request["module"], function=request["function"])
-
-
-def _load(request: Message, target: Target) -> LoadedTarget:
-    if request["module"] is None:
-        return load_target(target)
-    # The parent's own function, found where the parent found it: its `sys.path` is ours.
-    module = importlib.import_module(request["module"])
-    found = operator.attrgetter(request["function"])(module)
-    return loaded_target(found, name=target.text, file=failure.shown_path(module.__file__))
-
-
-def _told(error: BaseException, *, home: str | None, made_at: str) -> Message:
+def _error_message(error: BaseException, *, home: str | None, made_at: str) -> Message:
     """An error as text, and as itself where it can travel."""
     try:
         text = str(error)
@@ -237,18 +212,18 @@ def _pickled(error: BaseException) -> str | None:
     return base64.b64encode(data).decode()
 
 
-def _once_reachable(place: Device, least_bytes: int) -> int:
-    """What is reachable, once that is enough or patience ends: a driver frees after the exit."""
+def _once_reachable(device: Device, least_bytes: int) -> int:
+    """Reachable bytes, once enough or after a time-out: a driver releases memory after the exit."""
     deadline = time.monotonic() + PATIENCE_S
-    while (available := place.budget_bytes()) < least_bytes and time.monotonic() < deadline:
+    while (available := device.budget_bytes()) < least_bytes and time.monotonic() < deadline:
         time.sleep(0.05)
     return available
 
 
-def _reachable_after(place: Device) -> int | None:
+def _reachable_after(device: Device) -> int | None:
     try:
-        return place.budget_bytes()
-    except RuntimeError:  # the trial has poisoned the device for this process
+        return device.budget_bytes()
+    except RuntimeError:  # the trial has left a dead device context
         return None
 
 

@@ -47,12 +47,12 @@ _BOOT = (
 # Reads until the pipe's other end, which only we hold, is closed; $0 is the group.
 _GUARD = 'while read -r line; do :; done; kill -s KILL -- "-$0"'
 _REAP_S = 60.0  # a driver may take long to tear a context down
-_PAUSE_S = 0.1  # between two looks at a process whose pipe says nothing
+_PAUSE_S = 0.1  # between two checks of a process whose pipe is empty
 _PIPE_BYTES = 2**16  # read at once: as much as a pipe holds
 
 
 class ChildSilent(Exception):
-    """The child has said nothing for too long."""
+    """The child has sent nothing for too long."""
 
 
 def _decoder() -> codecs.IncrementalDecoder:
@@ -136,20 +136,20 @@ class Child:
         self.send(path=[str(entry) for entry in sys.path], more={"parent_pid": os.getpid(), "spare": spare})
 
     def send(self, **request: object) -> None:
-        """Tell the child what to do; one that is gone is noticed by `receive`."""
+        """Send a request; `receive` notices a child that has ended."""
         whole = json.dumps(request).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
             while whole:
                 whole = whole[os.write(self._requests, whole) :]
 
-    def receive(self, timeout_s: float | None, *, look: Callable[[], None] | None = None) -> Message | None:
+    def receive(self, timeout_s: float | None, *, check: Callable[[], None] | None = None) -> Message | None:
         """The child's next message; None where it has ended instead, `ChildSilent` where neither happens.
 
-        `look` is called now and then while there is none: what it raises ends the wait.
+        `check` is called ten times per second while there is none: what it raises ends the wait.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
-            ended = self.has_ended()  # looked at first: what it wrote before its end is in the pipe by then
+            ended = self.has_ended()  # read first: what the child wrote before its end is in the pipe by then
             pause_s = _PAUSE_S
             if deadline is not None:
                 pause_s = min(pause_s, max(0.0, deadline - time.monotonic()))
@@ -157,8 +157,8 @@ class Child:
                 continue
             if ended:
                 return None
-            if look is not None:
-                look()
+            if check is not None:
+                check()
             if deadline is not None and time.monotonic() >= deadline:
                 raise ChildSilent
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -167,11 +167,11 @@ class Child:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What there is to read from it, for who waits for several."""
+        """The file descriptors to read from, for a caller that waits for several children."""
         return (*self._outputs, *(() if self._closed or self._answers < 0 else (self._answers,)))
 
     def _read(self, pause_s: float) -> bool:
-        """Whether an answer was read. A pipe that the user's code has closed says nothing, for ever."""
+        """Whether an answer was read. A pipe that the user's code has closed stays empty."""
         poll = select.poll()
         for fd in self.descriptors:
             poll.register(fd, select.POLLIN)
@@ -198,7 +198,7 @@ class Child:
     def _hand_over_the_rest(self) -> None:
         for fd in list(self._outputs):
             try:
-                # What a process that it has left behind goes on printing is not waited for.
+                # What a process that the child left behind goes on printing is not awaited.
                 if select.select([fd], [], [], 0)[0] and (part := os.read(fd, _PIPE_BYTES)):
                     self._hand_over(fd, part)
             finally:
@@ -265,7 +265,7 @@ def _guard_of(group: int) -> subprocess.Popen[bytes] | None:
 
 
 def _end_guard(guard: subprocess.Popen[bytes]) -> None:
-    """End it without a shot: it is killed before its pipe is closed."""
+    """End the guard before it kills the group: it is killed before its pipe is closed."""
     guard.kill()
     guard.wait()
     assert guard.stdin is not None
@@ -273,7 +273,7 @@ def _end_guard(guard: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_any(children: Iterable[Child]) -> None:
-    """Until one of them says something or a moment has passed: `receive(0)` tells which."""
+    """Wait until one of them has sent something, or a moment has passed; `receive(0)` shows which."""
     poll = select.poll()
     for child in children:
         for fd in child.descriptors:

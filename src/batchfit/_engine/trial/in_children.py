@@ -1,32 +1,29 @@
-"""Trials in child processes: what kills, hangs or poisons a child is an outcome, and the search goes on.
+"""Trials in child processes: a child that is killed, hangs or loses its device is an outcome.
 
 Rules:
-- One trial, one process: a fresh interpreter that makes the workload from an importable factory. What
-  cannot be named cannot be made again in a child, and is a `TypeError`; nothing runs here instead.
-- A death that the size may explain is an outcome. Killed (-9) is what the kernel does when memory runs out.
+- One trial, one process: a fresh interpreter that makes the workload from an importable factory.
+- A death that the size may explain is an outcome. Killed (-9) is what the kernel does when RAM is exhausted.
   Any other signal, or an exit, may be memory or not: it counts as too big only if a smaller size runs.
   A child that dies before its first step has not died of the size: that is an error.
 - An error of the user's comes out as it would without a child: of its own type where that type is loaded
   here, with the child's traceback as a note.
-- No child outlives the search: its whole process group is killed and its end is waited for, on Ctrl-C too.
+- No child outlives the search: its whole process group is killed and reaped, on Ctrl-C too.
 - Nothing of the user's is loaded here, no device is touched, and no file handle stays open.
 
-`process.py` starts, reads and ends a process; `child.py` is what runs in it.
+`child_process.py` starts, reads and ends a process; `child_main.py` is what runs in it.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import inspect
 import io
-import operator
 import os
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, final
@@ -38,102 +35,21 @@ from batchfit._engine.distributed.collectives import reads_as_lost
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.trial import child_main as child_side
 from batchfit._engine.trial.child_group import ChildGroup, CutOff
-from batchfit._engine.trial.child_process import Child, ChildSilent, Message, OnOutput
+from batchfit._engine.trial.child_process import Child, ChildSilent, Message
+from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.virtual_memory.memory import active
-from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError
 from batchfit.results import Outcome, Trial
-from batchfit.workload import Workload
 
 _START_S = 300.0  # to import torch, on a machine that is busy with other things
-_LOOK_S = 60.0  # to look at a device, and to wait for what the child before has held there
+_READ_DEVICE_S = 60.0  # to read a device, and to wait for what the child before has held there
 _FAREWELL_S = 5.0  # for the exit handlers of the user's code, once the answer is here
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Factory:
-    """A function that a child can find again: by module and name, or as the text of a target.
-
-    `arguments` are those of the target's script.
-    `on_loaded(device, available_bytes)` and `on_step(size, number)` are told what children do, and
-    `on_output(text, is_error)` what they print: without it that goes where this process' output goes.
-    """
-
-    text: str
-    module: str | None = None
-    function: str = ""
-    on_loaded: Callable[[str, int], object] | None = None
-    on_step: Callable[[int, int], object] | None = None
-    on_output: OnOutput | None = None
-    arguments: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, workload: object) -> Factory:
-        """The factory that the caller of `find_batch_size(isolate=True)` has given."""
-        if isinstance(workload, Factory):
-            return workload
-        if isinstance(workload, str):
-            parse_target(workload)
-            return cls(workload)
-        why = _why_not_a_factory(workload)
-        if why:
-            raise TypeError(
-                "workload must be, with isolate=True, a module-level step(batch_size), a module-level "
-                "function without required arguments that returns the workload, or 'file.py:name' or "
-                "'package.module:name': each trial makes the workload again, in a child process. "
-                f"Not {why}"
-            )
-        return cls._named(workload)
-
-    @classmethod
-    def _named(cls, function: Any) -> Factory:
-        module, name = function.__module__, function.__qualname__
-        if module != "__main__":
-            return cls(f"{module}:{name}", module, name)
-        main: Any = sys.modules["__main__"]
-        if main.__spec__ is not None:  # python -m package.module
-            return cls(f"{main.__spec__.name}:{name}", main.__spec__.name, name)
-        return cls(f"{main.__file__}:{name}")
-
-
-def _why_not_a_factory(given: Any) -> str:
-    if isinstance(given, Workload):
-        return f"{given!r}, which lives in this process"
-    if not inspect.isfunction(given):
-        return f"{given!r}"
-    name, module = given.__qualname__, sys.modules.get(given.__module__)
-    if "<" in name:
-        return f"{name!r}, which no other process can import: move it to the top of its module"
-    try:
-        found = operator.attrgetter(name)(module)
-    except AttributeError:
-        found = None
-    if found is not given:
-        if module is None or found is None:  # made by exec, or by a tool that runs cells
-            return f"{name!r}, which is in no module that a child could import: put it into a file"
-        return f"{given!r}: {given.__module__}:{name} is something else"
-    if given.__module__ == "__main__" and not _main_can_be_loaded(module):
-        return f"{name!r} of an interactive session: put it into a file"
-    needed = [p.name for p in inspect.signature(given).parameters.values() if _is_required(p)]
-    if len(needed) > 1:
-        return f"{name!r}, which needs arguments ({', '.join(needed)})"
-    return ""
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    optional = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in optional
-
-
-def _main_can_be_loaded(main: Any) -> bool:
-    return main.__spec__ is not None or os.path.isfile(getattr(main, "__file__", None) or "")
-
-
 def _check_possible(device: object) -> str | None:
-    """Refuse where children cannot be, before one is started; the device as a child is told of it."""
+    """Refuse where children cannot run, before one is started; the device's name for the child."""
     if os.name != "posix":
         raise BatchfitError("isolate=True needs a POSIX system (Linux or macOS). Leave it out here.")
     if child_side.active:
@@ -163,7 +79,7 @@ class ChildDevice:
     state_elements: int
 
     def budget_bytes(self) -> int:
-        """What the program may use."""
+        """Bytes that the program may use."""
         return self.available_bytes
 
     def total_bytes(self) -> int:
@@ -176,7 +92,7 @@ class ChildDevice:
         return self.name.partition(":")[0] == "cpu"
 
 
-def _place(loaded: Message) -> ChildDevice:
+def _device_of(loaded: Message) -> ChildDevice:
     available, total = loaded["available_bytes"], loaded["total_bytes"]
     around = active()
     if loaded["device"] == "cpu" and around is not None:  # a virtual memory does not reach into a child
@@ -192,13 +108,13 @@ class InChildren:
             with children.trying(2**30) as run_one:
                 trial = run_one(TrialRequest(8, steps=3))
 
-    While a trial runs, the next child already imports torch; it loads nothing of the user's before its turn.
+    While a trial runs, the next child already imports torch; it loads user code for its own trial only.
     """
 
     def __init__(
         self, factory: Factory, *, device: object, timeout_s: float | None, ranks: Ranks | None = None
     ) -> None:
-        self._company = ChildGroup(ranks or Ranks.current())
+        self._group = ChildGroup(ranks or Ranks.current())
         self._device_name = _check_possible(device)
         self._factory = factory
         self._timeout_s = timeout_s
@@ -218,7 +134,7 @@ class InChildren:
 
     @property
     def device(self) -> ChildDevice:
-        """Where the workload runs. Starts the first child, which then waits for its trial."""
+        """Where the workload runs; starts the first child, which then waits for its trial."""
         if self._first is None:
             self._loaded = self._load()
         assert self._first is not None
@@ -243,29 +159,29 @@ class InChildren:
         """Do nothing: a child whose peer failed is ended, so no rank waits in a collective."""
 
     def reachable_bytes(self, least_bytes: int) -> int:
-        """What the next trial may use, as the child sees it that will run it.
+        """Bytes that the next trial may use, as the child reads them that will run it.
 
-        It waits a while for `least_bytes`: what the child before has held may be on its way back. RAM comes
-        and goes all the time, and a trial there has the budget for itself: the first figure stands.
+        It waits a while for `least_bytes`: what the child before has held may not be released yet. Free RAM
+        changes all the time, and a trial there has the budget for itself: the first figure stands.
         """
         if not self.device.is_ram:
             child = self._loaded = self._loaded or self._load()
             child.send(least_bytes=least_bytes)
-            doing = f"looking at {self.device.name}"
-            seen = self._await(child, "reachable", doing=doing, timeout_s=_LOOK_S)
+            doing = f"reading the memory of {self.device.name}"
+            seen = self._await(child, "reachable", doing=doing, timeout_s=_READ_DEVICE_S)
             self._seen_bytes = seen["available_bytes"]
         return self._seen_bytes
 
     def reachable_after_bytes(self) -> int:
-        """What was reachable when the last trial had ended, if it could still tell; else before it."""
+        """Bytes that were reachable after the last trial, or before it where its child had died."""
         return self._seen_bytes
 
     def regroup(self) -> None:
-        """Nothing of a trial outlives its process."""
+        """Do nothing: no state of a trial outlives its process."""
 
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunTrial]:
-        """Inside, a function that runs one trial under the budget."""
+        """A context with a function that runs one trial under the budget."""
         yield partial(self._run, budget_bytes=budget_bytes)
 
     def _run(self, request: TrialRequest, *, budget_bytes: int) -> Trial | None:
@@ -278,12 +194,12 @@ class InChildren:
                 self._spare = self._spare or Child(spare=True, on_output=self._factory.on_output)
             trial = self._follow(child, request)
             if not trial.fits:
-                self._company.tell_failed()
+                self._group.report_failed()
             child.end(after_s=_FAREWELL_S)
         except CutOff:
             return None
         except BaseException:
-            self._company.tell_failed()
+            self._group.report_failed()
             raise
         finally:
             child.end()
@@ -294,27 +210,20 @@ class InChildren:
         factory = self._factory
         child = self._started()
         try:
-            child.send(
-                text=factory.text,
-                module=factory.module,
-                function=factory.function,
-                arguments=factory.arguments,
-                device=self._device_name,
-                **self._company.invite(),
-            )
-            doing = f"loading {factory.text}"
+            child.send(target=asdict(factory.target), device=self._device_name, **self._group.rendezvous())
+            doing = f"loading {factory.target.text}"
             loaded = self._await(child, "loaded", doing=doing, timeout_s=self._timeout_s)
             if self._first is None:
-                self._first = _place(loaded)
+                self._first = _device_of(loaded)
                 self._seen_bytes = self._first.available_bytes
                 if factory.on_loaded is not None:
                     factory.on_loaded(self._first.name, self._first.available_bytes)
         except CutOff:
             child.end()
-            self._company.ask_why()
+            self._group.raise_cause()
             raise
         except BaseException:
-            self._company.tell_failed()
+            self._group.report_failed()
             child.end()
             raise
         return child
@@ -338,7 +247,7 @@ class InChildren:
     def _await(self, child: Child, kind: str, *, doing: str, timeout_s: float | None) -> Message:
         """The next message, which must be of that kind; a death here has nothing to do with the size."""
         try:
-            message = child.receive(timeout_s, look=self._company.look())
+            message = child.receive(timeout_s, check=self._group.failure_check())
         except ChildSilent:
             raise ChildDiedError(f"was still {doing} after {timeout_s:g} s") from None
         if message is None:
@@ -346,7 +255,7 @@ class InChildren:
                 f"{_ending(child.exit_code()).text} while {doing}", exit_code=child.exit_code()
             )
         if message["kind"] == "raised":
-            self._blame_others(message)
+            self._raise_if_cut_off(message)
             raise _rebuilt(message)
         assert message["kind"] == kind, message
         return message
@@ -357,7 +266,7 @@ class InChildren:
         ending: _Ending | None = None
         while ending is None:
             try:
-                message = child.receive(self._timeout_s, look=self._company.look())
+                message = child.receive(self._timeout_s, check=self._group.failure_check())
             except ChildSilent:
                 ending = _Ending(
                     "timeout", f"was stopped after {self._timeout_s:g} s without an answer (timeout_s)", False
@@ -375,7 +284,7 @@ class InChildren:
                     self._seen_bytes = message["available_bytes"]
                 return Trial.model_validate(message["trial"])
             else:
-                self._blame_others(message)
+                self._raise_if_cut_off(message)
                 raise _rebuilt(message)
         where = (
             f"in step {number} of batch size {size}" if number else f"before the first step of size {size}"
@@ -392,9 +301,10 @@ class InChildren:
             message=f"the child process {ending.text} {where}",
         )
 
-    def _blame_others(self, message: Message) -> None:
-        """A child that lost a connection has not failed itself, if another rank says that its own has."""
-        if not self._company.is_alone and reads_as_lost(message["text"]) and self._company.fails_soon():
+    def _raise_if_cut_off(self, message: Message) -> None:
+        """Raise `CutOff` where a child lost its connection because another rank's child has failed."""
+        text = f"{message['type']}: {message['text']}"
+        if not self._group.is_alone and reads_as_lost(text) and self._group.fails_soon():
             raise CutOff
 
 
@@ -408,7 +318,7 @@ class _Ending(NamedTuple):
 
 def _ending(exit_code: int) -> _Ending:
     if exit_code == -signal.SIGKILL:
-        return _Ending("killed", "was killed (SIGKILL, as the system does when RAM runs out)", False)
+        return _Ending("killed", "was killed (SIGKILL, as the system does when RAM is exhausted)", False)
     if exit_code >= 0:
         return _Ending("killed", f"exited by itself with code {exit_code}", True)
     try:
@@ -424,7 +334,7 @@ def ending_text(exit_code: int) -> str:
 
 
 def _rebuilt(message: Message) -> BaseException:
-    """The error that a child told of, to be raised here."""
+    """The error that a child has reported, to be raised here."""
     error = _unpickled(message["pickle"])
     if error is None:
         error = ChildRaisedError(message["type"], message["text"])
@@ -448,6 +358,6 @@ def _unpickled(text: str | None) -> BaseException | None:
         return None
     try:
         error = _OfLoadedModules(io.BytesIO(base64.b64decode(text))).load()
-    except Exception:  # noqa: BLE001  its type may look different in this process, in whatever way
+    except Exception:  # noqa: BLE001  its type may differ in this process, in whatever way
         return None
     return error if isinstance(error, BaseException) else None

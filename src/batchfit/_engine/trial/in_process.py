@@ -1,8 +1,8 @@
-"""Trials in this process, on the caller's own objects, which are put back.
+"""Trials in this process, on the caller's own objects, whose state is restored.
 
 Rules: what is garbage before the first trial does not count as memory in use; a trial collects only what came
-after that, and all of it where it ran out. Where steps talk to other ranks, one that failed here goes on
-sending what the others wait for (`collectives`), so that all ranks end the trial.
+after that, and all of it after an OOM. Where steps issue collectives, a rank whose step failed goes on
+issuing those that the others wait for (`collectives`), so that all ranks end the trial.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.device.tensors import optimizers_in, own_bytes, tensors_in
+from batchfit._engine.device.tensors import optimizers_in, own_bytes, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
@@ -30,25 +30,25 @@ from batchfit._engine.trial.trial import run_trial
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
-_LITTLE = 2**20  # bytes that no answer depends on
+_NEGLIGIBLE_BYTES = 2**20  # no answer depends on so few
 
 
 @final
 class InProcess:
-    """Runs trials in this process, on the caller's own objects, and puts them back."""
+    """Runs trials in this process, on the caller's own objects, and restores their state."""
 
     def __init__(self, work: Workload, device: Device) -> None:
         self.device = device
         self.state_elements = count_elements(work.state)
         self.work = work
-        self._owed: ExpectedCollectives | None = None  # what a step sends to other ranks
+        self._expected: ExpectedCollectives | None = None  # the collectives that a step issues
         self._snapshot: Snapshot | None = None  # while trials are run
         self._low = 1  # a small size that all ranks have run
 
     def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
-        """Learn what steps send to other ranks, at a few small sizes, all ranks together.
+        """Record which collectives a step issues, at a few small sizes, on all ranks together.
 
-        In one process there is nothing to learn.
+        In one process there is nothing to record.
         """
         if ranks.world_size == 1:
             return
@@ -57,24 +57,23 @@ class InProcess:
             run_trial,
             device=self.device,
             snapshot=Snapshot.take(self.work.state),
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
         )
         gc.collect()
         with self.device.limit(self.device.budget_bytes()), FrozenGarbage():
-            self._owed, failed = rehearse(self.work.step, run, ranks, sizes=sizes, device=self.device.name)
+            self._expected, failed = rehearse(
+                self.work.step, run, ranks, sizes=sizes, device=self.device.name
+            )
             if failed:
                 self.regroup()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return list({id(one): one for one in tensors_in(self.work.state) if one.requires_grad}.values())
-
     @property
     def state_bytes(self) -> int | None:
-        """What weights and gradients take, and what there is of optimizer state; more of it may come.
+        """Bytes of weights, gradients and present optimizer state; the optimizer may add more.
 
-        None for steps of the user's own: nobody knows which gradients they keep.
+        None for steps of the user's own: which gradients they keep is not known.
         """
-        trained = self._parameters()
+        trained = trained_in(self.work.state)
         if self.work.kind != "training" or self.work.optimizer is None or not trained:
             return None
         on = trained[0].device
@@ -89,24 +88,24 @@ class InProcess:
         return self.work._samples
 
     def reachable_bytes(self, least_bytes: int) -> int:
-        """What a trial may use now. No process of ours has just ended: `least_bytes` is not waited for."""
+        """Bytes that a trial may use now. No child has just ended, so nothing is awaited."""
         return self.device.budget_bytes()
 
     def reachable_after_bytes(self) -> int:
-        """What was reachable when the last trial had ended: nothing has run since."""
+        """Bytes that were reachable when the last trial had ended: nothing has run since."""
         return self.device.budget_bytes()
 
     @contextlib.contextmanager
     def trying(self, budget_bytes: int) -> Iterator[RunTrial]:
-        """Inside, a function that runs one trial under the budget."""
+        """A context with a function that runs one trial under the budget."""
         work, first = self.work, True
         snapshot = Snapshot.take(work.state)
-        parameters = self._parameters()
+        parameters = trained_in(self.work.state)
 
         def run_one(request: TrialRequest) -> Trial:
             nonlocal first
             size, steps = request.size, request.steps_of(work.kind)
-            step = work.step if self._owed is None else CountedStep(work.step, steps=steps)
+            step = work.step if self._expected is None else CountedStep(work.step, steps=steps)
             try:
                 trial = run_trial(
                     step,
@@ -116,14 +115,14 @@ class InProcess:
                     parameters=parameters,
                     steps=steps,
                     soak=request.soak,
-                    may_settle=request.may_settle and work.declared,  # or nobody knows of its optimizers
+                    may_settle=request.may_settle and work.declared,  # else its optimizers are not known
                     optimizers=optimizers_in(work.state),
                     generates=work.kind == "generation",
                     raise_ambiguous=request.is_smallest,
                 )
             except Exception as error:
                 if not is_lost_connection(error) and oom.classify(error) != "fatal":
-                    with contextlib.suppress(Exception):  # the step's own error is the one to tell
+                    with contextlib.suppress(Exception):  # the step's own error is the one to raise
                         self._serve(step, size, snapshot)
                 raise
             if not trial.fits:
@@ -152,19 +151,19 @@ class InProcess:
             size,
             device=self.device,
             snapshot=self._snapshot,
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
             steps=1,
             generates=True,
         )
 
     def regroup(self) -> None:
-        """After a trial that failed on some rank, on all of them: have wrappers arrange themselves anew.
+        """Have DDP rebuild its buckets on all ranks, after a trial that failed on any rank.
 
-        DDP forgets its layout when it is reset, and lays its buckets out again in its second step. All ranks
-        do that now, in small steps: in a trial it could run out there, and that cannot be undone.
+        DDP forgets its layout when it is reset, and rebuilds its buckets in its second step. All ranks do it
+        now, in small steps: an OOM there, in a trial, could not be undone.
         """
         wrapped = any(isinstance(one, nn.Module) and _arranges(one) for one in self.work.state)
-        if self._owed is None or not wrapped:
+        if self._expected is None or not wrapped:
             return
         snapshot = Snapshot.take(self.work.state)
         snapshot.restore()
@@ -173,35 +172,35 @@ class InProcess:
             self._low,
             device=self.device,
             snapshot=snapshot,
-            parameters=self._parameters(),
+            parameters=trained_in(self.work.state),
             steps=2,
         )
 
     def _serve(self, step: object, size: int, snapshot: Snapshot) -> None:
-        """Send what the other ranks wait for; what that has changed here is put back too."""
-        if self._owed is None or not isinstance(step, CountedStep):
+        """Issue the collectives that the other ranks wait for, then restore what they changed here."""
+        if self._expected is None or not isinstance(step, CountedStep):
             return
-        step.serve(self._owed, size)
+        step.serve(self._expected, size)
         snapshot.restore(cut_off=False)
 
 
 def collect_garbage(work: Workload, device: Device) -> None:
-    """Before memory is counted: what is garbage already must not count.
+    """Collect garbage before memory is counted.
 
     A collection walks all objects, a fifth of a second in a program with torch and transformers loaded. It is
-    left out where nothing is live on a GPU but the workload's own state. That is read as it was asked for: of
-    weights of 70 GiB, what blocks are rounded up by could hide some hundred MiB of garbage.
+    skipped where nothing is live on a GPU but the workload's own state. Requested bytes are compared, not
+    allocated ones: the rounding of blocks under 70 GiB of weights could hide some hundred MiB of garbage.
     """
     asked_bytes = device.requested_bytes() if isinstance(device, CudaDevice) else None
     if asked_bytes is not None:
         own = own_bytes((*work.state, work.model), on=torch.device(device.name))
-        if asked_bytes <= own + _LITTLE:
+        if asked_bytes <= own + _NEGLIGIBLE_BYTES:
             return
     gc.collect()
 
 
 def _held_bytes(device: Device) -> int | None:
-    """What is live on a GPU now; None on another device, where no reading tells that nothing was left."""
+    """Live bytes on a GPU now; None on another device, where no reading shows that nothing was left."""
     return device.held_bytes() if isinstance(device, CudaDevice) else None
 
 
@@ -211,10 +210,10 @@ def _arranges(module: nn.Module) -> bool:
 
 @final
 class FrozenGarbage:
-    """Lets each trial's garbage collection look only at what came after this point.
+    """Limits each trial's garbage collection to what came after this point.
 
     A program with torch and transformers loaded has a million objects, and walking them takes longer
-    than a small trial. What is garbage should be collected before. Nothing is frozen where the program has
+    than a small trial. Garbage should be collected before. Nothing is frozen where the program has
     frozen objects of its own.
     """
 
@@ -229,7 +228,7 @@ class FrozenGarbage:
             gc.unfreeze()
 
     def thorough(self) -> None:
-        """Collect what was alive at the beginning too: a trial may have let go of it."""
+        """Collect what was alive at the beginning too: a trial may have released it."""
         if self._ours:
             gc.unfreeze()
             gc.collect()

@@ -1,12 +1,12 @@
-"""What the steps of a workload send to other ranks, learned before the first trial.
+"""Which collectives the steps of a workload issue, recorded before the first trial.
 
 Rules:
-- A step that sends nothing costs two small steps, and nothing is recorded.
-- Every rank rehearses at the same sizes and all learn the same: whether a rank that fails can go on sending.
-  Where it cannot, the search is refused on all ranks, with the reason and with what to do.
-- A wrapper makes its arrangements in the first steps after its state was put back (DDP rebuilds its buckets
+- A step that issues no collectives costs two small steps, and nothing is recorded.
+- Every rank rehearses at the same sizes, and all reach the same verdict: whether a rank whose step failed can
+  go on issuing them. Where it cannot, the search is refused on all ranks, with the reason and the remedy.
+- A wrapper changes its collectives in the first steps after its state was restored (DDP rebuilds its buckets
   in the second one): these are recorded one by one. Then all must be equal.
-- The state is put back after each, as after a trial. The budget does not hold here: who runs out at the
+- The state is restored after each, as after a trial. The budget does not hold here: a rank with an OOM at the
   smallest size has no memory for it at all.
 """
 
@@ -30,12 +30,12 @@ from batchfit.errors import CollectivesError, NothingFitsError, RankMissingError
 from batchfit.results import Trial
 
 Step = Callable[[int], object]
-PATIENCE_S = 30.0  # of a rank that ran out at once, for others that may wait for it in a collective
-_SETTLED = 4  # steps after which a wrapper arranges nothing any more, the last two to compare
+PATIENCE_S = 30.0  # of a rank with an OOM in its first step, for others that may wait in a collective
+_SETTLED = 4  # steps after which a wrapper no longer changes, the last two to compare
 
 
 class RunSteps(Protocol):
-    """Runs some steps at a size and puts the state back."""
+    """Runs some steps at a size and restores the state."""
 
     def __call__(self, step: Step, size: int, *, steps: int) -> Trial: ...
 
@@ -43,26 +43,26 @@ class RunSteps(Protocol):
 def rehearse(
     step: Step, run: RunSteps, ranks: Ranks, *, sizes: Sequence[int], device: str
 ) -> tuple[ExpectedCollectives | None, bool]:
-    """What a step sends, at any size; None where it sends nothing. And whether a step failed on any rank.
+    """The collectives of a step at any size, or None without any; and whether a step failed on any rank.
 
     `sizes`: small ones, ascending.
     """
     before = counts()
     first = run(step, sizes[0], steps=2)
     sends = any(count > 0 for count in begun_since(before).values())
-    ran_out = "" if first.fits else first.message or first.outcome
-    told = _agreed([ran_out, sends], first, ranks, device)
-    if not any(sent for _, sent in told):
+    oom_text = "" if first.fits else first.message or first.outcome
+    answers = _agreed([oom_text, sends], first, ranks, device)
+    if not any(sent for _, sent in answers):
         return None, False
-    if any(text for text, _ in told):
-        raise _nothing_fits(first, told, device)
+    if any(text for text, _ in answers):
+        raise _nothing_fits(first, answers, device)
     owed: ExpectedCollectives | None = None
     whole, why = False, ""
     try:
         owed, whole = _learned(step, run, sizes)
     except Unservable as error:
         why = str(error)
-    learned = ranks.gather([why, whole], doing="what a step sends to other ranks")
+    learned = ranks.gather([why, whole], doing="the collectives of a step")
     reasons = [reason for reason, _ in learned if reason]
     if reasons:
         raise CollectivesError(
@@ -79,26 +79,26 @@ def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list
         return [(text, sends) for text, sends in ranks.gather(mine, doing=doing)]
     why = f"it ran out of memory in a first step of batch size {first.size}: {first.message}"[:500]
     try:
-        told = ranks.gather_or_leave(mine, doing=doing, within_s=PATIENCE_S, why=why)
-        return [(text, sends) for text, sends in told]
+        answers = ranks.gather_or_leave(mine, doing=doing, within_s=PATIENCE_S, why=why)
+        return [(text, sends) for text, sends in answers]
     except RankMissingError:
         pass
-    # We ran out, and the others wait in a collective for what we would have sent.
-    told = [("", True)] * ranks.world_size
-    told[ranks.rank] = (first.message, True)
-    raise _nothing_fits(first, told, device)
+    # This rank has an OOM, and the others wait for it in a collective.
+    answers = [("", True)] * ranks.world_size
+    answers[ranks.rank] = (first.message, True)
+    raise _nothing_fits(first, answers, device)
 
 
-def _nothing_fits(first: Trial, told: list[tuple[str, bool]], device: str) -> NothingFitsError:
+def _nothing_fits(first: Trial, answers: list[tuple[str, bool]], device: str) -> NothingFitsError:
     failed = [
-        f"rank {rank} ran out in the first steps: {text}" for rank, (text, _) in enumerate(told) if text
+        f"rank {rank} ran out in the first steps: {text}" for rank, (text, _) in enumerate(answers) if text
     ]
     used = first.reserved_bytes or first.peak_bytes or 0
     return NothingFitsError(first.size, device=device, budget_bytes=used, detail="; ".join(failed))
 
 
 def _learned(step: Step, run: RunSteps, sizes: Sequence[int]) -> tuple[ExpectedCollectives, bool]:
-    """What steps send, and whether all of them ended."""
+    """The collectives of the steps, and whether all steps ended."""
     whole = True
     records: dict[int, list[list[CollectiveCall]]] = {}
     for size in sizes:

@@ -38,7 +38,7 @@ def checked_step(step: Any) -> Callable[[int], object]:
 def checked_state(state: Any) -> tuple[object, ...]:
     """The parts of the state; one part alone is accepted, also one that could be iterated over.
 
-    The snapshot says exactly what can be put back; here only what never has any state is refused.
+    The snapshot says exactly what can be restored; here only what never has any state is refused.
     """
     if state is None:
         return ()
@@ -181,6 +181,15 @@ def check_generated(output: Any, batch: Any, model: Any, max_new_tokens: int) ->
             f"model.generate stopped after {made} of {max_new_tokens} new tokens: take max_time, "
             "stop_strings and other early ends out of its generation_config"
         )
+
+
+def check_step_settings(clip_norm: object, accumulate: object, keep_outputs: object) -> None:
+    """Refuse wrong settings of a training step."""
+    if clip_norm is not None and not is_positive_number(clip_norm):
+        raise ValueError(f"clip_norm must be a positive number or None, not {clip_norm!r}")
+    if type(accumulate) is not int or accumulate < 1:
+        raise ValueError(f"accumulate must be a positive integer, not {accumulate!r}")
+    check_flag("keep_outputs", keep_outputs)
 
 
 def check_flag(name: str, value: Any) -> None:

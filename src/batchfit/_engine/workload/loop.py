@@ -9,7 +9,7 @@ Rules:
 - A variable holds its old value until the new one is there: old and new are live together for that long.
 - Variables belong to a loop: one trial, one timing, one trace. What they hold is dropped when that ends,
   however it ends. A step that is called outside of any loop keeps nothing.
-- The model's outputs are caught where torch itself looks before it calls a module (the slot in which
+- The model's outputs are caught where torch itself checks before it calls a module (the slot in which
   `Module.compile` puts the compiled call): outside of what is compiled, scripted, sharded or hooked, on this
   one module, only while its loss is computed. A copy of the module made meanwhile is not caught.
 """
@@ -65,14 +65,14 @@ class Loop:
         """The variables of the workload that `owner` stands for."""
         return self._variables.setdefault(owner, Variables())
 
-    def held_bytes(self, device: str) -> int:
+    def held_bytes(self, device_name: str) -> int:
         """What the variables of all workloads hold on a device, in the caching allocator's blocks."""
-        kind, _, index = device.partition(":")
+        kind, _, index = device_name.partition(":")
         found: dict[int, int] = {}
         for variables in self._variables.values():
             for storage in variables.storages():
-                place = storage.device
-                if place.type == kind and (not index or place.index in (None, int(index))):
+                device = storage.device
+                if device.type == kind and (not index or device.index in (None, int(index))):
                     found[storage.data_ptr()] = block_bytes(storage.nbytes())
         return sum(found.values())
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def device_to_run(work: Workload, spec: DeviceSpec | Device | None = None) -> Device:
     """The device on which a workload runs: the one named, else where its state is; it must be a real one."""
     parts = (*work.state, work.model)
-    places = {tensor.device.type for tensor in tensors_in(parts)}
-    if places == {"meta"}:
+    kinds = {tensor.device.type for tensor in tensors_in(parts)}
+    if kinds == {"meta"}:
         raise ValueError(
             "the model must be on a device that runs it, not on the meta device: predict and explain "
             "answer for such a model, everything else has to run it"
@@ -27,5 +27,5 @@ def device_to_run(work: Workload, spec: DeviceSpec | Device | None = None) -> De
 
 
 def ram_held_bytes(work: Workload) -> int:
-    """What the workload holds in RAM already."""
+    """Bytes that the workload holds in RAM already."""
     return own_bytes((*work.state, work.model), on=torch.device("cpu"))

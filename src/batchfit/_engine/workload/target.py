@@ -41,18 +41,23 @@ CONTRACT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A target as the user typed it, taken apart but not loaded; `arguments` are those of its script."""
+    """A target as the user typed it, parsed but not loaded; `arguments` are those of its script.
+
+    `source` is a file or the name of a module. `is_imported`: a function that this program has imported, so
+    that a child process with the same `sys.path` imports its module by name.
+    """
 
     text: str
-    place: str
+    source: str
     function: str
     arguments: tuple[str, ...] = ()
+    is_imported: bool = False
 
     @property
     def path(self) -> Path | None:
         """The file, or None where the target names a module."""
-        is_file = self.place.endswith(".py") or os.sep in self.place or "/" in self.place
-        return Path(self.place) if is_file else None
+        is_file = self.source.endswith(".py") or os.sep in self.source or "/" in self.source
+        return Path(self.source) if is_file else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +69,42 @@ class LoadedTarget:
 
 
 def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
-    """Take a target apart; whatever can be seen wrong without running the user's code is refused here."""
-    place, colon, function = text.rpartition(":")
-    if not colon or not place or not function or "\\" in function or "/" in function:
+    """Parse a target; whatever can be seen wrong without running the user's code is refused here."""
+    source, colon, function = text.rpartition(":")
+    if not colon or not source or not function or "\\" in function or "/" in function:
         raise TargetError(f"target must be {FORM}, not {text!r}{_functions_hint(text)}")
-    target = Target(text=text, place=place, function=function, arguments=tuple(arguments))
+    target = Target(text=text, source=source, function=function, arguments=tuple(arguments))
     path = target.path
     if path is None:
-        if not all(part.isidentifier() for part in place.split(".")):
-            raise TargetError(f"target must be {FORM}, not {text!r}: {place!r} is no module name")
+        if not all(part.isidentifier() for part in source.split(".")):
+            raise TargetError(f"target must be {FORM}, not {text!r}: {source!r} is no module name")
     elif not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         hint = _did_you_mean(path.name, siblings, prefix=_folder_prefix(path), suffix=f":{function}")
-        raise TargetError(f"the file {place} of the target {text} {what}{hint}")
+        raise TargetError(f"the file {source} of the target {text} {what}{hint}")
     return target
 
 
 def load_target(target: Target) -> LoadedTarget:
     """What makes the target's workload. Runs the user's module, and lets its errors through unchanged."""
-    with _as_a_script(target):
-        found, module = _load(target)
-    return loaded_target(found, name=target.text, file=shown_path(module.__file__))
+    if target.is_imported:
+        module = importlib.import_module(target.source)
+        found = operator.attrgetter(target.function)(module)
+    else:
+        with _as_a_script(target):
+            found, module = _load(target)
+    return _loaded_target(found, name=target.text, file=shown_path(module.__file__))
 
 
-def loaded_target(found: object, *, name: str, file: str) -> LoadedTarget:
+def _loaded_target(found: object, *, name: str, file: str) -> LoadedTarget:
     """What makes a workload of what a target names; `file` is said where it has no line of its own."""
     if _is_workload(found):
         return LoadedTarget(lambda: found, file)
     if inspect.isclass(found) or not callable(found):
         kind = "class" if inspect.isclass(found) else type(found).__name__
         raise TargetError(f"{name} is a {kind} ({file}): {CONTRACT}")
-    needed = _required_arguments(found)
+    needed = required_arguments(found)
     if len(needed) > 1:
         raise TargetError(f"{name} at {source_line(found)} needs arguments ({', '.join(needed)}): {CONTRACT}")
     return LoadedTarget((lambda: found) if needed else found, source_line(found))
@@ -157,7 +166,7 @@ def home_of(target: Target) -> str | None:
     """The folder of the target's own code, for telling the user's frames from a library's."""
     if target.path is not None:
         return str(target.path.resolve().parent)
-    module = sys.modules.get(target.place.partition(".")[0])
+    module = sys.modules.get(target.source.partition(".")[0])
     file = getattr(module, "__file__", None)
     return str(Path(file).resolve().parent) if file and Path(file).name == "__init__.py" else None
 
@@ -214,7 +223,7 @@ def _parsed(path: Path) -> ast.Module | None:
 
 def _module_by_name(target: Target) -> ModuleType:
     _put_first(str(Path.cwd()))
-    name = target.place
+    name = target.source
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -242,7 +251,7 @@ def _no_such_name(target: Target, module: ModuleType) -> str:
         if not name.startswith("_")
         and (_is_workload(value) or (inspect.isfunction(value) and value.__module__ == module.__name__))
     ]
-    hint = _did_you_mean(target.function, names, prefix=f"{target.place}:")
+    hint = _did_you_mean(target.function, names, prefix=f"{target.source}:")
     if not hint:
         hint = f"; it defines {', '.join(names[:8])}" if names else "; it defines no function and no Workload"
     return f"there is no {target.function!r} in {shown_path(module.__file__)} (target {target.text}){hint}"
@@ -274,11 +283,12 @@ def _folder_prefix(path: Path) -> str:
     return "" if path.parent == Path() else f"{path.parent}{os.sep}"
 
 
-def _required_arguments(function: Callable[..., object]) -> list[str]:
+def required_arguments(function: Callable[..., object]) -> list[str]:
+    """The parameters without which a function cannot be called."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []  # a builtin without a signature: calling it will tell
+        return []  # a builtin without a signature: calling it will show
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in skipped]
 
@@ -292,11 +302,11 @@ def _put_first(folder: str) -> None:
 def _as_a_script(target: Target) -> Iterator[None]:
     """The user's code sees the command line of its script, and may not end the process."""
     before = sys.argv
-    sys.argv = [str(target.path or target.place), *target.arguments]
+    sys.argv = [str(target.path or target.source), *target.arguments]
     try:
         yield
     except SystemExit as error:
-        where = last_users_line(error) or target.place
+        where = last_users_line(error) or target.source
         raise TargetError(
             f"{target.text} ended the program while it was loaded (SystemExit {error.code!r} at {where}). "
             'Move what a script does under if __name__ == "__main__"; arguments of the script go after the '
@@ -334,6 +344,6 @@ def in_full(function: Any) -> Any:
         return NamedFunction(in_full(function.text))
     if not isinstance(function, str):
         return function
-    place, colon, name = function.rpartition(":")
-    is_file = place.endswith(".py") or "/" in place
-    return f"{Path(place).resolve()}{colon}{name}" if is_file else function
+    source, colon, name = function.rpartition(":")
+    is_file = source.endswith(".py") or "/" in source
+    return f"{Path(source).resolve()}{colon}{name}" if is_file else function

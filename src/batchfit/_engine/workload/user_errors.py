@@ -1,4 +1,4 @@
-"""An error of the user's code, told so that the user finds it.
+"""An error of the user's code, shown so that the user finds it.
 
 Rules: the headline names file and line of the user's own last frame; the traceback shows the user's
 frames and counts the others; `--traceback` shows all of them. Only text leaves this module: an
@@ -23,7 +23,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True)
 class ChildTraceback:
-    """What a child process told of an error that it raised: the frames themselves have stayed there.
+    """An error of a child process, as text: the frames themselves have stayed there.
 
     `stage` is "load" while the workload was made, "place" where device or budget were wrong, else "step".
     """
@@ -44,7 +44,7 @@ class ChildTraceback:
 
 
 def raised_by_step(error: BaseException) -> bool:
-    """The error comes out of a step of the user's, whose trial has put its note on it, or out of a child."""
+    """Whether a step of the user's raised the error, under a trial that added its note, or in a child."""
     from_child = ChildTraceback.of(error)
     if from_child is not None:
         return from_child.stage != "place"
@@ -75,11 +75,11 @@ def details(error: BaseException, *, home: str | None, full: bool) -> str:
     from_child = ChildTraceback.of(error)
     if from_child is not None:
         return from_child.full if full else from_child.short
-    told = traceback.TracebackException.from_exception(error, compact=True)
+    shown = traceback.TracebackException.from_exception(error, compact=True)
     if full:
-        return "".join(told.format()).rstrip()
-    hidden = _keep_users_frames(told, home=home, seen=set())
-    text = "".join(told.format()).rstrip()
+        return "".join(shown.format()).rstrip()
+    hidden = _keep_users_frames(shown, home=home, seen=set())
+    text = "".join(shown.format()).rstrip()
     return f"{text}\n({hidden} frames of libraries not shown; --traceback shows all)" if hidden else text
 
 
@@ -116,18 +116,18 @@ def is_users(filename: str, *, home: str | None) -> bool:
     return not any(_below(path, folder) for folder in (_OURS, *_standard_library()))
 
 
-def _keep_users_frames(told: traceback.TracebackException, *, home: str | None, seen: set[int]) -> int:
+def _keep_users_frames(shown: traceback.TracebackException, *, home: str | None, seen: set[int]) -> int:
     """Drop the other frames from an exception and from all that led to it; how many were dropped."""
-    if id(told) in seen:
+    if id(shown) in seen:
         return 0
-    seen.add(id(told))
-    kept = [frame for frame in told.stack if is_users(frame.filename, home=home)] or list(told.stack)[-1:]
-    hidden = len(told.stack) - len(kept)
-    told.stack = traceback.StackSummary.from_list(kept)
+    seen.add(id(shown))
+    kept = [frame for frame in shown.stack if is_users(frame.filename, home=home)] or list(shown.stack)[-1:]
+    hidden = len(shown.stack) - len(kept)
+    shown.stack = traceback.StackSummary.from_list(kept)
     linked: Iterable[traceback.TracebackException | None] = (
-        told.__cause__,
-        told.__context__ if not told.__suppress_context__ else None,
-        *(told.exceptions or ()),
+        shown.__cause__,
+        shown.__context__ if not shown.__suppress_context__ else None,
+        *(shown.exceptions or ()),
     )
     return hidden + sum(_keep_users_frames(other, home=home, seen=seen) for other in linked if other)
 
@@ -142,5 +142,5 @@ def _standard_library() -> tuple[str, ...]:
     return tuple({os.path.realpath(paths[name]) for name in ("stdlib", "platstdlib")})
 
 
-# How a note on an error of the user's begins: the command line tells such errors from its own by it.
+# How a note on an error of the user's begins: the command line distinguishes such errors from its own by it.
 NOTE = "batchfit: raised while trying batch size"

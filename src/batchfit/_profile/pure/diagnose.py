@@ -1,4 +1,4 @@
-"""What holds throughput back: from readings to findings, each with its figures and what to change.
+"""The bottleneck: from readings to findings, each with its figures and what to change.
 
 Rules:
 - Nothing is named without a reading that shows it, and the reading is in the sentence.
@@ -212,8 +212,8 @@ def _sync(facts: Facts) -> Finding | None:
             lag,
             f"rank {rank} takes {ms(slowest)} for a step of its own and a usual rank {ms(usual)}: the others "
             f"wait for {lag:.0%} of each step",
-            f"look at what rank {rank} does besides (other programs on its device, its loader, a slower "
-            "card), or give it fewer samples",
+            f"check what rank {rank} does besides (other programs on its device, its loader, a slower "
+            "GPU), or give it fewer samples",
             facts.size,
         )
     exchange = (step_s - slowest) / step_s

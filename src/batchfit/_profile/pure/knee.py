@@ -6,10 +6,10 @@ Rules:
 - The size that it recommends has been timed: the smallest within `within` of the best throughput, as far as
   its time and that of the best are known.
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
-  the pace, a straight line once the device is busy. The line says where to look and, where timings are noisy,
-  which of two to believe; where they are not, the timings count (`_estimates`).
-- Every new size costs more than its steps (kernels, plans, putting state back), and the largest cost the
-  most: sizes are far apart until the line can be read, the largest is looked at once and briefly, and the
+  the pace, a straight line once the device is busy. The line says which sizes to time and, of two noisy
+  timings, which to believe; where they are not, the timings count (`_estimates`).
+- Every new size costs more than its steps (kernels, plans, restoring the state), and the largest cost the
+  most: sizes are far apart until the line can be read, the largest is timed once and briefly, and the
   size that the line names is timed finely at once. One is timed again only where it may change the answer.
 - Sizes are powers of two and their midpoints, as people use them.
 """
@@ -36,7 +36,7 @@ _FLAT = 1.25  # a step that takes up to so many times the fastest is one that ta
 _BEYOND = 4  # how far above the knee it is worth looking for more
 _GAP = 6  # sizes that are so many times apart have one between them timed
 _SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
-_ROOMY = 0.9  # a brief look stays that far below the limit
+_ROOMY = 0.9  # a brief timing stays that far below the limit
 _QUIET = 0.01  # no timing is trusted to be better than this
 _FLOOR_VARIES = 0.1  # a host that sets the pace is that much slower or faster from one size to the next
 _NOISY = 0.4  # of `within`: a spread above that is worth another timing where the answer is close
@@ -108,7 +108,7 @@ class Knee:
         """The next size to time; None when there is nothing more to learn."""
         if self.sizes:
             done = {one.size for one in self.observations}
-            # What is larger than a size that ran out would run out as well.
+            # What is larger than a size with an OOM would have one as well.
             failed = min((one.size for one in self.observations if not one.fits), default=math.inf)
             return next(
                 (TimingRequest(size, True) for size in self.sizes if size not in done and size < failed), None
@@ -181,13 +181,13 @@ class Knee:
         return self._above(last.size * times, points)
 
     def _look_far(self, points: Sequence[_Point]) -> TimingRequest | None:
-        """One look well above the knee that the line predicts: is there more to be had?"""
+        """One brief timing well above the knee that the line predicts: is there more to be had?"""
         return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
     def _close_in(self, points: Sequence[_Point]) -> TimingRequest | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
         chosen = self._smallest_within(points)
-        if not self._is_within(points, chosen):  # throughput still rises where the looks end
+        if not self._is_within(points, chosen):  # throughput still rises where the timings end
             return self._new(_on_grid(points[-1].size * 2, self.ceiling, self.smallest), points)
         below = max((point.size for point in points if point.size < chosen), default=None)
         if below is None:
@@ -228,7 +228,7 @@ class Knee:
         return TimingRequest(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
 
     def _above(self, wanted: float, points: Sequence[_Point]) -> TimingRequest | None:
-        """A look at that size, or at the largest that leaves room below the limit, if it is a larger one."""
+        """A brief timing of that size, or of the largest well below the limit, if it is a larger one."""
         ceiling = self.ceiling
         if ceiling is not None:
             # Memory at the very end says nothing about speed.
@@ -298,11 +298,11 @@ class _Point:
     times: int
 
 
-def _joined(told: Sequence[Timed]) -> list[_Point]:
+def _joined(timings: Sequence[Timed]) -> list[_Point]:
     """What fits, by size; several timings of a size are averaged, and a fine one replaces brief ones."""
-    smallest_failed = min((one.size for one in told if not one.fits), default=math.inf)
+    smallest_failed = min((one.size for one in timings if not one.fits), default=math.inf)
     by_size: dict[int, list[Timed]] = {}
-    for one in told:
+    for one in timings:
         if one.fits and one.size < smallest_failed:
             by_size.setdefault(one.size, []).append(one)
     points = []

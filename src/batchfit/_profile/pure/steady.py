@@ -5,7 +5,7 @@ Rules:
   autotuning and a growing cache make early steps slow, never fast.
 - The time of a step is the median, its interval that of order statistics: no shape of the noise is assumed,
   and a single stall moves neither. Fewer than six values cannot give 95 %: their range is the interval.
-- A series that drifts or that stalls again and again is said to be unsteady, however narrow its interval.
+- A series that drifts or that stalls repeatedly is said to be unsteady, however narrow its interval.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Timing:
 
 
 FINE = Timing(target=0.015, least=5, most=60)
-# Of short steps, and of steps that vary, a look takes more: that costs less than to come back for them.
-LOOK = Timing(target=0.01, least=2, most=6, least_s=0.2)
+# Of short steps, and of steps that vary, a brief timing takes more: that costs less than to time them again.
+BRIEF = Timing(target=0.01, least=2, most=6, least_s=0.2)
 # A fine timing within a search goes on for so long, or for this share of what the search has taken.
 _FINE_S, _FINE_SHARE = 1.5, 0.15
 

@@ -1,4 +1,4 @@
-"""Whether an allocator goes in circles: then a soak has shown all that more steps could.
+"""Whether an allocator repeats itself: then a stability check (soak) has shown all that more steps could.
 
 A caching allocator does what its free blocks and the requests say, nothing else. Where a step ends with every
 block where it was some steps before, and the steps since have asked for the same as those before them, what
@@ -7,7 +7,7 @@ follows is the same again, for as long as the program asks for the same.
 Rules:
 - Five steps in a row are each what the step a round before was, and none of all these has retried: a program
   may do something every few steps, and two small steps alike say nothing about the large one after them.
-- At least ten steps. Eight models, replayed at 255 sizes near the end of their memory, go round after ten
+- At least ten steps. Eight models, replayed at 255 sizes near the end of their memory, repeat after ten
   at 248 of them, and after twelve at the latest.
 - What a step leaves is not enough to go by: samples of other lengths ask for other memory, and all of it may
   be gone when the step ends. What was asked for counts too, to the byte: a block may be larger than that.
@@ -29,13 +29,13 @@ _LONGEST = 5  # steps in a round, and how many have to be alike
 
 
 def allocator_repeats(marks: Sequence[AllocatorState]) -> bool:
-    """Whether the last steps go in a circle.
+    """Whether the last steps repeat those before them.
 
-    >>> def after(step: int, layout: int) -> Mark:
-    ...     return Mark(layout, retries=0, requests=7 * step, requested_bytes=900 * step)
-    >>> goes_round([after(step, layout=min(step, 4)) for step in range(10)])
+    >>> def after(step: int, layout: int) -> AllocatorState:
+    ...     return AllocatorState(layout, retries=0, requests=7 * step, requested_bytes=900 * step)
+    >>> allocator_repeats([after(step, layout=min(step, 4)) for step in range(10)])
     True
-    >>> goes_round([after(step, layout=step) for step in range(10)])
+    >>> allocator_repeats([after(step, layout=step) for step in range(10)])
     False
     """
     if len(marks) < LEAST or not _shows_all(marks):
