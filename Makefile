@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Files of tests at a time, one more than there are cores (some wait for processes of their own); the tests of
 # a file stay in one process, in order.
 JOBS   ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export BATCHFIT_REQUIRE ?= transformers,accelerate,lightning,torchtune,ray,gloo,matplotlib,hatchling
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: help demo docs test test-all test-pure test-torch test-wheel check bench soak gpu clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # pip's own remarks about this machine's package folders are noise; its errors are not.
 QUIET  := 2>&1 | { grep -Ev '^WARNING: (Location|.* does not provide the extra)' || true; }
@@ -49,11 +49,17 @@ check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
 	$(BIN)/mypy
 
-test-pure: $(STAMP)
+test-pure: $(STAMP)  ## the tests of pure code, with torch blocked
 	BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=same tests/*/pure
 
-test-torch: $(STAMP)
+test-torch: $(STAMP)  ## the other tests
 	$(PYTEST) --hypothesis-profile=same -m 'not slow' --ignore-glob='*/pure' tests
+
+test-%: $(STAMP)  ## the tests in tests/%, with few Hypothesis examples: make test-find
+	@test -d tests/$* || { echo "there is no folder tests/$*" >&2; exit 2; }
+	@test ! -d tests/$*/pure || BATCHFIT_BLOCK_TORCH=1 $(PYTEST) --hypothesis-profile=quick tests/$*/pure
+	@test -z "$$(find tests/$* -name 'test_*.py' -not -path '*/pure/*')" || \
+		$(PYTEST) --hypothesis-profile=quick -m 'not slow' --ignore-glob='*/pure' tests/$*
 
 test: check test-pure test-torch  ## everything that must pass before a change lands (under 15 minutes)
 

@@ -55,10 +55,10 @@ class Replay:
         from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 
         device = self.device
-        every = [*self.blocks.values(), *device._small.blocks.values(), *device._large.blocks.values()]
-        small = [one for one in every if one.pool is device._small]
+        every = [*self.blocks.values(), *device.small.blocks.values(), *device.large.blocks.values()]
+        small = [one for one in every if one.pool is device.small]
         layout = layout_of(
-            ((one.address, one.size, one.live) for one in every if one.pool is device._large),
+            ((one.address, one.size, one.live) for one in every if one.pool is device.large),
             ((one.address, one.size, one.live) for one in small),
             small_bytes=sum(one.size for one in small),
             held_bytes=device.allocated_bytes,

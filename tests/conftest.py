@@ -26,9 +26,10 @@ REQUIRED = {name for name in os.environ.get("BATCHFIT_REQUIRE", "").split(",") i
 
 
 # `make test` draws the same examples every time, on machines of any speed; `make test-all` draws new ones.
-hypothesis_settings.register_profile(
-    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# `make test-<capability>` draws a tenth of them ("quick"; support/examples.py).
+SAME = hypothesis_settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+hypothesis_settings.register_profile("same", SAME)
+hypothesis_settings.register_profile("quick", SAME, max_examples=10)
 
 # A background job of a shell starts with Ctrl-C ignored, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -158,8 +159,42 @@ def _no_test_uses_the_users_store(
     monkeypatch.setenv("BATCHFIT_CACHE", str(folder))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect tests with the garbage collector off: it would walk over all loaded frameworks, many times."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+# The files that take longest, in this order: they run first, so that no worker is left with one at the end.
+LONGEST = (
+    "test_trials_in_children.py",
+    "test_cli_find.py",
+    "test_microbatch_ddp.py",
+    "test_predict.py",
+    "test_optimizer_step.py",
+    "test_lightning.py",
+    "test_docs.py",
+    "test_found_size_in_loops.py",
+    "test_sweep.py",
+    "test_interrupts.py",
+    "test_microbatch_fsdp.py",
+    "test_gallery.py",
+    "test_explain.py",
+    "test_find_children.py",
+    "test_find_collectives.py",
+    "test_search.py",
+    "test_caching_allocator.py",
+)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests are skipped where there is no GPU (and required where BATCHFIT_REQUIRE names gpu)."""
+    """Order the files; skip GPU tests where there is no GPU (BATCHFIT_REQUIRE may forbid that)."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if BLOCKED or not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

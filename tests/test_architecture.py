@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import batchfit
+from batchfit import _EXPORTS
 
 SOURCE = Path(batchfit.__file__).parent
 STDLIB = sys.stdlib_module_names
@@ -239,10 +240,10 @@ def test_one_class_name_means_one_thing() -> None:
 
 
 def test_exports_are_exact() -> None:
-    assert batchfit.__all__ == sorted(batchfit._EXPORTS)
+    assert batchfit.__all__ == sorted(_EXPORTS)
     for name in batchfit.__all__:
         value = getattr(batchfit, name)
-        home = importlib.import_module(batchfit._EXPORTS[name])
+        home = importlib.import_module(_EXPORTS[name])
         assert value is (home if home.__name__ == f"batchfit.{name}" else getattr(home, name))
     with pytest.raises(AttributeError, match="no attribute 'bs'"):
         _ = batchfit.bs

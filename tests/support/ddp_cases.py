@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from launch import end_process
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1049,7 +1050,7 @@ def overlap_fails(rank: int, how: str) -> Any:
     elapsed_s = time.monotonic() - begun
     if rank == 1:
         time.sleep(4.5 if how == "lives" else 0)  # a program that goes on after the error
-        os._exit(write_and_leave(outcome))
+        end_process(write_and_leave(outcome))
     if rank == 0:
         time.sleep(1)
     return *outcome, elapsed_s

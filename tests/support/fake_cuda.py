@@ -36,7 +36,7 @@ class FakeCuda:
     def allocate(self, size: int, index: int = 0) -> None:
         segments = -(-(self.live[index] + size) // SEGMENT) * SEGMENT
         if segments > self.reserved[index]:
-            if not self._may_reserve(segments, index):
+            if not self.may_reserve(segments, index):
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}")
             self.reserved[index] = segments
         self.live[index] += size
@@ -47,7 +47,7 @@ class FakeCuda:
     def free(self, size: int, index: int = 0) -> None:
         self.live[index] -= size
 
-    def _may_reserve(self, segments: int, index: int) -> bool:
+    def may_reserve(self, segments: int, index: int) -> bool:
         return segments <= min(self.total - self.others, self.allowed.get(index, self.total))
 
     def _note(self, index: int) -> None:
@@ -146,7 +146,7 @@ class AsyncCuda(FakeCuda):
     def get_per_process_memory_fraction(self, index: int) -> float:
         return self.allowed.get(index, 2**64 - 1) / self.total  # none is set: the largest number there is
 
-    def _may_reserve(self, segments: int, index: int) -> bool:
+    def may_reserve(self, segments: int, index: int) -> bool:
         return True
 
     def allocate(self, size: int, index: int = 0) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from fake_cuda import FakeCuda, MiB
+from launch import end_process
 
 import batchfit
 from batchfit._engine.device.resolve import CudaDevice
@@ -57,7 +58,7 @@ def on_a_shared_card() -> batchfit.Workload:
     cuda = Shared()
     device = CudaDevice(0, backend=cuda)
     cuda.allocate(10 * MiB)
-    child_main._PATIENCE_S = 0.1
+    child_main.PATIENCE_S = 0.1
     child_main.device_to_run = lambda *_, **__: device
 
     def step(batch_size: int) -> None:
@@ -150,7 +151,7 @@ def fork_and_exit() -> None:
         leave_word("left over")
         time.sleep(600)
     time.sleep(0.2)
-    os._exit(3)
+    end_process(3)
 
 
 def signalled(number: signal.Signals) -> Callable[[], None]:
@@ -160,7 +161,7 @@ def signalled(number: signal.Signals) -> Callable[[], None]:
 FAULTS: dict[str, Callable[[], None]] = {
     "SIGKILL": signalled(signal.SIGKILL),
     "SIGILL": signalled(signal.SIGILL),
-    "exit": lambda: os._exit(3),
+    "exit": lambda: end_process(3),
     "hang": hang,
     "poison": poison,
     "value": raise_value_error,

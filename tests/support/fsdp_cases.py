@@ -29,6 +29,8 @@ from ddp_cases import (
     tagging,
     tokens_of,
 )
+from launch import end_process
+from microbatcher import context_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -228,7 +230,7 @@ def sweep(rank: int, how: str, every: int) -> list[dict[str, Any]]:
     def run(at: int | None) -> tuple[int, bool]:
         """Fail before that operation; None: only count those before the vote."""
         mb = Microbatcher(model, microbatch_size=2, timeout_s=20)
-        mb._context.ranks = first._context.ranks
+        context_of(mb).ranks = context_of(first).ranks
         model.zero_grad()
         gather, seen_at = Ranks.gather, []
         with count_operations() if at is None else fail_at(at) as seen:
@@ -618,11 +620,11 @@ def unresettable(rank: int, how: str) -> Any:
     settle = parallel.settle
 
     def refuses(module: nn.Module, *, cut_off: bool = True) -> None:
-        if how == "refuses" and parallel._is_sharded_root(module):
+        if how == "refuses" and parallel.is_sharded_root(module):
             raise SnapshotError("this torch cannot")
 
     parallel.settle = refuses
-    fsdp._verdicts.clear()
+    fsdp.verdicts.clear()
     if how == "refuses":
         fsdp.can_reset = lambda: False
     faults = Faults()
@@ -712,7 +714,7 @@ def lost(rank: int, how: str) -> Any:
         outcome = outcome_of(lambda: mb.backward(fn, batch_of(rank, step, 4)))  # noqa: B023
     elapsed_s = time.monotonic() - begun
     if rank == 1:
-        os._exit(3)
+        end_process(3)
     if rank == 0:
         time.sleep(1)
     return *outcome, elapsed_s

@@ -34,6 +34,7 @@ import torch
 from gallery_case import CASES, Case
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch_private import C, gradient_hooks
 
 import batchfit
 from batchfit import errors
@@ -56,7 +57,7 @@ def cleaned() -> int:
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
+    C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()
 
@@ -64,8 +65,8 @@ def cleaned() -> int:
 def let_go(workload: batchfit.Workload) -> None:
     """Take off the hooks of parameters: torch keeps what they close over for good."""
     for one in held_by(workload).values():
-        if isinstance(one, Tensor) and one._post_accumulate_grad_hooks:
-            one._post_accumulate_grad_hooks.clear()
+        if isinstance(one, Tensor) and gradient_hooks(one):
+            gradient_hooks(one).clear()
 
 
 # ---------------------------------------------------------------- predicted and measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch_private import gpu_sleep
 
 import batchfit
 
@@ -38,6 +39,6 @@ def hung_above_16() -> batchfit.Workload:
     def step(batch_size: int) -> None:
         work.step(batch_size)
         if batch_size > 16:
-            torch.cuda._sleep(10**12)
+            gpu_sleep(10**12)
 
     return work.with_step(step)

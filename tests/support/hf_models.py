@@ -71,21 +71,21 @@ class Tokens(Dataset[Any]):
 
     def __init__(self, length: int = 48, *, classes: int = VOCABULARY, padded: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)
-        self._ids = torch.randint(2, VOCABULARY, (length, WIDTH), generator=generator)
-        self._lengths = torch.randint(3, WIDTH + 1, (length,), generator=generator).tolist()
+        self.ids = torch.randint(2, VOCABULARY, (length, WIDTH), generator=generator)
+        self.lengths = torch.randint(3, WIDTH + 1, (length,), generator=generator).tolist()
         self._classes = classes
         self._padded = padded
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        count = self._lengths[index]
-        labels = self._ids[index] % self._classes
+        count = self.lengths[index]
+        labels = self.ids[index] % self._classes
         if not self._padded:
-            return {"input_ids": self._ids[index, :count], "labels": labels[:count]}
+            return {"input_ids": self.ids[index, :count], "labels": labels[:count]}
         labels = labels.masked_fill(torch.arange(WIDTH) >= count, -100)
-        return {"input_ids": self._ids[index], "labels": labels}
+        return {"input_ids": self.ids[index], "labels": labels}
 
 
 def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -115,6 +115,11 @@ def arguments(folder: Path, *, seq2seq: bool = False, **more: Any) -> Any:
         "dataloader_pin_memory": False,
     }
     return kind(**{**given, **more})
+
+
+def run_of(trainer: Any) -> Any:
+    """What batchfit keeps on a Trainer that was adapted."""
+    return trainer._batchfit
 
 
 def parameters_of(model: torch.nn.Module) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A program that interrupts batchfit at random instants, and says after each time what it finds changed.
 
-Run as `python interrupted.py VERB TIMES SIGNALS SEED`: it ends with 0 if nothing was ever changed.
+Run as `python interrupted.py SEED VERB:TIMES:SIGNALS ...`: it ends with 0 if nothing was ever changed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def interrupt(delays_s: list[float], begin: threading.Event) -> threading.Thread
     return threading.Thread(target=send)
 
 
-def main(verb: str, times: int, signals: int, seed: int) -> int:
+def run(verb: str, times: int, signals: int, seed: int) -> int:
+    """1 if something was changed or the verb was interrupted too seldom, else 0."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     chance = random.Random(seed)
@@ -124,5 +125,13 @@ def main(verb: str, times: int, signals: int, seed: int) -> int:
     return int(bad > 0 or interrupted < times)
 
 
+def main(seed: str, *cases: str) -> int:
+    failed = 0
+    for case in cases:
+        verb, times, signals = case.split(":")
+        failed += run(verb, int(times), int(signals), int(seed))
+    return failed
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
+    sys.exit(main(*sys.argv[1:]))

@@ -169,12 +169,12 @@ class Live:
         self._steps = steps
         self._soak_steps = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         self._ascii = self._console.options.ascii_only
-        self._columns, self._bar_width = _layout(self._console.width)
+        self._columns, self.bar_width = _layout(self._console.width)
         self._what, self._since = "starting", time.monotonic()
         self._size, self._number, self._heading = 0, 0, False
         self._live = RichLive(
             console=self._console,
-            get_renderable=self._now,
+            get_renderable=self.now,
             refresh_per_second=1 / _PATIENCE_S,
             transient=True,
             # Where stdout is no terminal, what the user's code prints there belongs to whoever reads it.
@@ -215,8 +215,8 @@ class Live:
         from rich.text import Text
 
         cells = {name: _cell(name, name) for name in self._columns}
-        if self._bar_width:
-            cells["memory"] = " " * (self._bar_width + 2) + cells["memory"]
+        if self.bar_width:
+            cells["memory"] = " " * (self.bar_width + 2) + cells["memory"]
         return Text("  ".join(cells.values()), style="bold")
 
     def _row(self, trial: Trial, budget_bytes: int) -> Text:
@@ -237,24 +237,24 @@ class Live:
         row = Text()
         for name in self._columns:
             row.append("  " if row else "")
-            if name == "memory" and self._bar_width:
-                full, rest = self._bar(share or 0.0)
+            if name == "memory" and self.bar_width:
+                full, rest = self.bar(share or 0.0)
                 row.append(full, style=colour).append(rest, style="dim").append("  ")
             style = {"size": "bold", "outcome": colour}.get(name, "" if trial.fits else "dim")
             row.append(_cell(name, cells[name]), style=style)
         return row
 
-    def _bar(self, share: float) -> tuple[str, str]:
+    def bar(self, share: float) -> tuple[str, str]:
         """The part of a bar that is used, and the part that is free."""
-        eighths = round(min(share, 1.0) * self._bar_width * 8)
+        eighths = round(min(share, 1.0) * self.bar_width * 8)
         if self._ascii:
             used = "#" * round(eighths / 8)
-            return used, "." * (self._bar_width - len(used))
+            return used, "." * (self.bar_width - len(used))
         full, part = divmod(eighths, 8)
         used = "█" * full + (_EIGHTHS[part] if part else "")
-        return used, "·" * (self._bar_width - len(used))
+        return used, "·" * (self.bar_width - len(used))
 
-    def _now(self) -> Text:
+    def now(self) -> Text:
         from rich.text import Text
 
         # Read once: the steps run in another thread than this.

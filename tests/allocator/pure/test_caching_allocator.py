@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -543,7 +544,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 def every_block(device: CachingAllocator, held: list[Block]) -> list[Block]:
-    pools = (device._small, device._large)
+    pools = (device.small, device.large)
     free = [block for pool in pools for block in pool.blocks.values()]
     unmapped = [block for pool in pools for _, block in pool.unmapped]
     return sorted([*free, *unmapped, *held], key=lambda block: block.address)
@@ -567,7 +568,7 @@ def check_books(device: CachingAllocator, held: list[Block], capacity: int | Non
     assert device.requested_bytes == sum(block.requested for block in live)
     expandable = device.rules.expandable_segments
     assert device.split_bytes == (0 if expandable else sum(block.size for block in rests))
-    for pool in (device._small, device._large):
+    for pool in (device.small, device.large):
         assert pool.keys == sorted(pool.blocks)
         assert all(pool.blocks[key].size << 56 | pool.blocks[key].address == key for key in pool.keys)
         assert [address for address, _ in pool.unmapped] == [block.address for _, block in pool.unmapped]
@@ -582,7 +583,7 @@ def _end(block: Block) -> int:
     return block.address + block.size
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(histories(), RULES, CAPACITIES)
 def test_books_are_right_after_every_event(
     history: tuple[list[int], list[int]], rules: AllocatorSettings, capacity: int | None
@@ -716,7 +717,7 @@ class Plain:
                     return
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(histories(), CAPACITIES, st.sampled_from([None, 20 * MIB, 33 * MIB, 64 * MIB]))
 def test_a_plain_model_agrees(
     history: tuple[list[int], list[int]], capacity: int | None, max_split: int | None
@@ -847,7 +848,7 @@ class PlainExpandable:
             self.tidy(page)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(histories(), CAPACITIES, st.booleans())
 def test_a_plain_expandable_model_agrees(
     history: tuple[list[int], list[int]], capacity: int | None, capped: bool

@@ -6,7 +6,8 @@ import random
 from itertools import accumulate
 
 import pytest
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.footprint import (
@@ -333,7 +334,7 @@ def test_blocks_of_one_plan_go_together() -> None:
     assert footprint.bare.sizes_at(2) == [0, 10, 0, 0, 0]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(footprints(), st.integers(1, 50))
 def test_live_lines_are_the_running_sums(footprint: Footprint, size: int) -> None:
     assume(footprint.events)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator import generation
@@ -87,7 +88,7 @@ def loop_of(spans: list[tuple[int, int]], numbers: list[int], count: int) -> Tok
     return TokenLoop(first, (a, b), (c, d), (numbers[2], numbers[4]), count)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     blocks=st.lists(BLOCKS, min_size=1, max_size=6),
     early=st.integers(3, 6),

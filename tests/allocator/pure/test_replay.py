@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.caching import AllocatorSettings, CachingAllocator, replay
@@ -74,7 +75,7 @@ def by_hand(step: Step, size: int, capacity: int | None, steps: int) -> list[tup
     return found
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(repeated(), st.integers(1, 6), st.integers(20 * MIB, 400 * MIB))
 def test_repeating_the_last_step_is_as_good_as_writing_all_steps_out(
     step: Step, size: int, capacity: int
@@ -143,7 +144,7 @@ def test_a_plan_without_room_is_given_up_for_good() -> None:
 # ---------------------------------------------------------------- the largest size
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(repeated(), st.integers(20 * MIB, 600 * MIB), st.integers(1, 64))
 def test_the_largest_size_is_sustained_and_none_above_it_by_much(
     step: Step, capacity: int, most: int
@@ -291,7 +292,7 @@ def test_one_sample_that_runs_is_an_answer() -> None:
     assert told, "none hangs on small things"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.integers(2, 5),
     st.integers(8, 30),

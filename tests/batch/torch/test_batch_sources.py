@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
@@ -382,7 +383,7 @@ class Carrier:
     ],
 )
 def test_what_is_on_the_host(batch: Any, expected: bool) -> None:
-    assert all(map(sources._is_on_host, sources.leaves(batch))) is expected
+    assert all(map(sources.is_on_host, sources.leaves(batch))) is expected
 
 
 class Stream(IterableDataset[Any]):
@@ -641,7 +642,7 @@ def test_sparse_example() -> None:
     assert torch.equal(repeat_rows(rows, 4).to_dense(), torch.eye(3)[torch.arange(4) % 3])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     length=st.integers(1, 6),
     size=st.integers(1, 40),
@@ -668,7 +669,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(tree=trees, size=st.integers(1, 9))
 def test_any_structure_is_resized_and_keeps_its_shape(tree: Any, size: int) -> None:
     """Every tensor gets `size` rows, everything else is the same, and so is the structure."""
@@ -765,7 +766,7 @@ def test_element_count(sample: Any, count: int) -> None:
     assert element_count(sample) == count
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), size=st.integers(1, 30))
 def test_batch_is_the_worst_case(lengths: list[int], size: int) -> None:
     batch = batch_source(Ragged(lengths), collate_fn=padded)(size)

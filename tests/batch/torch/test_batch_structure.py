@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from examples import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -126,7 +127,7 @@ structures = st.recursive(
 ).filter(has_tensors)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(structure=structures, samples=st.integers(2, 12), size=st.integers(1, 11))
 def test_what_default_collate_makes_is_cut_by_samples_or_refused(
     structure: Any, samples: int, size: int
@@ -201,7 +202,7 @@ def raw(kind: str, count: int, rows: Callable[[int], int]) -> list[Any]:
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     kind=st.sampled_from(["tensor", "tuple", "dict", "label"]),
     count=st.integers(2, 12),
@@ -248,7 +249,7 @@ def detection_loss(model: Weights, batch: Any) -> torch.Tensor:
     return model.of_samples(list(zip(images, targets, strict=True)))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(boxes=st.lists(st.integers(0, 5), min_size=2, max_size=9), size=st.integers(1, 8), equal=st.booleans())
 def test_detection_batches_are_cut_without_a_split(boxes: list[int], size: int, equal: bool) -> None:
     batch = detection(boxes, lambda index: (3, 4, 4) if equal else (3, 4, 4 + index))
@@ -335,7 +336,7 @@ def lstm_loss(model: Weights, batch: Any) -> torch.Tensor:
     return model.of_rows((batch[0].transpose(0, 1), batch[1]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(steps=st.integers(1, 7), samples=st.integers(1, 9), size=st.integers(1, 8), told=st.booleans())
 def test_the_samples_of_a_split_batch_are_never_a_tuples_length(
     steps: int, samples: int, size: int, told: bool

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
@@ -98,7 +99,7 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data(), n=st.integers(2, 9), at_most=st.integers(1, 9))
 def test_pieces_of_any_structure_hold_every_sample_once(data: Any, n: int, at_most: int) -> None:
     batch = data.draw(batches(n))
@@ -119,7 +120,7 @@ def test_pieces_of_any_structure_hold_every_sample_once(data: Any, n: int, at_mo
     assert same(whole.cut([n])[0], batch)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), n=st.integers(2, 9), at_most=st.integers(1, 9))
 def test_joining_is_the_inverse_of_cutting(data: Any, n: int, at_most: int) -> None:
     kinds = [torch.arange(2.0 * n).view(n, 2), [{"id": i} for i in range(n)], np.arange(n), None, "same"]

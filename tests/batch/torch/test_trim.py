@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import BatchEncoding
 
 from batchfit._engine.batch import trim
 from batchfit._engine.batch.pure.pieces import Pack
@@ -34,7 +34,7 @@ def padded_batch(lengths: list[int], width: int, side: str = "right") -> dict[st
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=24),
     st.integers(0, 9),
@@ -112,6 +112,7 @@ Named = namedtuple("Named", ["ids", "weights"])
 def test_every_kind_of_batch_comes_back_as_its_own_kind() -> None:
     ids = torch.arange(12).view(3, 4)
     lengths = [2, 4, 1]
+    BatchEncoding = pytest.importorskip("transformers", reason="needs transformers").BatchEncoding  # noqa: N806
     encoding = Trimmer.of(BatchEncoding({"input_ids": ids}), lengths).take((0, 2), 2)
     assert isinstance(encoding, BatchEncoding)
     assert encoding["input_ids"].tolist() == [[0, 1], [8, 9]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._charts.scale import MOST, byte_axis, count_text, real, scale_over, ticks_within
@@ -14,7 +15,7 @@ NUMBERS = st.floats(0, 1e18, allow_nan=False) | st.integers(0, 10**30)
 
 
 @given(values=st.lists(NUMBERS, max_size=6), log=st.booleans(), probe=NUMBERS, most=st.integers(0, 20))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_every_place_is_inside_and_ticks_are_few_and_in_order(
     values: list[float], log: bool, probe: float, most: int
 ) -> None:
@@ -28,7 +29,7 @@ def test_every_place_is_inside_and_ticks_are_few_and_in_order(
 
 
 @given(low=st.integers(1, 1000), high=st.integers(1, 10**6), log=st.booleans())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_larger_values_lie_further(low: int, high: int, log: bool) -> None:
     scale = scale_over([low, high], 0.0, 100.0, log=log)
     assert (scale.place(low) < scale.place(high)) == (low < high)

@@ -6,7 +6,8 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._charts.svg import LETTER, SHAPES, Axis, Chart, Mark, Rule, Series, chart_css, draw, key
@@ -62,7 +63,7 @@ def simple(**changes: object) -> Chart:
 
 
 @given(chart=CHARTS, width=st.sampled_from([340, 820]))
-@settings(deadline=None, max_examples=120)
+@examples(120)
 def test_any_chart_is_well_formed_and_inside_its_frame(chart: Chart, width: int) -> None:
     picture = draw(chart, width=width, height=280, name="a")
     root = parsed(picture)

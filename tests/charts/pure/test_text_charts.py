@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from notebook import notebook_html
 
 from batchfit._charts.memory_page import fact, memory_lines
 from batchfit._charts.text import Level, as_text, bar, curves, shortened, ticks
@@ -217,7 +218,7 @@ class TestScreen:
         assert "x2.00" not in text
 
     def test_a_notebook_shows_the_same(self) -> None:
-        shown = explanation(peak_source="<string>:3 <lambda>")._repr_html_()
+        shown = notebook_html(explanation(peak_source="<string>:3 <lambda>"))
         assert "&lt;lambda&gt;" in shown
         assert "activation checkpointing" in shown
 

@@ -574,22 +574,22 @@ class TestProgress:
 
         live = Live(steps=3, soak_steps=25, console=Console(file=io.StringIO(), width=100))
         live.step(24, 3)
-        assert "trying 24  step 3 of 3" in live._now().plain
+        assert "trying 24  step 3 of 3" in live.now().plain
         live.step(24, 4)
-        assert "soaking 24  step 4 of 25" in live._now().plain
+        assert "soaking 24  step 4 of 25" in live.now().plain
         live.doing("choosing")
-        assert "choosing" in live._now().plain
+        assert "choosing" in live.now().plain
 
     def test_the_bar_is_as_long_as_the_share(self) -> None:
         from rich.console import Console
 
         live = Live(steps=3, soak_steps=25, console=Console(file=io.StringIO(), width=100))
         for share in (0.0, 0.001, 0.5, 0.999, 1.0, 1.7):
-            used, free = live._bar(share)
-            assert len(used) + len(free) == live._bar_width
-        assert live._bar(0.0)[0] == ""
-        assert live._bar(1.0)[1] == ""
-        assert len(live._bar(0.5)[0]) == live._bar_width // 2
+            used, free = live.bar(share)
+            assert len(used) + len(free) == live.bar_width
+        assert live.bar(0.0)[0] == ""
+        assert live.bar(1.0)[1] == ""
+        assert len(live.bar(0.5)[0]) == live.bar_width // 2
 
 
 class TestAnswer:

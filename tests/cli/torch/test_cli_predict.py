@@ -384,7 +384,7 @@ class TestPredict:
         )  # type: ignore[arg-type]  # fmt: skip
         row = Row(card, True, 80 * GIB, 64, 70 * GIB)
         found = predict.Predicted((row,), (told,), gpu_named=named)
-        command = predict._next(found, "train.py:make")
+        command = predict.next_command(found, "train.py:make")
         text = as_text(predict.prediction_lines(found, next_command=command, width=80, plain=True))
         assert words in " ".join(text.split())
         memory = " --budget 80.0GiB" if based_on == "no GPU" else ""

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -429,7 +430,7 @@ def test_a_wide_table_keeps_its_knobs_and_sizes() -> None:
     first=st.integers(1, 14),
     room=st.integers(20, 200),
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_columns_have_room(widths: list[int], first: int, room: int) -> None:
     first = min(first, len(widths))
     shown = column_widths(widths, first=first, room=room)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import safe_softmax
 
 import batchfit
 from batchfit._engine.allocator.gpus import GPUS
@@ -98,7 +99,7 @@ ODD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "roll of a number": lambda x: x.sum().roll(1) + x,
     "sum of a number": lambda x: x.sum().sum(0) + x.sum().sum(-1, keepdim=True) + x.sum().mean(0) + x,
     "norm of a number": lambda x: torch.linalg.vector_norm(x.sum(), dim=0) + x,
-    "softmax of a number": lambda x: torch._safe_softmax(x.sum(), 0) + x.sum().softmax(0) + x,
+    "softmax of a number": lambda x: safe_softmax(x.sum(), 0) + x.sum().softmax(0) + x,
     "sum of small numbers": lambda x: x * (x > 0).to(torch.int32).sum(1, keepdim=True),
     "nothing": lambda x: x[:0].softmax(0).sum() + x[:0].logsumexp(1).sum() + x,
     "one index": lambda x: x.index_put((torch.zeros(1, dtype=torch.long),), x[:1], accumulate=True),

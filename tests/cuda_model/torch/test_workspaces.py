@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch_private import private_aten
 
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._engine.cuda_model.workspaces import Extra, extra_of, is_gemm, reduction_bytes
@@ -46,7 +47,7 @@ def test_cublas_does_the_products() -> None:
 
 
 def test_a_softmax_gradient_has_one_temporary_of_its_size() -> None:
-    found = extra(aten._softmax_backward_data.default, meta(8, 16), meta(8, 16), -1, torch.float32)
+    found = extra(private_aten("_softmax_backward_data.default"), meta(8, 16), meta(8, 16), -1, torch.float32)
     assert found == Extra((8 * 16 * 4,))
 
 
@@ -115,15 +116,15 @@ def test_the_length_of_a_transposed_convolution() -> None:
 @pytest.mark.parametrize("length", [64, 100, 257])
 def test_attention_gradients_in_fp32(length: int) -> None:
     low = meta(2, 4, length, 64, dtype=torch.bfloat16)
-    found = extra(aten._scaled_dot_product_cudnn_attention_backward.default, low, low, low)
+    found = extra(private_aten("_scaled_dot_product_cudnn_attention_backward.default"), low, low, low)
     assert found is not None
     assert found.together == (2 * 4 * length * (64 + 1) * 4 + 256,)
 
 
 def test_grouped_heads_are_written_out() -> None:
     query, key = meta(2, 8, 64, 64, dtype=torch.bfloat16), meta(2, 2, 64, 64, dtype=torch.bfloat16)
-    plain = extra(aten._scaled_dot_product_flash_attention_backward.default, query, query, query)
-    grouped = extra(aten._scaled_dot_product_flash_attention_backward.default, query, query, key)
+    plain = extra(private_aten("_scaled_dot_product_flash_attention_backward.default"), query, query, query)
+    grouped = extra(private_aten("_scaled_dot_product_flash_attention_backward.default"), query, query, key)
     assert plain is not None
     assert grouped is not None
     assert sum(grouped.together) - sum(plain.together) == 2 * query.numel() * 2
@@ -153,7 +154,7 @@ def test_recurrent_layers_keep_and_take_what_cudnn_did() -> None:
             [row["samples"]] if row["packed"] else [],
             None,
         )
-        found = extra(aten._cudnn_rnn.default, *arguments)
+        found = extra(private_aten("_cudnn_rnn.default"), *arguments)
         assert found is not None
         assert found.outputs[3] == pytest.approx(row["reserve"], abs=200_000 if row["dropout"] else 1024)
         loose = 0.17 if row["kind"] == "rnn_tanh" and row["packed"] else 0.08
@@ -163,6 +164,6 @@ def test_recurrent_layers_keep_and_take_what_cudnn_did() -> None:
 def test_a_cell_by_itself_sums_its_gates_up() -> None:
     """99 MiB of a step of a graph network on an H200."""
     workspace = torch.empty(75_600, 5 * 64, device="meta")
-    found = extra(aten._thnn_fused_gru_cell_backward.default, workspace, workspace, True)
+    found = extra(private_aten("_thnn_fused_gru_cell_backward.default"), workspace, workspace, True)
     assert found is not None
     assert found.after == {3: 99 * 2**20, 4: 99 * 2**20}

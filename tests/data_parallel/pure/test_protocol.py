@@ -14,7 +14,8 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.data_parallel.pure.protocol import (
@@ -238,7 +239,7 @@ def votes(draw: st.DrawFn) -> list[Vote]:
     return found
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(votes())
 def test_what_follows_from_votes(held: list[Vote]) -> None:
     settled = settle([Vote.from_json(vote.to_json()) for vote in held])

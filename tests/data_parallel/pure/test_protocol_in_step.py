@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.data_parallel.pure.protocol import Offer, PassVote, settle_offers, settle_pass
@@ -30,7 +31,7 @@ tried = st.builds(
 
 
 @given(st.lists(offers, min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_number_of_microbatches_is_enough_for_all(votes: list[Offer]) -> None:
     agreed = settle_offers(votes)
     if any(vote.error for vote in votes):
@@ -51,7 +52,7 @@ def test_the_number_of_microbatches_is_enough_for_all(votes: list[Offer]) -> Non
 
 
 @given(st.lists(tried, min_size=1, max_size=6))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_try_is_kept_only_if_it_ran_on_all(votes: list[PassVote]) -> None:
     action = settle_pass(votes)
     assert (action == "keep") == all(vote.outcome == "ran" and vote.is_reset for vote in votes)

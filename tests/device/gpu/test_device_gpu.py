@@ -30,7 +30,7 @@ def device() -> Iterator[CudaDevice]:
     found.reset()
     assert found.held_bytes() == held, "the test has leaked tensors"
     assert allowed_bytes() == budget, "the limit was not put back"
-    assert device_module._set_by_us == {}
+    assert device_module.limits_set_by_us == {}
 
 
 def allowed_bytes() -> int:

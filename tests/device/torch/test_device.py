@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from fake_cuda import AsyncCuda, FakeCuda, MiB, OldCuda, OldXpu
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
+from torch_private import C, subclass
 
 from batchfit._engine.device import cuda as caching_memory
 from batchfit._engine.device import ram as ram_module
@@ -179,7 +181,7 @@ def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     cuda = FakeCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     for recorded in (True, False):
-        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda now=recorded: now, raising=False)
+        monkeypatch.setattr(C, "_cuda_isHistoryEnabled", lambda now=recorded: now, raising=False)
         assert (allocator_mark(CudaDevice(0, backend=cuda)) is None) is recorded
 
 
@@ -195,7 +197,7 @@ def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.Mo
 
     cuda = AsyncCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", refused, raising=False)
+    monkeypatch.setattr(C, "_cuda_isHistoryEnabled", refused, raising=False)
     assert allocator_mark(CudaDevice(0, backend=cuda)) is None
 
 
@@ -220,7 +222,7 @@ def test_where_a_driver_gives_out_ram(system: str, release: str, spills: bool) -
 
 def test_a_driver_that_gives_out_ram_is_held_to_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(used_by_others=100 * MiB)
-    cuda._may_reserve = lambda segments, index: segments <= cuda.allowed.get(index, 2**60)  # type: ignore[method-assign]
+    cuda.may_reserve = lambda segments, index: segments <= cuda.allowed.get(index, 2**60)  # type: ignore[method-assign]
     device = CudaDevice(0, backend=cuda)
     cuda.allocate(2000 * MiB)  # the card has 1000 MiB
     cuda.free(2000 * MiB)
@@ -249,7 +251,7 @@ def test_limit_holds_and_is_put_back(make: type[FakeCuda]) -> None:
         cuda.allocate(500 * MiB, 0)  # the other device is not limited
     assert device.budget_bytes() == 1000 * MiB
     cuda.allocate(500 * MiB, 1)
-    assert device_module._set_by_us == {}
+    assert device_module.limits_set_by_us == {}
 
 
 def test_a_fraction_that_was_set_caps_the_budget_and_comes_back_exactly() -> None:
@@ -285,7 +287,7 @@ def test_limit_is_put_back_after_an_error(cuda: FakeCuda, error: BaseException) 
     with pytest.raises(type(error)), device.limit(100 * MiB):
         raise error
     assert device.budget_bytes() == 1000 * MiB
-    assert device_module._set_by_us == {}
+    assert device_module.limits_set_by_us == {}
 
 
 def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
@@ -298,7 +300,7 @@ def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
 
     with pytest.raises(RuntimeError, match="device-side assert"):
         die()
-    assert device_module._set_by_us == {}
+    assert device_module.limits_set_by_us == {}
 
 
 def test_nothing_is_switched_when_the_budget_is_all_there_is() -> None:
@@ -318,7 +320,7 @@ def test_limit_gives_the_cache_back_first() -> None:
 
 
 @given(total=st.integers(1, 2**42), share=st.floats(0, 1))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_rounding_never_allows_more_than_the_budget_nor_a_byte_less(total: int, share: float) -> None:
     budget = max(1, int(total * share))
     fraction = fraction_of(budget, total)
@@ -427,7 +429,7 @@ def test_mps_limit_holds_and_torchs_own_comes_back(monkeypatch: pytest.MonkeyPat
                 mps.allocate(200 * MiB + 1)
         assert mps.allowed == 1000 * MiB
     assert mps.allowed == 1700 * MiB
-    assert device_module._set_by_us == {}
+    assert device_module.limits_set_by_us == {}
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.2")
     with pytest.raises(ValueError, match="x"), device.limit(200 * MiB):
         raise ValueError("x")
@@ -490,7 +492,7 @@ def test_another_thread_is_told_that_nothing_is_counted_there() -> None:
 def test_the_budget_of_a_cpu_is_what_the_system_leaves() -> None:
     ram = read_ram()
     assert 0 < CpuDevice().budget_bytes() <= ram.total_bytes == CpuDevice().total_bytes()
-    physical = ram_module._physical_bytes()
+    physical = ram_module.physical_bytes()
     assert ram.total_bytes <= physical + 2**30
 
 
@@ -533,7 +535,7 @@ def test_ram_under_cgroup_1(tmp_path: Path) -> None:
 
 
 def test_ram_where_there_is_no_proc(tmp_path: Path) -> None:
-    physical = ram_module._physical_bytes()
+    physical = ram_module.physical_bytes()
     assert read_ram(tmp_path) == ram_module.Ram(physical, physical)
     assert physical > 2**28
 
@@ -553,7 +555,7 @@ def test_a_budget_beyond_the_device_is_refused_before_any_work(device: Any) -> N
         device.limit(1000 * MiB + 1)
     with pytest.raises(ValueError, match="budget must be positive, not 0"):
         device.limit(0)
-    backend = getattr(device, "backend", None) or device._backend
+    backend = device.backend
     assert getattr(backend, "opened", set()) == set()
     assert getattr(backend, "syncs", 0) == 0
 
@@ -736,7 +738,7 @@ class Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> Elsewhere:
-        return torch.Tensor._make_subclass(cls, torch.zeros(1))  # type: ignore[attr-defined,no-any-return]
+        return subclass(cls, torch.zeros(1))  # type: ignore[attr-defined,no-any-return]
 
 
 def test_the_device_is_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:

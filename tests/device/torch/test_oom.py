@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.device import oom
@@ -322,7 +323,7 @@ def test_describe_shows_the_line_that_decided() -> None:
     assert text == "RuntimeError: NCCL error ... Cuda failure 2 'out of memory'"
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     text=st.text(max_size=400),
     kind=st.sampled_from([ValueError, RuntimeError, MemoryError, OSError, KeyError]),

@@ -35,7 +35,7 @@ def everything(rank: int) -> Any:
     found["kept"] = fsdp.self_test(mesh) is test
 
     # Without the reset a backward that failed must not pass: the self-test can tell.
-    fsdp._verdicts.clear()
+    fsdp.verdicts.clear()
     settle, parallel.settle = parallel.settle, lambda module, **_: None
     broken = fsdp.self_test(mesh)
     parallel.settle = settle

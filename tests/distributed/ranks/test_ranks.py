@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks, values
+from torch_private import default_store, process_groups
 
 from batchfit._engine.distributed import consensus as meetings
 from batchfit._engine.distributed import ranks as ranks_module
@@ -82,8 +84,8 @@ def test_wrong_values_are_refused_before_anyone_is_asked() -> None:
 def test_ranks_are_named_in_runs() -> None:
     assert meetings.name_of([3]) == "rank 3"
     assert meetings.name_of([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-    assert ranks_module._who_holds(["24", "32", "32"]) == "rank 0 holds 24, ranks 1-2 hold 32"
-    assert len(ranks_module._who_holds(["x" * 5000, "y"])) < 300
+    assert ranks_module.who_holds(["24", "32", "32"]) == "rank 0 holds 24, ranks 1-2 hold 32"
+    assert len(ranks_module.who_holds(["x" * 5000, "y"])) < 300
 
 
 # the races, with the store in hand
@@ -91,7 +93,7 @@ def test_ranks_are_named_in_runs() -> None:
 
 def meeting(store: dist.Store, rank: int, world_size: int = 2) -> meetings.StoreConsensus:
     made = meetings.StoreConsensus(store, rank=rank, world_size=world_size)
-    made._generation = 0  # these live in one process, where each would count as another group
+    made.generation = 0  # these live in one process, where each would count as another group
     return made
 
 
@@ -185,11 +187,11 @@ def test_rank_0_lingers_after_naming_the_missing(monkeypatch: pytest.MonkeyPatch
         main.exchange(ENTRY, "x", 0.01)
     begun = time.monotonic()
     main.close()
-    assert time.monotonic() - begun >= 10 * meetings._LONGEST_PAUSE_S  # the others look that often
+    assert time.monotonic() - begun >= 10 * meetings.LONGEST_PAUSE_S  # the others look that often
 
 
 @gloo
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(delays_ms=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_any_timing_gives_the_same_answers_to_all(delays_ms: list[list[int]]) -> None:
     store = dist.HashStore()
@@ -230,7 +232,7 @@ def agree(rank: int) -> Any:
         told(lambda: ranks.same("24GiB" if rank else "32GiB", doing="budget")),
         ranks.minimum(rank, doing="and it goes on"),
     ]
-    groups = len(dist.distributed_c10d._world.pg_map)
+    groups = len(process_groups())
     assert groups == 1, "no group is made for a decision"
     return found
 
@@ -281,7 +283,7 @@ def test_ranks_out_of_step_are_told_and_get_no_numbers() -> None:
 
 def many_rounds(rank: int) -> Any:
     ranks = Ranks.current(30)
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     for number in range(20):
         ranks.minimum(number, doing="warm-up")
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
@@ -437,7 +439,7 @@ def interrupted(rank: int, who: int) -> Any:
     ranks.any(False, doing="all are here")
     if rank != who:
         time.sleep(1.0)
-        dist.distributed_c10d._get_default_store().set(f"come/{rank}", "yes")
+        default_store().set(f"come/{rank}", "yes")
         return told(lambda: [ranks.any(False, doing="trial 3"), ranks.any(False, doing="trial 4")])
 
     def ring(*_: object) -> None:
@@ -448,7 +450,7 @@ def interrupted(rank: int, who: int) -> Any:
     try:
         ranks.any(False, doing="trial 3")
     except KeyboardInterrupt:
-        before_the_other_came = not dist.distributed_c10d._get_default_store().check([f"come/{1 - who}"])
+        before_the_other_came = not default_store().check([f"come/{1 - who}"])
         ranks.leave("KeyboardInterrupt")
         time.sleep(1.5)  # the other must hear of it, not stumble over the end of this process
         return before_the_other_came
@@ -472,16 +474,16 @@ def again(rank: int, folder: str) -> Any:
     for number in range(3):
         dist.init_process_group("gloo", store=dist.PrefixStore(f"{number}", store), rank=rank, world_size=2)
         same_place = dist.PrefixStore("same", store)
-        dist.distributed_c10d._world.pg_map[dist.group.WORLD] = ("gloo", same_place)
+        process_groups()[dist.group.WORLD] = ("gloo", same_place)
         ranks = Ranks.current(20)
-        assert Ranks.current()._meeting is ranks._meeting
+        assert Ranks.current().consensus is ranks.consensus
         if number == 1 and rank == 1:
             time.sleep(0.5)  # rank 0 would read the entries of group 0 meanwhile
         found.append(ranks.gather([number, rank], doing="which group"))
         dist.barrier()
         dist.destroy_process_group()
-        assert ranks._meeting is not None
-        assert ranks._meeting._store is None, "the store is let go with its group"
+        assert ranks.consensus is not None
+        assert ranks.consensus.store is None, "the store is let go with its group"
         with pytest.raises(Exception, match="the process group of these ranks has ended"):
             ranks.gather(1, doing="too late")
     return found

@@ -85,7 +85,7 @@ def _nothing_is_left() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated(0) <= held + 256 * MiB  # workspaces of cuBLAS stay
-    assert interface._set_by_us == {}
+    assert interface.limits_set_by_us == {}
 
 
 def blocks(size: int) -> None:
@@ -242,7 +242,7 @@ def test_a_cap_at_what_is_free_is_set_and_put_back(monkeypatch: pytest.MonkeyPat
     device = CudaDevice(0)
     free = device.budget_bytes()
     with device.limit(device.total_bytes()):
-        assert interface._set_by_us != {}
+        assert interface.limits_set_by_us != {}
         assert device.budget_bytes() <= free + 64 * MiB
         with pytest.raises(torch.OutOfMemoryError):
             blocks(int(free / (GiB // 2)) + 1)

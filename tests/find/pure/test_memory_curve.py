@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchfit._find.pure.memory_curve import (
@@ -48,7 +49,7 @@ def true_end(lines: list[tuple[float, float]], budget: float) -> float:
     return min((budget - fixed) / slope for fixed, slope in lines if slope > 0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(convex_peaks(), st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_the_ray_is_never_above_the_truth(
     peaks: tuple[float, list[tuple[float, float]], float], shares: list[float]
@@ -61,7 +62,7 @@ def test_the_ray_is_never_above_the_truth(
     assert peak(lines, curve.safe()) <= math.ceil(budget) * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(convex_peaks(), st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_the_chord_is_never_below_the_truth(
     peaks: tuple[float, list[tuple[float, float]], float], shares: list[float]
@@ -77,7 +78,7 @@ def test_the_chord_is_never_below_the_truth(
     assert look.careful >= max(sizes)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.dictionaries(st.integers(1, 10_000), st.floats(1, 10 * GIB), min_size=1, max_size=8),
     st.floats(0, 10 * GIB),

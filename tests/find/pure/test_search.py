@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchfit._find.pure.search import STRATEGIES, Observation, Request, Search, run
@@ -161,7 +162,7 @@ capacities = st.integers(0, 8191) | st.integers(0, 70)
 # --- any settings, any readings -------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(searches(), capacities, st.integers(0, 1000), st.none() | st.floats(0, 1))
 def test_any_search_ends_with_something_that_ran(
     search: Search, capacity: int, seed: int, survives: float | None
@@ -170,7 +171,7 @@ def test_any_search_ends_with_something_that_ran(
     play(search, capacity, lies(seed), sustained=sustained)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(searches(), capacities, st.integers(0, 1000))
 def test_a_round_trip_through_json_changes_nothing(search: Search, capacity: int, seed: int) -> None:
     read = lies(seed)
@@ -189,7 +190,7 @@ def test_a_round_trip_through_json_changes_nothing(search: Search, capacity: int
         )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data(), searches())
 def test_an_oracle_that_contradicts_itself_neither_loops_nor_crashes(
     data: st.DataObject, search: Search
@@ -208,7 +209,7 @@ def test_an_oracle_that_contradicts_itself_neither_loops_nor_crashes(
     check_end(search)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(searches(), capacities, st.integers(0, 1000), st.integers(1, 12))
 def test_max_trials_is_a_limit_and_leaves_an_answer(
     search: Search, capacity: int, seed: int, max_trials: int
@@ -229,7 +230,7 @@ def test_a_soak_forced_by_max_trials_is_no_decision() -> None:
     assert done.stopped_because == "max_trials"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.integers(0, 8191), st.integers(0, 1000), st.sampled_from([0, 0.02, 0.1]), st.booleans(), st.booleans()
 )
@@ -255,7 +256,7 @@ def test_guided_without_readings_doubles_and_bisects(capacity: int, tolerance: f
         assert done.stopped_because == "bracketed"
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     searches(strategy="guided", tolerance=0) | searches(strategy="bisect"), capacities, st.integers(0, 1000)
 )
@@ -269,7 +270,7 @@ def test_exact_strategies_are_exact(search: Search, capacity: int, seed: int) ->
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     searches(strategy="guided", tolerance=0, soak=True) | searches(strategy="bisect", soak=True),
     capacities,
@@ -287,7 +288,7 @@ def test_exact_strategies_are_exact_about_what_survives_a_soak(
 # --- guided on honest readings --------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.integers(1, 8191) | st.integers(1, 100),
     st.floats(0, 0.6),
@@ -305,7 +306,7 @@ def test_guided_is_within_its_tolerance_on_a_line(
     assert len(done.observations) <= 12
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(1, 8191) | st.integers(1, 100), st.floats(0, 0.99), st.booleans())
 def test_guided_comes_close_on_a_curve_with_knees(capacity: int, room: float, held: bool) -> None:
     done = play(Search(budget_bytes=BUDGET), capacity, convex(capacity, held=held, room=room))
@@ -316,7 +317,7 @@ def test_guided_comes_close_on_a_curve_with_knees(capacity: int, room: float, he
     assert len(done.observations) <= 12
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.integers(1, 2000) | st.integers(1, 60),
     st.floats(0.61, 0.98),
@@ -346,7 +347,7 @@ def test_a_program_that_holds_most_of_the_budget_is_searched_like_any_other(
     assert sum(not one.fits for one in done.observations) <= 3
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     st.integers(1, 8191) | st.integers(1, 100),
     st.floats(0.02, 0.99),
@@ -529,7 +530,7 @@ def test_a_failure_there_or_below_ends_a_prediction(failed: int) -> None:
     assert done.best >= 0.98 * 400
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     searches(strategy="guided"),
     capacities,
@@ -615,7 +616,7 @@ def test_once_a_soak_has_failed_short_runs_count_for_nothing() -> None:
     assert search.best == 100
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.integers(1, 8191), st.floats(0, 1), st.sampled_from([0, 0.02]), st.integers(0, 1000))
 def test_soaks_that_fail_cost_a_second_search_at_most(
     capacity: int, survives: float, tolerance: float, seed: int
@@ -669,7 +670,7 @@ def test_grow_follows_the_seed_and_uses_the_attempts_that_are_left(
     assert sizes_tried(capacity, strategy="grow", start=start, max_size=64) == trace
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(searches(strategy="grow"), capacities)
 def test_grow_makes_at_most_its_attempts_and_one_soak(search: Search, capacity: int) -> None:
     done = play(search, capacity)
@@ -704,7 +705,7 @@ def test_bisect_doubles_where_there_is_no_largest_size() -> None:
     assert sizes_tried(11, strategy="bisect", start=6) == ["6", "12x", "9", "10", "11"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(searches(strategy="halve"), capacities)
 def test_halve_is_the_first_half_that_runs(search: Search, capacity: int) -> None:
     sizes = search.sizes
@@ -714,7 +715,7 @@ def test_halve_is_the_first_half_that_runs(search: Search, capacity: int) -> Non
     assert play(search, capacity).best == (size if size <= capacity else None)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(searches(strategy="powers"), capacities)
 def test_powers_is_the_last_power_that_runs(search: Search, capacity: int) -> None:
     done = play(search, capacity)

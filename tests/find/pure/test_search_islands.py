@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._find.pure.search import Observation, Request, Search, run
@@ -18,7 +19,7 @@ BUDGET = 1000
     tolerance=st.sampled_from([0.0, 0.02]),
     held=st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_islands_do_not_fool_a_search(
     islands: dict[int, int], wave: int, strategy: str, tolerance: float, held: bool
 ) -> None:

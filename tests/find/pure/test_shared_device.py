@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._find.pure.search import Observation, Search, run
@@ -36,7 +37,7 @@ def test_what_goes_is_counted_from_the_beginning() -> None:
 
 
 @given(budget=st.integers(1, 2**40), seen=st.lists(st.integers(0, 2**41), max_size=8))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_the_budget_only_goes_down_and_nothing_is_lacked_after(budget: int, seen: list[int]) -> None:
     now = room(budget)
     for reachable in seen:
@@ -73,7 +74,7 @@ def test_what_ran_with_more_is_forgotten_and_what_failed_is_not() -> None:
     drops=st.dictionaries(st.integers(0, 12), st.floats(0.2, 0.95), max_size=3),
     soak=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_search_whose_budget_drops_ends_below_it(
     slope: int, fixed: int, drops: dict[int, float], soak: bool
 ) -> None:

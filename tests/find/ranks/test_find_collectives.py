@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 from parallel_models import failing, make, operations, search, seeded
+from torch_private import set_group_timeout
 
 import batchfit
 from batchfit._engine.distributed import lost_ranks
@@ -83,7 +84,7 @@ def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who
 
 def goes_wrong(rank: int, how: str) -> Any:
     """Rank 1 goes wrong inside a step with collectives, at a size above 4."""
-    lost_ranks._PATIENCE_S = 3.0
+    lost_ranks.PATIENCE_S = 3.0
     world = make("fsdp2" if how == "hangs" else "ddp")
     seeded(world, rank, steps=3)
     middle = operations(world) // 2
@@ -102,7 +103,7 @@ def goes_wrong(rank: int, how: str) -> Any:
     if how == "raises" and rank == 1:
         faulty = failing(world.step, above=4, at=middle, in_step=2, error=ValueError("no such column"))
     if how != "raises":
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+        set_group_timeout(timedelta(seconds=3), dist.group.WORLD)
     try:
         search(faulty, world)
     except Exception as error:  # noqa: BLE001
@@ -140,8 +141,8 @@ def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
 
 def nothing_fits_on_one(rank: int) -> Any:
     """Rank 1 runs out in its very first step, while the others wait for it in a collective."""
-    rehearsal._PATIENCE_S = 2.0
-    lost_ranks._PATIENCE_S = 3.0
+    rehearsal.PATIENCE_S = 2.0
+    lost_ranks.PATIENCE_S = 3.0
     world = make("ddp")
     step = failing(world.step, above=0, at=3, in_step=1) if rank == 1 else world.step
     try:

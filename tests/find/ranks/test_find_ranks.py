@@ -73,10 +73,10 @@ def others_on_one_card(rank: int) -> Any:
     """Another program takes memory of rank 1's card, before the third trial."""
     mib = 2**20
     device = FakeDevice(1000 * mib, peak=lambda size: size * mib)
-    trials = 0
+    trials, limit = 0, device.budget_bytes
 
     def reachable() -> int:
-        return min(device._limits[-1], 600 * mib if rank == 1 and trials >= 2 else 1000 * mib)
+        return min(limit(), 600 * mib if rank == 1 and trials >= 2 else 1000 * mib)
 
     def step(n: int) -> None:
         nonlocal trials

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch_private import unscaled_optimizers
 
 import batchfit
 from batchfit._engine.device.ram import Ram
@@ -106,7 +107,7 @@ class Run:
         state["scale"] = self.scaler.get_scale()
         state["scaler"] = sorted(self.scaler.state_dict().items())
         state["unscaled"] = [
-            len(entry.get("found_inf_per_device", {})) for entry in self.scaler._per_optimizer_states.values()
+            len(entry.get("found_inf_per_device", {})) for entry in unscaled_optimizers(self.scaler).values()
         ]
         state["scheduler"] = sorted(
             (k, repr(v)) for k, v in self.scheduler.state_dict().items() if not callable(v)

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from fake_cuda import AsyncCuda, FakeCuda, MiB
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit
@@ -60,7 +61,7 @@ class Program:
             return batchfit.find_batch_size(workload, device=self.device, **settings)
         finally:
             assert self.cuda.live[0] == 10 * MiB
-            assert interface._set_by_us == {}
+            assert interface.limits_set_by_us == {}
             assert self.cuda.allowed.get(0, self.cuda.total) == self.cuda.total, "the limit was put back"
 
 
@@ -234,7 +235,7 @@ def test_all_memory_gone_is_told_with_what_is_left() -> None:
     strategy=st.sampled_from(["guided", "bisect", "powers"]),
     tolerance=st.sampled_from([0.0, 0.02]),
 )
-@settings(max_examples=10, deadline=None)  # `test_shared_device.py` tries more of them, on the search alone
+@examples(10)  # `test_shared_device.py` tries more of them, on the search alone
 def test_whatever_others_do_the_answer_ran_within_its_budget(
     taken: dict[int, int], strategy: str, tolerance: float
 ) -> None:
@@ -368,7 +369,7 @@ def test_a_search_with_another_allocator(budget: str | None) -> None:
 def test_a_driver_that_spills_is_held_to_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(used_by_others=200 * MiB)
     monkeypatch.setattr(
-        cuda, "_may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)
+        cuda, "may_reserve", lambda segments, index: segments <= cuda.allowed.get(index, 2**60)
     )
     monkeypatch.setattr(caching_memory, "spills_to_ram", lambda: True)
     assert Program(cuda).find(tolerance=0.0, max_size=4000).batch_size == 395

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import logging
 import subprocess
 import sys
@@ -28,12 +27,14 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 import accelerate
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import find_executable_batch_size as theirs
+from accelerate_state import prepared_models, reset_accelerate
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_private import unscaled_optimizers
 
 import batchfit
+from batchfit.integrations.accelerate import _warn_of_version as warn_of_version
 from batchfit.integrations.accelerate import backward
 from batchfit.integrations.accelerate import find_executable_batch_size as ours
 from batchfit.testing import simulated_oom, virtual_memory
@@ -44,8 +45,7 @@ Decorator = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _accelerate_begins_anew() -> Iterator[None]:
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    reset_accelerate()
 
 
 class Limited:
@@ -257,8 +257,7 @@ def test_complaint_a_retry_trains_on_from_half_trained_weights() -> None:
     """Without us: the second attempt starts from the weights and Adam state that the first one left."""
 
     def trained(decorate: Decorator | None) -> list[float]:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        reset_accelerate()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
@@ -282,8 +281,7 @@ def test_complaint_a_retry_trains_on_from_half_trained_weights() -> None:
 
 def test_prepared_objects_that_are_passed_in_are_as_before_at_every_attempt() -> None:
     def trained(decorate: Decorator | None) -> list[float]:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        reset_accelerate()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(0)
         model = nn.Linear(3, 3)
@@ -363,10 +361,10 @@ def test_prepared_before_the_call_stays_prepared() -> None:
         accelerator.prepare(nn.Linear(2, 2))
         if batch_size > 10:
             raise simulated_oom()
-        return len(accelerator._models)
+        return len(prepared_models(accelerator))
 
     assert train() == 2
-    assert accelerator._models[0] is outside
+    assert prepared_models(accelerator)[0] is outside
     accelerator.free_memory()
 
 
@@ -379,7 +377,7 @@ def test_the_gradient_scaler_begins_anew() -> None:
     @ours(starting_batch_size=4)
     def train(batch_size: int) -> None:
         scaler = accelerator.scaler
-        seen.append((scaler.get_scale(), len(scaler._per_optimizer_states)))
+        seen.append((scaler.get_scale(), len(unscaled_optimizers(scaler))))
         weight = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         scaler.scale((weight * 2).sum()).backward()
@@ -429,7 +427,7 @@ class Program:
         self.accelerator.prepare(nn.Linear(2, 2))
         if batch_size > 10:
             raise simulated_oom()
-        return len(self.accelerator._models)
+        return len(prepared_models(self.accelerator))
 
 
 @pytest.mark.parametrize("how", ["method", "argument", "named", "through another function"])
@@ -473,7 +471,7 @@ def test_what_is_passed_in_containers_is_as_before_at_every_attempt(how: str) ->
         if how == "nested":
             parts = parts[0]["parts"]
         held = parts if isinstance(parts, dict) else vars(parts)
-        seen.append((len(held["accelerator"]._models), torch.equal(held["model"].weight, before)))
+        seen.append((len(prepared_models(held["accelerator"])), torch.equal(held["model"].weight, before)))
         held["accelerator"].prepare(nn.Linear(2, 2))
         for _ in range(5):
             held["model"](torch.ones(1, 2)).sum().backward()
@@ -510,7 +508,7 @@ def test_a_variable_that_is_not_set_yet_is_no_error() -> None:
             if batch_size > 3:
                 accelerator.prepare(nn.Linear(2, 2))
                 raise simulated_oom()
-            return len(accelerator._models)
+            return len(prepared_models(accelerator))
 
         return int(ours(train, 8)())
 
@@ -665,8 +663,7 @@ def test_out_of_memory_before_during_and_late(at: int) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_backward_in_microbatches_is_accelerates(precision: str, living_bytes: int) -> None:
     def trained(in_microbatches: bool) -> tuple[torch.Tensor, list[int]]:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        reset_accelerate()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
@@ -743,12 +740,11 @@ def test_wrong_arguments_of_backward() -> None:
 
 
 def test_another_version_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("batchfit.integrations.accelerate")
     for version in (accelerate.__version__, "1.10.0", "1.12.3.dev0"):
-        module._warn_of_version(version)
+        warn_of_version(version)
     for version in ("1.9.0", "2.0.0", "unknown"):
         with pytest.warns(UserWarning, match=f"tested with accelerate 1.10 to 1.15, and this is {version}"):
-            module._warn_of_version(version)
+            warn_of_version(version)
 
 
 def test_without_accelerate_the_pip_line_is_told() -> None:

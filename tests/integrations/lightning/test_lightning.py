@@ -681,11 +681,11 @@ def test_a_missing_framework_is_the_line_that_installs_it(monkeypatch: pytest.Mo
 
 def test_an_unknown_version_is_told_once_with_the_tested_ones() -> None:
     with pytest.warns(UserWarning, match=r"lightning 9.0.1 is not known .* tested with 2\.\d to 2\.6"):
-        framework._check_version("lightning", "9.0.1")
+        framework.check_version("lightning", "9.0.1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        framework._check_version("lightning", "9.0.1")
-        framework._check_version("lightning", "2.6.6")
+        framework.check_version("lightning", "9.0.1")
+        framework.check_version("lightning", "2.6.6")
 
 
 class Wide(pl.LightningModule):

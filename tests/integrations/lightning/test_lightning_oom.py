@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from examples import examples
 
 pytest.importorskip("lightning", reason="needs lightning")
 
@@ -15,7 +16,7 @@ import lightning.pytorch as pl
 import lightning_cases as cases
 import torch
 import torchmetrics
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning_cases import LegacyNet, Net, data, legacy, seeded, trainer, weights
 from torch import nn
@@ -505,7 +506,7 @@ def test_a_trainer_of_pytorch_lightning() -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-8)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=6), min_size=1, max_size=5),
     st.sampled_from(["mean", "sum", "min", "max", torch.max]),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch_private import gradient_hooks
 
 pytest.importorskip("torchtune", reason="needs torchtune")
 
@@ -23,6 +24,7 @@ from tiny_torchtune import tiny_config, write_checkpoint
 
 import batchfit
 from batchfit.integrations import torchtune as ours
+from batchfit.integrations.torchtune import _warn_of_version as warn_of_version
 from batchfit.testing import count_operations, fail_at, virtual_memory
 
 # torchdata 0.11 calls a function that torch 2.13 deprecates, in every StatefulDataLoader.
@@ -55,17 +57,29 @@ def trained(made: Any, config: dict[str, Any], *, train: bool = True) -> Any:
     return recipe
 
 
+def model_of(recipe: Any) -> Any:
+    return recipe._model
+
+
+def loader_of(recipe: Any) -> Any:
+    return recipe._dataloader
+
+
+def largest_of(recipe: Any) -> Any:
+    return recipe._largest
+
+
 def forget(recipe: Any) -> None:
     """Optimizers in backward hang on the parameters in cycles that Python cannot collect."""
-    for parameter in recipe._model.parameters():
-        if parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks.clear()
+    for parameter in model_of(recipe).parameters():
+        if gradient_hooks(parameter):
+            gradient_hooks(parameter).clear()
 
 
 def weights(recipe: Any) -> Any:
     """As an array, which virtual memory does not count."""
     return np.concatenate(
-        [parameter.detach().numpy().copy().ravel() for parameter in recipe._model.parameters()]
+        [parameter.detach().numpy().copy().ravel() for parameter in model_of(recipe).parameters()]
     )
 
 
@@ -95,8 +109,8 @@ def test_the_maximum_is_used_and_nothing_else_has_changed(
     config = tiny_config(folder, name, use_maximum_batch_size=True, batchfit=QUICK, epochs=2, **changes)
     with virtual_memory(living_bytes + 2 * 2**20):
         own = trained(ours.recipe_class(name), config)
-        size, found = own._largest, weights(own)
-        assert own._dataloader.batch_size == size
+        size, found = largest_of(own), weights(own)
+        assert loader_of(own).batch_size == size
         assert own.global_step == 2 * (48 // size // changes.get("gradient_accumulation_steps", 1))
         forget(own)
         del own
@@ -122,7 +136,7 @@ def test_the_size_never_leaves_an_epoch_without_a_step(folder: Path) -> None:
         folder, "full", use_maximum_batch_size=True, batchfit=QUICK, gradient_accumulation_steps=4
     )
     recipe = trained(ours.recipe_class("full"), config)
-    assert recipe._dataloader.batch_size == 12
+    assert loader_of(recipe).batch_size == 12
     assert recipe.global_step == 1
 
 
@@ -157,11 +171,11 @@ def test_an_increase_past_what_fits_is_skipped_and_said(
         recipe = trained(ours.recipe_class(name), config)
         (event,) = recipe.batch_size_events
         assert (event.kind, event.progress.epoch) == ("skipped", 1)
-        assert f"an increase by 10000 to 10002 is more than the limit of {recipe._largest}" in event.why
-        assert recipe._dataloader.batch_size == 2
+        assert f"an increase by 10000 to 10002 is more than the limit of {largest_of(recipe)}" in event.why
+        assert loader_of(recipe).batch_size == 2
         assert recipe.global_step == 3 * 24
         said = "".join(capfd.readouterr())
-        assert said.count(f"batch size {recipe._largest}") == 1  # found
+        assert said.count(f"batch size {largest_of(recipe)}") == 1  # found
         assert said.count(f"Epoch 1: batch size stays 2: {event.why}") == 1
         del recipe
 
@@ -283,7 +297,7 @@ def test_running_out_with_offloaded_activations_loses_no_step(folder: Path, livi
 @pytest.mark.parametrize("share", [0.2, 0.7])
 def test_a_search_goes_on_after_running_out_with_offloaded_activations(share: float, folder: Path) -> None:
     recipe = trained(ours.recipe_class("full"), tiny_config(folder, "full"), train=False)
-    step = recipe._workload(recipe._dataloader).step
+    step = recipe._workload(loader_of(recipe)).step
     with count_operations() as seen:
         step(4)
     with fail_at(int(seen.operations * share)) as fault, pytest.raises(torch.OutOfMemoryError):
@@ -449,9 +463,9 @@ def test_recipes_and_ranks_that_there_are_not(tmp_path: Path, monkeypatch: pytes
 
 
 def test_another_version_is_warned_about() -> None:
-    ours._warn_of_version("0.6.1+cpu")
+    warn_of_version("0.6.1+cpu")
     with pytest.warns(UserWarning, match=r"tested with torchtune 0\.6\.1, and this is 0\.7\.0"):
-        ours._warn_of_version("0.7.0")
+        warn_of_version("0.7.0")
 
 
 def test_without_torchtune_the_pip_line_is_told() -> None:

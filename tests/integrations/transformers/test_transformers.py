@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs transformers")
 
-from hf_models import Tokens, arguments, bert, gpt2, padded, parameters_of, t5  # noqa: E402
+from hf_models import Tokens, arguments, bert, gpt2, padded, parameters_of, run_of, t5  # noqa: E402
 
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import (  # noqa: E402
@@ -30,6 +30,7 @@ from batchfit.integrations.transformers import (  # noqa: E402
     Options,
     adapt,
 )
+from batchfit.integrations.transformers import _check_version as check_version  # noqa: E402
 
 Trainer = transformers.Trainer
 
@@ -242,7 +243,7 @@ def test_sizes_are_tried_beside_gradients_as_all_microbatches_but_the_first_run(
     seen: list[tuple[int, bool]] = []
 
     def note(model: Any, args: Any, kwargs: Any) -> None:
-        if trainer._batchfit.searches:
+        if run_of(trainer).searches:
             has_gradients = all(parameter.grad is not None for parameter in model.parameters())
             seen.append((len(kwargs["input_ids"]), has_gradients))
 
@@ -285,10 +286,10 @@ class OutOfTokens(torch.nn.Module):
 
 def test_what_was_found_is_used_for_every_width_and_nothing_below_it(tmp_path: Path) -> None:
     data = Tokens(1024, padded=False)
-    data._ids = torch.randint(2, 64, (1024, 256), generator=torch.Generator().manual_seed(2))
+    data.ids = torch.randint(2, 64, (1024, 256), generator=torch.Generator().manual_seed(2))
     lengths = (3.9 + 0.5 * torch.randn(1024, generator=torch.Generator().manual_seed(3))).exp()
-    data._lengths = lengths.clamp(16, 256).int().tolist()
-    widest = max(data._lengths)
+    data.lengths = lengths.clamp(16, 256).int().tolist()
+    widest = max(data.lengths)
     model = OutOfTokens(12 * widest + 5)
     given = {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 1, "max_steps": 8}
     trainer = adapt(Trainer(model, arguments(tmp_path, **given), train_dataset=data, data_collator=padded))
@@ -309,7 +310,7 @@ def test_what_was_found_is_used_for_every_width_and_nothing_below_it(tmp_path: P
 
 
 def test_a_second_kind_of_loss_uses_what_was_found_too(tmp_path: Path) -> None:
-    run = adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens()))._batchfit
+    run = run_of(adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens())))
     trainer, model, batch = Trainer(gpt2(), arguments(tmp_path)), gpt2(), padded(list(Tokens(8)))
     first = run.microbatcher_of(trainer, model, sums=True)
     first.backward(lambda micro: model(**micro).loss, batch)
@@ -423,7 +424,7 @@ def test_microbatches_weigh_what_the_loss_divides_by(name: str, tmp_path: Path) 
     expected = trained(tmp_path, make(), data=data, given=given, **more)
     model = make()
     trainer = adapt(Trainer(model, arguments(tmp_path, **given), train_dataset=data, **more))
-    trainer._batchfit.microbatch_size = 5  # as if it had been found: 16 become 4 x 4
+    run_of(trainer).microbatch_size = 5  # as if it had been found: 16 become 4 x 4
     trainer.train()
     assert torch.allclose(parameters_of(model), expected, atol=1e-11)
 
@@ -468,7 +469,7 @@ def test_a_loss_that_is_not_the_same_twice_is_not_taken_for_a_sum(
     expected = Trainer(make(), arguments(tmp_path, **whole), train_dataset=points())
     expected.train()
     trainer = adapt(Trainer(make(), arguments(tmp_path, **given), train_dataset=points()))
-    trainer._batchfit.microbatch_size = size
+    run_of(trainer).microbatch_size = size
     with caplog.at_level("WARNING", "batchfit"):
         trainer.train()
     assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
@@ -511,7 +512,7 @@ def test_a_weight_of_the_users_own(tmp_path: Path) -> None:
     trainer = adapt(
         Halves(gpt2(), arguments(tmp_path), train_dataset=Tokens()), weight=lambda m: len(m["labels"])
     )
-    trainer._batchfit.microbatch_size = 5
+    run_of(trainer).microbatch_size = 5
     trainer.train()
     assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-11)
 
@@ -539,7 +540,7 @@ def test_batches_of_both_kinds_in_one_run(tmp_path: Path) -> None:
     ):
         trainer = Own(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens(), data_collator=some)
         if ours:
-            adapt(trainer)._batchfit.microbatch_size = 5
+            run_of(adapt(trainer)).microbatch_size = 5
         trainer.train()
         weights.append(parameters_of(trainer.model))
     assert torch.allclose(*weights, atol=1e-11)
@@ -563,7 +564,7 @@ def test_a_batch_without_labels_counts_by_samples(tmp_path: Path) -> None:
     ):
         trainer = Own(gpt2(), arguments(tmp_path, **given), train_dataset=Unlabelled())
         if ours:
-            adapt(trainer)._batchfit.microbatch_size = 5
+            run_of(adapt(trainer)).microbatch_size = 5
         trainer.train()
         weights.append(parameters_of(trainer.model))
     assert torch.allclose(*weights, atol=1e-11)
@@ -1171,7 +1172,7 @@ def test_complaint_means_are_added_up_in_accumulation(tmp_path: Path) -> None:
     ):
         trainer = Trainer(bert(), arguments(tmp_path, **given, **more), train_dataset=data)
         if ours:
-            adapt(trainer)._batchfit.microbatch_size = 4
+            run_of(adapt(trainer)).microbatch_size = 4
         trainer.train()
         norms[name] = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
     # transformers 4.57 does not give this model the number of items: a mean of means that do not count alike.
@@ -1209,7 +1210,7 @@ def test_the_ready_classes_are_the_mixin_over_theirs(tmp_path: Path) -> None:
     assert again is trainer
     assert isinstance(trainer, BatchfitMixin)
     assert type(trainer).__mro__[1:3] == (BatchfitMixin, Trainer)
-    assert trainer._batchfit.options == Options(budget="1GiB")
+    assert run_of(trainer).options == Options(budget="1GiB")
 
 
 def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1349,22 +1350,20 @@ def test_a_step_with_two_backwards_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_version_below_the_tested_ones_is_warned_of_and_no_newer_one() -> None:
-    ours = importlib.import_module("batchfit.integrations.transformers")
     for version in ("4.57.6", "5.0.0", "5.22.2", "5.24.0.dev0", "6.0.0"):
-        ours._check_version(version)
+        check_version(version)
     for version in ("4.56.2", "3.5.1"):
         with pytest.warns(UserWarning, match=rf"tested with transformers 4.57 and later, not with {version}"):
-            ours._check_version(version)
+            check_version(version)
 
 
 def test_a_trainer_that_would_not_call_our_methods_is_refused() -> None:
-    ours = importlib.import_module("batchfit.integrations.transformers")
     gone = ("get_batch_samples", "log")
     older = type("Trainer", (), {name: None for name in dir(Trainer) if name not in gone})
     with pytest.raises(
         ImportError, match=r"the Trainer of 4\.45\.2 has no get_batch_samples, log: pip install .*>=4\.57"
     ):
-        ours._check_version("4.45.2", older)
+        check_version("4.45.2", older)
 
 
 @pytest.mark.parametrize("missing", ["transformers", "accelerate"])

@@ -64,6 +64,14 @@ class Counting(Trainer):  # type: ignore[misc]
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
         return loss
 
+    @property
+    def total_tokens(self) -> int:
+        return self._total_tokens
+
+    @property
+    def metrics(self) -> Any:
+        return self._metrics
+
     def counted(self) -> Any:
         return (
             {mode: dict(table) for mode, table in self._metrics.items()},
@@ -108,12 +116,12 @@ def test_a_retry_counts_nothing_twice(fails_at: tuple[int, ...], tmp_path: Path)
     tried = adapt(new(tmp_path, fails_at=tuple(("train", at) for at in fails_at)), find=False)
     tried.train()
     assert sum(entry.get("out_of_memory", 0) for entry in tried.state.log_history) == len(fails_at)
-    assert tried._total_tokens == plain._total_tokens == tried.state.seen == tried.made_late
-    assert sum(tried._metrics["train"]["tokens"]) == plain._total_tokens == tried.meter.sum
-    assert int(tried.components["train"]["tokens"]) == plain._total_tokens == tried.counts["train"]
-    assert float(tried.table[1]) == plain._total_tokens
+    assert tried.total_tokens == plain.total_tokens == tried.state.seen == tried.made_late
+    assert sum(tried.metrics["train"]["tokens"]) == plain.total_tokens == tried.meter.sum
+    assert int(tried.components["train"]["tokens"]) == plain.total_tokens == tried.counts["train"]
+    assert float(tried.table[1]) == plain.total_tokens
     assert float(tried.sizes[1]) == float(plain.sizes[1]) == 24
-    assert sum(tried.counted()[-1]) == plain._total_tokens
+    assert sum(tried.counted()[-1]) == plain.total_tokens
     assert torch.allclose(parameters_of(tried.model), parameters_of(plain.model), atol=1e-6)
 
 
@@ -123,8 +131,8 @@ def test_a_retry_in_evaluation_counts_nothing_twice(tmp_path: Path) -> None:
     tried = adapt(new(tmp_path, fails_at=(("eval", 9),)))
     tried.evaluate(Tokens())
     assert _calls["eval"] > 9
-    assert tried._total_tokens == plain._total_tokens > 0
-    assert sum(tried._metrics["eval"]["tokens"]) == sum(tried.counted()[-1]) == plain._total_tokens
+    assert tried.total_tokens == plain.total_tokens > 0
+    assert sum(tried.metrics["eval"]["tokens"]) == sum(tried.counted()[-1]) == plain.total_tokens
 
 
 def test_an_error_of_the_step_leaves_the_counts_as_they_were(tmp_path: Path) -> None:
@@ -135,11 +143,11 @@ def test_an_error_of_the_step_leaves_the_counts_as_they_were(tmp_path: Path) -> 
 
     trainer = new(tmp_path)
     trainer.__class__ = Fails
-    metrics = trainer._metrics["train"]
+    metrics = trainer.metrics["train"]
     with pytest.raises(ZeroDivisionError):
         adapt(trainer, find=False).train()
-    assert (trainer._total_tokens, dict(metrics), trainer.meter.count) == (0, {}, 0)
-    assert trainer._metrics["train"] is metrics
+    assert (trainer.total_tokens, dict(metrics), trainer.meter.count) == (0, {}, 0)
+    assert trainer.metrics["train"] is metrics
     assert not hasattr(trainer, "made_late")
 
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs transformers")
 
-from hf_models import Tokens, arguments, gpt2, parameters_of  # noqa: E402
+from hf_models import Tokens, arguments, gpt2, parameters_of, run_of  # noqa: E402
 
 from batchfit.errors import BatchfitError  # noqa: E402
 from batchfit.integrations.transformers import adapt  # noqa: E402
@@ -247,7 +247,7 @@ def test_a_trainer_that_can_be_pickled_still_can(tmp_path: Path) -> None:
     assert isinstance(again, Lines)
     assert again.found is None
     assert type(again).__name__ == type(trainer).__name__ == "BatchfitLines"
-    assert (again._batchfit.options.find, again._batchfit.options.budget) == (False, "1GiB")
+    assert (run_of(again).options.find, run_of(again).options.budget) == (False, "1GiB")
     assert not hasattr(again, "accelerator")
 
 

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._loader.pure.deal import Deal, DealtSamples, Tape, count_batches, cut, share
 
-several = settings(deadline=None, max_examples=150)
+several = examples(150)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,8 @@ def test_a_tape_keeps_only_what_can_come_again() -> None:
     for _ in range(1000):
         tape.take(10)
         tape.forget(tape.position)
-    assert len(tape._kept) == 0
-    assert len(tape._marks) <= 2
+    assert len(tape.kept) == 0
+    assert len(tape.marks) <= 2
 
 
 def test_a_stream_that_broke_has_not_ended() -> None:

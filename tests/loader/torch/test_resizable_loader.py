@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -164,7 +165,7 @@ def order(length: int, shuffle: bool, seed: int = 0, epoch: int = 0) -> list[int
 # Every sample once, in order
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.data())
 def test_ranks_see_the_epoch_once_in_order_through_any_changes(data: st.DataObject) -> None:
     """Planned and unplanned, at any point, on any number of ranks, with a checkpoint in between."""
@@ -491,7 +492,7 @@ def test_a_size_that_is_set_ends_the_schedule_and_the_last_size_stays_without_on
     assert len(loader) == 4 + 11
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(4, 90), st.integers(4, 40), st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_length_is_the_number_of_batches(
     length: int, size: int, world_size: int, drop_last: bool, planned: bool

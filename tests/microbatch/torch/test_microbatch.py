@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
+from microbatcher import context_of, skip_loss_check, uniform_sizer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit import Microbatcher
@@ -74,7 +78,7 @@ def rows(dtype: torch.dtype, n: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     n=st.integers(1, 20),
     size=st.integers(1, 20),
@@ -117,7 +121,7 @@ def test_gradients_equal_those_of_the_full_batch(
     assert not report.loss.requires_grad
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=12).filter(any),
     size=st.integers(1, 12),
@@ -560,7 +564,8 @@ def test_a_check_of_the_reduction_leaves_no_trace() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
         mb = Microbatcher(model, microbatch_size=4, batch_norm="ignore")
-        mb._loss_check.is_off = not checked
+        if not checked:
+            skip_loss_check(mb)
         mb.backward(lambda x: model(x).square().mean(), torch.randn(12, 3))
         return gradients(model).tolist(), [b.tolist() for b in model.buffers()], torch.rand(1).item()
 
@@ -611,7 +616,7 @@ def test_exact_running_statistics(momentum: float | None, call: str) -> None:
             else:
                 mb.backward(lambda x: model(x).square().mean(), batch)
         assert norm.momentum == momentum
-        assert not norm._forward_hooks
+        assert not forward_hooks(norm)
         return [buffer.double() for buffer in norm.buffers()]
 
     found = run(3)
@@ -662,12 +667,9 @@ def refused_as_wrapped() -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     mb = Microbatcher(model)
     batch = torch.randn(5, 2)
-    joins = model._join_config
-    model._join_config = joins._replace(enable=True)
-    with pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
+    with model.join(), pytest.raises(BatchfitError, match=r"ddp.join\(\) puts collectives into forward"):
         mb.backward(lambda x: model(x).mean(), batch)
-    model._join_config = joins
-    model._comm_hooks.append(("hook", None))  # type: ignore[arg-type]
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(BatchfitError, match="a communication hook is registered"):
         mb.backward(lambda x: model(x).mean(), batch)
 
@@ -793,7 +795,7 @@ class Job:
         self.model = nn.Linear(1, 1)
         self.events: list[MicrobatchEvent] = []
         self.mb = Microbatcher(self.model, device=self.device, on_event=self.events.append, **options)
-        self.mb._loss_check.is_off = True
+        skip_loss_check(self.mb)
 
     def loss(self, micro: torch.Tensor) -> torch.Tensor:
         self.device.use(100 + 10 * micro.numel())
@@ -848,7 +850,7 @@ def test_an_ambiguous_error_counts_only_if_a_smaller_size_runs() -> None:
     other = Microbatcher(model)
     with pytest.raises(RuntimeError, match=text):
         other.backward(fn(0), torch.ones(8, 1))
-    assert len(other._uniform.learned) == 0
+    assert len(uniform_sizer(other).learned) == 0
 
 
 @pytest.mark.parametrize(
@@ -889,7 +891,7 @@ def test_running_out_is_no_thrashing() -> None:
     job.device.use = counted  # type: ignore[method-assign]
     job.run(256)
     job.run(256)
-    (bounds,) = job.mb._uniform.learned._bounds.values()
+    (bounds,) = uniform_sizer(job.mb).learned._bounds.values()
     assert job.device.alloc_retries() == 2
     assert bounds.thrash == 0
 
@@ -947,7 +949,7 @@ def test_compiled_models_get_few_sizes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(1000)
-    job.mb._context.compiled = True
+    context_of(job.mb).compiled = True
     assert job.run(100).microbatch_sizes == (32, 32, 32, 4)
     sizes = {size for n in (100, 100, 96, 256) for size in job.run(n).microbatch_sizes}
     assert sizes <= {4, 32, 64, 36, 100}
@@ -955,14 +957,14 @@ def test_compiled_models_get_few_sizes(
     with caplog.at_level(logging.WARNING, logger="batchfit"):
         job.run(99)
         assert "gives up" not in caplog.text  # sizes of one program that takes any number
-        job.mb._uniform._compiled_before = compilations() - 5
+        uniform_sizer(job.mb)._compiled_before = compilations() - 5
         job.run(99)
     assert "torch compile 5 times, and it gives up at 4" in caplog.text
 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
-    torch._dynamo.reset()
+    dynamo.reset()
     model = Conv(4).double()
     batch = rows(torch.float64, 20, 0)
     counts: list[int] = []
@@ -982,7 +984,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
     for n in (20, 17, 19):
         mb.backward(fn, rows(torch.float64, n, 1))
     assert sum(counts) <= 4  # 8, then any number, and 1, which torch always compiles by itself
-    torch._dynamo.reset()
+    dynamo.reset()
 
 
 def test_a_compiled_function_is_told() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from microbatcher import limit_microbatch, skip_loss_check, uniform_sizer
 from state_judge import fingerprint
 from torch import nn
 from torch.nn import functional
@@ -50,7 +51,7 @@ class World:
     def microbatcher(self, size: int | None) -> Microbatcher:
         exact: Any = "exact" if "exact" in self.kind else "ignore"
         mb = Microbatcher(self.model, microbatch_size=size, batch_norm=exact)
-        mb._loss_check.is_off = True
+        skip_loss_check(mb)
         return mb
 
     def call(self, mb: Microbatcher) -> Any:
@@ -93,7 +94,7 @@ class Run:
 
     def at(self, sizes: tuple[int, ...]) -> Run:
         """Where nothing fails and `sizes` are what it begins with."""
-        self.mb._uniform._most = sizes[0]
+        limit_microbatch(uniform_sizer(self.mb), sizes[0])
         self.go(nullcontext())
         assert (self.sizes, self.retries) == (sizes, 0)
         return self
@@ -285,7 +286,7 @@ def test_a_map_inside_a_backward_does_not_disturb_its_way_back() -> None:
         for module in (teacher, model):
             module[1].reset_running_stats()
         mb = Microbatcher(model, teacher, batch_norm="ignore", microbatch_size=None if fail else 4)
-        mb._loss_check.is_off = True
+        skip_loss_check(mb)
 
         def fn(micro: torch.Tensor) -> torch.Tensor:
             found = model(micro)
@@ -304,7 +305,7 @@ def test_scripted_modules_go_back_too() -> None:
     counts = [buffer for name, buffer in model.named_buffers() if "num_batches" in name]
     before = int(counts[0])
     mb = Microbatcher(model, batch_norm="ignore")
-    mb._loss_check.is_off = True
+    skip_loss_check(mb)
     report = mb.backward(faulty(lambda x: model(x).mean(), {0: "oom"}, after=True), example)
     assert report.microbatch_sizes == (4, 4)
     assert int(counts[0]) == before + 2
@@ -344,7 +345,7 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if "scaler" in kind else None
         self.clip_norm = 0.5 if "clip" in kind else None
         self.mb = Microbatcher(self.model, microbatch_size=size, batch_norm="ignore")
-        self.mb._loss_check.is_off = True
+        skip_loss_check(self.mb)
         self.batches = [{"x": torch.randn(8, 5), "y": torch.randint(0, 3, (8,))} for _ in range(2)]
         self.sizes: list[tuple[int, ...]] = []
 
@@ -367,8 +368,8 @@ class Training:
 
     def by_hand(self, sizes: list[tuple[int, ...]]) -> Training:
         for number, some in enumerate(sizes):
-            self.mb._uniform._most = some[0]
-            self.mb._uniform.learned = Learned()
+            limit_microbatch(uniform_sizer(self.mb), some[0])
+            uniform_sizer(self.mb).learned = Learned()
             self.backward(number)
             assert self.sizes[-1] == some
             if self.scaler is not None:

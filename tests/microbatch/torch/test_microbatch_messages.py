@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from microbatcher import context_of
 from torch import nn
 from torch.nn import functional
 
@@ -380,7 +381,7 @@ def test_batch_norm_on_one_sample_is_explained() -> None:
 def test_compiled_microbatches_leave_no_remainder_of_one_for_batch_norm(norm: bool, sizes: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if norm else nn.LayerNorm(4))
     mb = Microbatcher(model, microbatch_size=8, batch_norm="ignore")
-    mb._context.compiled = True
+    context_of(mb).compiled = True
     assert mb.backward(lambda micro: model(micro).mean(), torch.randn(17, 3)).microbatch_sizes == sizes
 
 

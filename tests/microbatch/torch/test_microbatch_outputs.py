@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
@@ -24,7 +25,7 @@ def gradient(model: nn.Module) -> torch.Tensor:
 # --- outputs
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     n=st.integers(1, 17), size=st.integers(1, 17), fail=st.sets(st.integers(0, 6)), seed=st.integers(0, 99)
 )

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
+from microbatcher import known_of, limit_microbatch, ragged_sizer, skip_loss_check
 from torch import nn
 from torch.nn import functional
 
@@ -88,7 +90,7 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=14)
 SIDES = st.sampled_from(["left", "right"])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=LENGTHS,
     extra=st.integers(0, 9),
@@ -125,7 +127,7 @@ def test_gradients_equal_those_of_the_padded_batch(
     assert max(report.microbatch_sizes) <= size
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=LENGTHS, extra=st.integers(0, 9), side=SIDES, size=st.integers(1, 6), fails=st.integers(0, 3))
 def test_map_puts_outputs_back_in_order_and_width(
     lengths: list[int], extra: int, side: str, size: int, fails: int
@@ -158,7 +160,7 @@ def test_map_puts_outputs_back_in_order_and_width(
     assert Counter(done) == Counter(batch["name"])  # nothing twice
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, extra=st.integers(0, 9), side=SIDES, size=st.integers(1, 14), late=st.booleans())
 def test_cached_representations_are_exact(
     lengths: list[int], extra: int, side: str, size: int, late: bool
@@ -202,7 +204,7 @@ class World:
         self.model.register_buffer("calls", torch.zeros(()))
         self.batch = padded([3, 11, 7, 1, 16, 5, 9, 14], 20, "left")
         self.mb = Microbatcher(self.model, lengths="attention_mask", weight=tokens)
-        self.mb._loss_check.is_off = True
+        skip_loss_check(self.mb)
         if "old" in kind:
             self.model.loss(self.batch).backward()
 
@@ -262,7 +264,7 @@ def test_the_whole_batch_begins_anew_and_an_error_leaves_what_was() -> None:
     world = World("old")
     before = world.state()
     fn = faulty(world.loss, {1: ValueError("mine")})
-    world.mb._ragged._most = 3
+    limit_microbatch(ragged_sizer(world.mb), 3)
     with pytest.raises(ValueError, match="mine") as raised:
         world.mb.backward(fn, world.batch)
     assert raised.value.__notes__ == ["batchfit: raised in microbatch 2, 2 samples of length 16"]
@@ -284,7 +286,7 @@ class Job:
             on_event=self.events.append,
             **options,
         )
-        self.mb._loss_check.is_off = True
+        skip_loss_check(self.mb)
 
     def loss(self, micro: torch.Tensor) -> torch.Tensor:
         self.device.use(50 + 10 * micro.numel())
@@ -356,14 +358,14 @@ def test_gradients_that_appear_while_a_batch_runs_are_counted() -> None:
             job.device.hold(9000)
         return found
 
-    job.mb._ragged._most = 20
+    limit_microbatch(ragged_sizer(job.mb), 20)
     for count in (40, *[64] * 8):
         report = job.mb.backward(loss, torch.ones(count, 40))
         job.device.release(begun.pop())  # zero_grad
         assert report.retries == 0
-        job.mb._ragged._most = None
-    (known,) = job.mb._ragged._known.values()
-    another: Any = SimpleNamespace(known=known, held_bytes=300, sizer=job.mb._ragged)
+        limit_microbatch(ragged_sizer(job.mb), None)
+    known = known_of(job.mb)
+    another: Any = SimpleNamespace(known=known, held_bytes=300, sizer=ragged_sizer(job.mb))
     memory, _ = ragged.RaggedBatch.memory_model(another)
     assert memory.held_bytes == 9300  # what another batch would find held after its first microbatch
     assert memory.readings[0].used_bytes <= 50 + 400 * 20  # the gradients are in no reading
@@ -385,7 +387,7 @@ def test_allocation_retries_leave_more_room_and_are_told_once(
     with caplog.at_level(logging.INFO, logger="batchfit"):
         for _ in range(8):
             job.run([40] * 32)
-        (known,) = job.mb._ragged._known.values()
+        known = known_of(job.mb)
         assert known.headroom.share == 0.9
         before = known.peaks
         job.device.cached, job.device.settles_after = 0.9, None
@@ -460,7 +462,7 @@ def test_names_settle_what_shapes_do_not() -> None:
 
     batch = {"x": torch.ones(4, 12, 12), "speaker": torch.ones(4, 12)}
     mb = Microbatcher(model, lengths=lambda one: [3, 4, 3, 2], pad_keys=["x"], pad_dim=1)
-    mb._loss_check.is_off = True
+    skip_loss_check(mb)
     mb.backward(fn, batch)
     assert seen == [{"x": (4, 4, 12), "speaker": (4, 12)}]
 

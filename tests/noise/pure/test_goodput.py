@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._noise.pure.estimate import NoiseReading
@@ -66,7 +67,7 @@ settings_drawn = st.builds(
 curves = st.none() | st.floats(0.1, 1e5).map(saturating)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     readings() | st.none() | st.just(NONE),
     counts,
@@ -97,7 +98,7 @@ def test_never_beyond_the_cap_and_never_a_size_that_was_not_offered(
         assert how.can_shrink
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.none() | st.just(NONE),
     counts,
@@ -117,7 +118,7 @@ def test_no_estimate_no_change(
     assert decision.reason.startswith("no estimate of the noise scale: ")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(readings(), counts, candidate_lists, curves, settings_drawn)
 def test_a_reading_that_does_not_change_leads_to_one_chain_of_moves(
     seen: NoiseReading,
@@ -140,7 +141,7 @@ def test_a_reading_that_does_not_change_leads_to_one_chain_of_moves(
         assert len(directions) <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(readings(), counts, candidate_lists, curves, settings_drawn, st.integers(0, 99))
 def test_a_change_waits_for_its_steps(
     seen: NoiseReading,
@@ -158,7 +159,7 @@ def test_a_change_waits_for_its_steps(
         assert decision == decide(seen, current, candidates, throughput, how)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.floats(1, 1e6), st.floats(1.001, 100), counts, candidate_lists, curves, settings_drawn)
 def test_more_noise_never_means_a_smaller_batch(
     scale: float,
@@ -173,7 +174,7 @@ def test_more_noise_never_means_a_smaller_batch(
     assert more_noise.size >= less_noise.size
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(readings(), counts, candidate_lists, curves, settings_drawn)
 def test_every_noise_scale_in_the_interval_agrees(
     seen: NoiseReading,

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from statistics import NormalDist, fmean, median
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._noise.pure.estimate import (
@@ -76,7 +77,7 @@ def run(
 # ---- one step
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.integers(1, 64), min_size=2, max_size=8),
     st.floats(0.1, 1e4),
@@ -211,7 +212,7 @@ def observation(noise: float, signal: float, samples: float = 32) -> NoiseObserv
     )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(numbers, numbers, st.floats(1, 1e4)), min_size=2, max_size=30), st.floats(10, 1e5))
 def test_the_averages_are_weighted_by_samples_as_if_made_in_one_go(
     told: list[tuple[float, float, float]], decay: float
@@ -314,7 +315,7 @@ def test_the_default_memory_is_two_hundred_first_steps() -> None:
 # ---- the interval
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(positive, positive, st.floats(0, 0.2), st.floats(0, 0.2), st.floats(-0.9, 0.9))
 def test_fieller_holds_the_estimate_and_its_ends_are_just_not_refuted(
     noise: float, signal: float, first: float, second: float, correlation: float
@@ -331,7 +332,7 @@ def test_fieller_holds_the_estimate_and_its_ends_are_just_not_refuted(
             assert gap == pytest.approx(1.96 * math.sqrt(max(0.0, variance)), rel=1e-5, abs=1e-6 * noise)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(positive, numbers, st.floats(0, 0.2))
 def test_fieller_has_no_upper_end_where_the_signal_may_be_zero(
     noise: float, signal: float, first: float
@@ -390,7 +391,7 @@ def test_estimates_that_are_told_cover_the_truth(g: float) -> None:
 # ---- as data
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.tuples(numbers, numbers, st.floats(1, 1e4)), max_size=30), st.integers(0, 3))
 def test_a_state_goes_through_json_unchanged(told: list[tuple[float, float, float]], single: int) -> None:
     state = NoiseState()

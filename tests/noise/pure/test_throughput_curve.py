@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._noise.pure.throughput import Speed
 
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 curves = st.dictionaries(st.integers(1, 4096), st.floats(1e-3, 10), min_size=1, max_size=6)
 
 

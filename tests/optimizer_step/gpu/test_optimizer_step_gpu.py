@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_private import gpu_sleep
 
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.optimizer_step import step as stepping
@@ -137,11 +138,11 @@ def test_nothing_waits_in_the_steady_state() -> None:
     for name in ("foreach", "fused"):
         optimizer = made(**OPTIONS[name])
         give_gradients(optimizer, 0)
-        for _ in range(stepping._RECORDED_STEPS + 1):
+        for _ in range(stepping.RECORDED_STEPS + 1):
             step(optimizer, clip_norm=1.0)
         torch.cuda.synchronize()
         done = torch.cuda.Event()
-        torch.cuda._sleep(2_000_000_000)
+        gpu_sleep(2_000_000_000)
         done.record()
         step(optimizer, clip_norm=1.0)
         assert not done.query(), "the step has waited for the device"

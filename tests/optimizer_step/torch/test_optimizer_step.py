@@ -15,6 +15,7 @@ import pytest
 import torch
 from state_judge import fingerprint
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_private import dispatch_mode, foreach_sqrt
 
 from batchfit._engine.device import oom
 from batchfit._engine.optimizer_step import memory as step_memory
@@ -182,7 +183,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture
 def recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on nothing is recorded, as after eight."""
-    monkeypatch.setattr(stepping, "_RECORDED_STEPS", 1)
+    monkeypatch.setattr(stepping, "RECORDED_STEPS", 1)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -351,8 +352,8 @@ def test_caps_are_found_out_before_the_copy() -> None:
     made = trained(lambda: world(optim.AdamW, foreach=True), 1, ours=True)
     taken: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        copied = stepping._copied
-        patch.setattr(stepping, "_copied", lambda work: taken.append(1) or copied(work))
+        copied = stepping.copy_state
+        patch.setattr(stepping, "copy_state", lambda work: taken.append(1) or copied(work))
         with virtual_memory("1GiB") as memory:
             gc.collect()
             with memory.lowered(memory.allocated_bytes + 512 * 3):
@@ -403,7 +404,7 @@ def test_what_an_interrupted_step_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         made = trained(lambda given=parameters: World([optim.AdamW(given, foreach=True)]), 9, ours=True)  # type: ignore[misc]
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "_foreach_sqrt", faulty(torch._foreach_sqrt, {0: "oom"}))
+            patch.setattr(torch, "_foreach_sqrt", faulty(foreach_sqrt, {0: "oom"}))
             with pytest.raises(StepInterruptedError) as caught:
                 made.ours()
         error = caught.value
@@ -487,7 +488,7 @@ def test_inf_gradients_skip_the_step_and_are_not_learned_from() -> None:
                 else:
                     one.by_hand()
             assert ours.scaler.get_scale() == theirs.scaler.get_scale()
-            plan = next(iter(stepping._plans[ours.optimizers[0]].by_kind.values()))
+            plan = next(iter(stepping.plans_by_optimizer[ours.optimizers[0]].by_kind.values()))
             assert plan.steps == (number >= 1)
         assert ours.fingerprint() == theirs.fingerprint()
 
@@ -595,7 +596,7 @@ def test_a_compiled_step_is_called_and_not_recorded() -> None:
     inner, calls = optimizer.step, []
 
     def compiled() -> None:
-        calls.append(torch.utils._python_dispatch._get_current_dispatch_mode())
+        calls.append(dispatch_mode())
         inner()
 
     compiled._torchdynamo_orig_callable = inner  # type: ignore[attr-defined]
@@ -681,7 +682,7 @@ def test_the_guess_is_never_low(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             p.numel() * p.element_size()
             for group in optimizer.param_groups
             for p in group["params"]
-            if step_memory._makes_buffer_late(optimizer, group, p)
+            if step_memory.makes_buffer_late(optimizer, group, p)
         )
         guessed = step_memory.guess(made.optimizers, small=False).total_bytes
         warm(optimizer)
@@ -711,7 +712,7 @@ def test_cuda_is_asked_for_blocks_of_its_segments_unless_its_cache_is_ample(
 ) -> None:
     mib = 2**20
     sizes = (100, *[mib // 2] * 3, *[3 * mib] * 8, 147 * mib)
-    pieces = step_memory._Pieces(torch.device("cuda:0"), sizes)
+    pieces = step_memory.DeviceBlocks(torch.device("cuda:0"), sizes)
     small, large = [mib] * 2, [20 * mib] * 2 + [148 * mib]
 
     def asked(small_free: int, large_free: int) -> list[int]:
@@ -721,11 +722,11 @@ def test_cuda_is_asked_for_blocks_of_its_segments_unless_its_cache_is_ample(
             "active_bytes": {pool: {"current": 7 * mib} for pool in free},
         }
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-        return list(step_memory._not_cached(pieces))
+        return list(step_memory.blocks_not_cached(pieces))
 
     assert asked(0, 0) == small + large
     assert asked(4 * mib, 0) == large
     assert asked(0, 2 * (24 + 148) * mib) == small
     assert asked(0, 2 * (24 + 148) * mib - 1) == small + large
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})  # cudaMallocAsync
-    assert list(step_memory._not_cached(pieces)) == small + large
+    assert list(step_memory.blocks_not_cached(pieces)) == small + large

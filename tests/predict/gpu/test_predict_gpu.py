@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_private import memory_snapshot, record_memory_history
 
 import batchfit
 from batchfit import errors
@@ -142,11 +143,11 @@ def allocates(workload: batchfit.Workload, on: str) -> tuple[Counter[int], Count
     last = found.events[found.step_ends[0] : found.step_ends[1]]
     told = Counter(found.sizes[event] for event in last if event >= 0 and found.sizes[event] > 100_000)
     workload.step(16)
-    record: Any = torch.cuda.memory._record_memory_history
+    record: Any = record_memory_history
     record(enabled="all", context=None)
     try:
         workload.step(16)
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        events = memory_snapshot()["device_traces"][0]
     finally:
         record(enabled=None)
     done = Counter(e["size"] for e in events if e["action"] == "alloc" and e["size"] > 100_000)

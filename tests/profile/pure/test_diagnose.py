@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._profile.pure.diagnose import Facts, Loaded, ShapeTimes, diagnose, ms
@@ -141,7 +142,7 @@ def test_several_at_once_come_in_the_order_of_their_cost() -> None:
     own=st.lists(st.floats(1e-6, 10), max_size=4),
     cut=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_every_finding_has_figures_and_advice(
     step_s: float,
     busy: float | None,

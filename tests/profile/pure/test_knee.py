@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._profile.pure.knee import Knee, Timed, TimingRequest, grid, marginal_gains
@@ -190,7 +191,7 @@ def test_ludwigs_rule_is_less_stable_than_ours() -> None:
     noise=st.floats(0.0, 0.2),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_curve_ends_with_a_size_that_ran(
     fixed: float, sample: float, floor: float, limit: int, real_limit: int, noise: float, seed: int
 ) -> None:
@@ -260,7 +261,7 @@ def test_a_brief_look_is_not_the_answer() -> None:
     spread=st.floats(0.0, 0.5),
     fixed=st.floats(0.001, 1.0),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_smaller_size_was_timed_as_faster(steps: list[float], spread: float, fixed: float) -> None:
     """However noisy: a size is not recommended over a smaller one that has the better figure beside it."""
     knee = Knee(sizes=tuple(4**number for number in range(len(steps))))

@@ -6,7 +6,8 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._profile.pure.peak_flops import peak_flops
@@ -39,7 +40,7 @@ def test_warm_up_that_never_ends_is_cut_off() -> None:
 
 
 @given(times)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_an_interval_holds_its_median_and_lies_within_the_values(series: list[float]) -> None:
     interval = Interval.of(series)
     assert min(series) <= interval.low <= interval.median <= interval.high <= max(series)

@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from torch.utils import flop_counter
 from torch.utils.data import DataLoader, Dataset
+from torch_private import dispatch_mode, dynamo, forward_hooks
 
 import batchfit
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._profile import diagnosis, readings, timing
 from batchfit._profile import profile as _profile
 from batchfit._profile.model_inputs import watched_inputs
+from batchfit._profile.profile import _Measuring
 from batchfit._profile.pure.knee import Knee, Timed
 from batchfit._profile.pure.steady import BRIEF, FINE, Timing
 from batchfit._profile.readings import flops_of, loader_pace, union
@@ -218,7 +221,7 @@ def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
     slow = Planted(fake_time)
     slow.now[0] += 1
     with pytest.raises(SearchStoppedError, match="no size was timed"):
-        _profile._Measuring.to_the_end(_late_measuring(slow))
+        _Measuring.to_the_end(_late_measuring(slow))
 
 
 def test_a_time_limit_within_the_last_size_is_told(fake_time: list[float]) -> None:
@@ -269,7 +272,7 @@ def _late_measuring(planted: Planted) -> Any:
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
-    return _profile._Measuring(bench, ProfileOptions())
+    return _Measuring(bench, ProfileOptions())
 
 
 def test_tokens_and_accumulation(fake_time: list[float]) -> None:
@@ -352,7 +355,7 @@ def noisy_profile(sizes: list[int], step_s: list[float], spreads: list[float]) -
     )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.data(), st.integers(2, 8))
 def test_however_noisy_every_sentence_agrees_with_its_numbers(data: st.DataObject, count: int) -> None:
     sizes = [4**number for number in range(count)]
@@ -422,7 +425,7 @@ def test_state_is_put_back_bit_for_bit(virtual: bool) -> None:
     after = everything(model, optimizer)
     assert len(before) == len(after)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
     point = profile.at(8)
     assert point.peak_bytes is not None
     assert point.flops_per_s is not None
@@ -442,7 +445,7 @@ def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
         batchfit.profile_throughput(work.with_step(step), sizes=[4, 8], budget="64MiB")
     after = everything(model, optimizer)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
 
 
 @pytest.fixture
@@ -483,7 +486,7 @@ def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, res
         nonlocal calls
         calls += 1
         work.step(size)
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        if dispatch_mode() is not None:
             raise wrong[kind]
 
     counting = work.with_step(step)
@@ -502,7 +505,7 @@ def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, res
         assert calls > timed.steps_warmed
     after = everything(model, optimizer)
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
-    assert not model._forward_pre_hooks
+    assert not forward_hooks(model)
 
 
 def test_a_step_that_torch_cannot_count_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +543,7 @@ def test_the_step_that_counts_flops_is_in_no_figure(fake_time: list[float]) -> N
 
     def counted(size: int) -> None:
         step(size)
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        if dispatch_mode() is not None:
             fake_time[0] += 100.0
             planted.device.step(900)
 
@@ -835,7 +838,7 @@ def test_kernel_times_are_joined() -> None:
 
 
 def test_compiled_steps_are_warmed_and_counted() -> None:
-    torch._dynamo.reset()
+    dynamo.reset()
     model = nn.Linear(8, 8)
     compiled: Any = torch.compile(model, backend="eager", dynamic=False)
     work = batchfit.Workload(lambda size: compiled(torch.zeros(size, 8)), state=[model])
@@ -843,4 +846,4 @@ def test_compiled_steps_are_warmed_and_counted() -> None:
     first, second = (point.recompilations for point in profile.points)
     assert (first >= 1, second) == (True, 1)
     assert any("compiled during warm-up" in note for note in profile.notes)
-    torch._dynamo.reset()
+    dynamo.reset()

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from notebook import notebook_html
 from typer.testing import CliRunner
 
 import batchfit
@@ -219,7 +221,7 @@ class TestCharts:
         assert {"predicted peak", "ran out of memory"} <= {one.name for one in chart.series}
 
     @given(budgets=st.lists(st.integers(0, 2**45), min_size=1, max_size=8))
-    @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+    @examples(50, suppress_health_check=[HealthCheck.too_slow])
     def test_every_result_is_in_exactly_one_group(self, budgets: list[int]) -> None:
         fit = result("fit")
         given_fits = tuple(
@@ -265,13 +267,13 @@ class TestCharts:
 
     @pytest.mark.parametrize("name", ["fit", "cards", "why", "profile"])
     def test_notebooks_show_the_same_charts(self, name: str) -> None:
-        cell = result(name)._repr_html_()
+        cell = notebook_html(result(name))
         assert '<svg class="bf-chart wide' in cell
         assert "<script" not in cell
 
     def test_a_cell_without_numbers_has_no_chart(self) -> None:
         bare = result("fit").model_copy(update={"trials": ()})
-        assert "<svg" not in bare._repr_html_()
+        assert "<svg" not in notebook_html(bare)
 
 
 class TestSweep:
@@ -421,7 +423,7 @@ class TestReading:
             assert kind in str(reader.model_fields["kind"].annotation)
 
     @given(data=st.data())
-    @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+    @examples(200, suppress_health_check=[HealthCheck.too_slow])
     def test_a_file_with_anything_changed_is_a_page_or_an_error_of_ours(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(FILES)))
         whole = copy.deepcopy(json.loads(TEXTS[name]))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest
@@ -58,7 +59,7 @@ def test_sizes_are_halved_and_bisected(start: int, largest: int, asked: list[tup
     late=st.none() | st.integers(0, 6000),
     evaluates=st.integers(0, 6000),
 )
-@settings(max_examples=300)
+@examples(300)
 def test_what_holds_for_every_program(
     start: int,
     largest: int,

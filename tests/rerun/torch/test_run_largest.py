@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
+from torch_private import global_hooks
 
 import batchfit
 from batchfit.errors import NothingFitsError
 from batchfit.testing import count_operations, fail_at, simulated_oom
-
-
-def hooks() -> tuple[int, int, int]:
-    return (
-        len(optimizers._global_optimizer_post_hooks),
-        len(modules._global_forward_hooks),
-        len(modules._global_forward_pre_hooks),
-    )
 
 
 class Program:
@@ -64,7 +55,7 @@ def test_the_value_the_size_and_all_runs() -> None:
     ]
     assert tuple(told) == ran.trials
     assert "CUDA out of memory" in ran.trials[0].message
-    assert hooks() == (0, 0, 0)
+    assert global_hooks() == (0, 0, 0)
 
 
 def test_one_optimizer_for_each_parameter_is_one_step() -> None:
@@ -139,7 +130,7 @@ def test_a_probe_that_the_program_catches_is_no_training(how: str) -> None:
         ran = batchfit.run_largest(train, start=16, key="catches")
         assert (ran.value, ran.batch_size) == (7, 10)
         assert [trial.size for trial in ran.trials if trial.soak] == [10]
-    assert hooks() == (0, 0, 0)
+    assert global_hooks() == (0, 0, 0)
     assert not [one for one in held if one() is not None]
 
 
@@ -170,14 +161,14 @@ def test_an_ambiguous_error_at_one_comes_out() -> None:
     with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as told:
         batchfit.run_largest(Program(0, RuntimeError(text)), start=8)
     assert told.value.__notes__ == ["batchfit: raised at batch size 1"]
-    assert hooks() == (0, 0, 0)
+    assert global_hooks() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine"), SystemExit(3)])
 def test_what_is_not_memory_comes_out_and_leaves_no_hook(error: BaseException) -> None:
     with pytest.raises(type(error)):
         batchfit.run_largest(Program(3, error), start=8)
-    assert hooks() == (0, 0, 0)
+    assert global_hooks() == (0, 0, 0)
     error.__traceback__ = None
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
+from notebook import notebook_html
 from pydantic import ValidationError
 
 from batchfit.errors import NothingFitsError, RankMissingError, ResultFileError
@@ -60,13 +62,13 @@ def fit() -> FitResult:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(FITS)
 def test_json_round_trip_changes_nothing(result: FitResult) -> None:
     assert FitResult.from_json(result.to_json()) == result
     assert FitResult.from_json(result.to_json(indent=None).encode()) == result
     assert len(str(result).splitlines()) >= len(result.trials) + 2
-    assert result._repr_html_().count("<tr>") == len(result.trials) + 1
+    assert notebook_html(result).count("<tr>") == len(result.trials) + 1
 
 
 def test_a_table_and_a_sentence() -> None:
@@ -89,7 +91,7 @@ def test_a_table_and_a_sentence() -> None:
 
 
 def test_html_is_escaped() -> None:
-    shown = fit().model_copy(update={"device": "<script>"})._repr_html_()
+    shown = notebook_html(fit().model_copy(update={"device": "<script>"}))
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
 

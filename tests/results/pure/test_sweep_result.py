@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from notebook import notebook_html
 
 import batchfit
 from batchfit import results
@@ -81,7 +82,7 @@ def test_a_table_for_people(result: SweepResult) -> None:
         "max_crops=12: the measurement ran out of memory at 80, and ran at 63",
         "max_crops=13: ValueError: wrong (at model.py:3)",
     ]
-    assert "<td>63</td>" in result._repr_html_()
+    assert "<td>63</td>" in notebook_html(result)
     alone = SweepResult(planned=1, records=(record(12),))
     assert (
         str(alone) == "max_crops  batch_size_used\n       12               63\n1 of 1 configurations in 2.0 s"

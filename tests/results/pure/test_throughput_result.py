@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from notebook import notebook_html
 
 from batchfit._charts.text import as_text
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
@@ -101,7 +102,7 @@ def test_columns_without_figures_are_left_out() -> None:
 
 
 def test_a_notebook_gets_the_same_escaped() -> None:
-    shown = profile()._repr_html_()
+    shown = notebook_html(profile())
     assert "&lt;idle&gt;" in shown
     assert "<idle>" not in shown
 

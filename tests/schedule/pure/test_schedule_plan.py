@@ -8,7 +8,8 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit import (
@@ -27,7 +28,7 @@ from batchfit._schedule.pure.increase import Increases
 from batchfit._schedule.pure.lr_rules import LRRule
 from batchfit._schedule.pure.plan import Constant, ScheduleEvent, phases, updates_of
 
-quick = settings(max_examples=120, deadline=None)
+quick = examples(120)
 
 # CIFAR-10 in Smith et al. 2017: the batch grows by 5 where the learning rate would fall by 5.
 SMITH = [

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -32,7 +33,7 @@ from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._units import parse_count, round_size
 from batchfit.schedules import BatchSizeSchedule
 
-quick = settings(max_examples=150, deadline=None)
+quick = examples(150)
 
 
 def at(**counts: int) -> Progress:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +32,7 @@ from batchfit._loader.pure.progress import Plan, Progress
 from batchfit._noise.pure.estimate import NoiseReading
 
 STEP = StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048)
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 
 
 class Settable:

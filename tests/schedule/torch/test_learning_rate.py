@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
@@ -21,7 +22,7 @@ from batchfit._schedule.learning_rate import BASE, FACTOR, RULE, ScaledLR
 
 RATE = 0.1
 STEPS = 40
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 
 
 def optimizer_of(*rates: float, kind: type[Optimizer] = SGD, **keywords: Any) -> Optimizer:
@@ -155,8 +156,9 @@ class TestGroups:
         optimizer.param_groups[1][RULE] = "cubic"
         with pytest.raises(ValueError, match=r"batchfit_lr_rule of group 1 must be 'none'.* not 'cubic'"):
             ScaledLR(optimizer, "sqrt")
-        lr = ScaledLR(optimizer_of(1.0), ["sqrt"])
-        lr._optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        optimizer = optimizer_of(1.0)
+        lr = ScaledLR(optimizer, ["sqrt"])
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         with pytest.raises(ValueError, match="lr must have a rule for group 1, which was added later"):
             lr.set_ratio(2.0)
 

@@ -6,7 +6,8 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._engine.batch.pure.pieces import Shape, balanced, equal, pieces, rung
@@ -81,7 +82,7 @@ class Memory:
             size = bounds.size
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(most=st.integers(1, 300), total=st.integers(1, 300), compiled=st.booleans())
 def test_the_fewest_pieces_are_found_without_any_reading(most: int, total: int, compiled: bool) -> None:
     memory, learned = Memory(most), Learned()
@@ -96,7 +97,7 @@ def test_the_fewest_pieces_are_found_without_any_reading(most: int, total: int, 
     assert memory.ran_out <= 2 * math.log2(total) + 6
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     most=st.integers(2, 300),
     totals=st.lists(st.integers(1, 400), min_size=30, max_size=60),
@@ -110,7 +111,7 @@ def test_with_readings_memory_runs_out_in_the_first_large_batch_only(
     assert batches_with_failures <= 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(most=st.integers(20, 300), fixed=st.integers(0, 200))
 def test_with_readings_the_memory_is_used_up_to_the_margin(most: int, fixed: int) -> None:
     memory, learned = Memory(most, fixed=fixed, reads=True), Learned()
@@ -235,7 +236,7 @@ def ragged(width: int) -> Shape:
     return Shape(str(width), "tokens", width)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     room=st.integers(300, 4000),
     widths=st.lists(st.integers(10, 100), min_size=1, max_size=20),

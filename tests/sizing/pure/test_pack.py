@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, given, settings
+from examples import examples
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from batchfit._engine.batch.pure.pieces import Pack
@@ -27,7 +28,7 @@ def lognormal(seed: int, count: int = 128) -> list[int]:
 # --- pack -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     LENGTHS,
     st.integers(1, 200),
@@ -57,7 +58,7 @@ def test_every_sample_once_within_all_limits(
     assert packs == again
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=40), st.integers(1, 40))
 def test_no_plan_of_equal_pieces_is_cheaper(lengths: list[int], size: int) -> None:
     """Against the usual thing to do, sorted and cut at one size, by the very costs that are minimised."""
@@ -212,7 +213,7 @@ def wobbling(data: st.DataObject, value: float, held: float) -> float:
     return held + (value - held) * (1 + data.draw(st.floats(-0.03, 0.03)))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(true_curves(), st.data())
 def test_three_lengths_are_enough_to_be_right(
     curve: tuple[float, Callable[[int, int], float], Callable[[int], int]], data: st.DataObject
@@ -232,7 +233,7 @@ def test_three_lengths_are_enough_to_be_right(
         assert found + 1 >= 0.9 * best(length)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(true_curves(), st.integers(1, 1024), st.data())
 def test_growing_from_one_small_reading_never_runs_out_and_arrives(
     curve: tuple[float, Callable[[int, int], float], Callable[[int], int]], first: int, data: st.DataObject
@@ -263,7 +264,7 @@ READINGS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(READINGS, st.floats(0, 2e10), st.floats(0, 4e10))
 def test_whatever_is_read_answers_fall_with_the_length_and_rise_with_the_budget(
     readings: list[tuple[int, int, float, bool]], held: float, budget: float
@@ -397,7 +398,7 @@ def test_wrong_readings_are_named() -> None:
         MemoryModel().seen(1, 1, 1, held_bytes=-1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=60), st.integers(1, 9), st.integers(1, 40))
 def test_no_more_samples_than_asked_for_however_many_fit(lengths: list[int], at_most: int, fits: int) -> None:
     for most in (None, fits, lambda length: None):

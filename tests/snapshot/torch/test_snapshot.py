@@ -15,6 +15,7 @@ from state_judge import Bag, Fault, World, fingerprint, noise, repeat, rich_mode
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_private import wrapper_subclass
 
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.virtual_memory.memory import virtual_memory
@@ -598,7 +599,7 @@ class Hollow(torch.Tensor):
 
     @staticmethod
     def __new__(cls) -> Hollow:
-        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32)
+        return wrapper_subclass(cls, (3,), dtype=torch.float32)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from state_judge import Bag, fingerprint, raw, rich_model
 from torch import nn
 from torch.optim import lr_scheduler
+from torch_private import storage_address, wrapper_subclass
 
 from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -67,7 +69,7 @@ def test_nan_payloads_survive_in_parameters_gradients_and_state() -> None:
     assert fingerprint(model, optimizer) == before
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(data=st.data())
 def test_any_view_of_any_storage(data: st.DataObject) -> None:
     """Tensors that look into shared storages in odd ways, replaced, resized or scribbled over."""
@@ -111,7 +113,7 @@ def test_any_view_of_any_storage(data: st.DataObject) -> None:
         del view
         snapshot.restore()
         assert fingerprint(holder) == before
-        storages = {id(view.untyped_storage()): view.untyped_storage()._cdata for view in views}
+        storages = {id(view.untyped_storage()): storage_address(view) for view in views}
         assert len(set(storages.values())) <= len(bases)  # what shared a storage shares one again
 
 
@@ -167,7 +169,7 @@ class Pair(torch.Tensor):
 
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Pair:
-        return torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=high.dtype, device=high.device)
+        return wrapper_subclass(cls, high.shape, dtype=high.dtype, device=high.device)
 
     def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
         self.high, self.low = high, low
@@ -236,7 +238,7 @@ def change_flags(model: nn.Module) -> None:
     model[0].train()
     model[0].weight.requires_grad_(False)
     model.register_buffer("extra", torch.ones(1))
-    del model[1]._buffers["running_mean"]
+    del model[1].running_mean
     model[1].running_var = None
     model[1].num_batches_tracked = torch.tensor(99)
 

@@ -245,7 +245,7 @@ class TestFilesThatAreNotOurs:
     def test_a_sound_file_that_came_in_between_is_not_set_aside(self, folder: Path) -> None:
         store = Store(folder)
         store.put("a", fit(8))
-        sqlite._set_aside(store.path, (0, 0), "seen in a file that another process has renamed")
+        sqlite.set_aside(store.path, (0, 0), "seen in a file that another process has renamed")
         assert sizes(store, "a") == [8]
 
 
@@ -467,7 +467,7 @@ def test_the_journal_of_a_file_that_was_set_aside_is_not_played_back(folder: Pat
     )
     journal = folder / f"{FILE_NAME}-journal"
     assert journal.stat().st_size > 0
-    sqlite._set_aside(store.path, sqlite._identity(store.path), "as if it were damaged")
+    sqlite.set_aside(store.path, sqlite.identity_of(store.path), "as if it were damaged")
     assert journal.exists()
     assert not store.path.exists()
     assert store.put("a", fit(8))

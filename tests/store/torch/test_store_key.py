@@ -17,7 +17,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -332,7 +333,7 @@ def built(spec: Spec) -> batchfit.Workload:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(SPECS, SPECS)
 def test_keys_are_equal_exactly_where_programs_are(first: Spec, second: Spec) -> None:
     assert (digest(built(first)) == digest(built(second))) == (first == second)

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batchfit._knobs import key_of, label
@@ -49,7 +50,7 @@ def test_an_estimate_is_tried_on_every_configuration_beforehand() -> None:
 
 
 @given(st.dictionaries(names, lists, max_size=3))
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_a_grid_holds_every_combination_once(knobs: dict[str, list[Any]]) -> None:
     if not knobs:
         with pytest.raises(GridError, match="at least one knob"):
@@ -154,7 +155,7 @@ def test_a_start_that_is_not_there_is_refused(start: Any, text: str, place: Any)
 
 
 @given(st.sets(st.integers(0, 7)), st.integers(0, 7))
-@settings(deadline=None, max_examples=50)
+@examples(50)
 def test_what_is_done_is_not_run_again_and_nothing_is_lost(done: set[int], start: int) -> None:
     entries = plan({"a": list(range(8))}, start_from=start)
     after = without_done(entries, [key_of({"a": one}) for one in done])
@@ -240,7 +241,7 @@ def test_a_formula_without_a_value_names_the_configuration() -> None:
 
 
 @given(st.integers(1, 4096), st.integers(1, 100), st.integers(1, 100))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_an_estimate_is_between_one_and_the_full_size(batch_size: int, crops: int, top_k: int) -> None:
     both = estimate_of({"c": "crops", "k": "top_k"}, ("c", "k"))({"c": crops, "k": top_k}, batch_size)
     alone = estimate_of({"c": "crops"}, ("c",))({"c": crops}, batch_size)

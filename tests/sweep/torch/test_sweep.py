@@ -18,7 +18,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -531,7 +532,7 @@ def test_the_file_is_whole_after_each_configuration(tmp_path: Path) -> None:
 
 
 @given(stop=st.integers(0, 4), fails=st.sets(st.integers(1, 5), max_size=2))
-@settings(deadline=None, max_examples=4)
+@examples(4)
 def test_stopped_anywhere_and_resumed_is_the_same_file(
     tmp_path_factory: pytest.TempPathFactory, stop: int, fails: set[int]
 ) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import sweep_targets as targets
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit
@@ -327,7 +328,7 @@ class Scripted:
     count=st.integers(1, 12),
     devices=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_whatever_dies_each_configuration_has_one_record(script: list[str], count: int, devices: int) -> None:
     Scripted.script, Scripted.begun = list(script), []
     entries = plan({"n": list(range(count))})

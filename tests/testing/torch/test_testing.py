@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit._engine.trial.trial
@@ -18,8 +19,10 @@ import batchfit.testing
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, Peaks, resolve_device
 from batchfit.testing import (
+    _OOM_TEXTS,
     FakeDevice,
     FaultSchedule,
+    _made,
     count_operations,
     fail_at,
     faulty,
@@ -232,7 +235,7 @@ def test_a_step_keeps_its_result_and_arguments() -> None:
 
 
 @given(faults=st.sets(st.integers(0, 20)), numbers=st.lists(st.integers(0, 20)))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_a_schedule_raises_for_its_numbers_and_no_others(faults: set[int], numbers: list[int]) -> None:
     schedule = FaultSchedule(dict.fromkeys(faults, "oom"))
     for number in numbers:
@@ -252,7 +255,7 @@ def test_faults_are_numbered() -> None:
 # simulated_oom
 
 
-@pytest.mark.parametrize("kind", list(batchfit.testing._OOM_TEXTS))
+@pytest.mark.parametrize("kind", list(_OOM_TEXTS))
 def test_every_kind_is_one_that_we_see_as_out_of_memory(kind: str) -> None:
     error = simulated_oom(kind)
     assert oom.classify(error) == "oom"
@@ -266,7 +269,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_the_other_fault_is_no_memory_error() -> None:
-    assert oom.classify(batchfit.testing._made("error")) == "error"
+    assert oom.classify(_made("error")) == "error"
 
 
 # FakeDevice
@@ -287,7 +290,7 @@ def test_a_fake_device_is_a_device() -> None:
     cached=st.sampled_from([0.0, 0.2]),
     budget=st.integers(1, 10_000),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_its_books_are_honest(
     capacity: int, held: int, uses: list[int], split: float, cached: float, budget: int
 ) -> None:
@@ -392,7 +395,7 @@ def test_a_search_runs_on_a_fake_device_without_tensors(
     monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], expected: int
 ) -> None:
     # no tensors, no garbage: collecting it 4 times a trial is all the time that this would take
-    monkeypatch.setattr(batchfit._engine.trial.trial, "gc", types.SimpleNamespace(collect=lambda: 0))
+    monkeypatch.setattr("batchfit._engine.trial.trial.gc", types.SimpleNamespace(collect=lambda: 0))
     device = FakeDevice("1GiB", peak=lambda size: 200 * MiB + size * 3 * MiB, **knobs)
     workload = batchfit.Workload(device.step, state=())
     with count_operations() as seen:

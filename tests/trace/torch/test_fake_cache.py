@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch_private import dispatch_keys, enable_backends, private_aten, storage_address
 
 import batchfit
 from batchfit._engine.trace import fake_cache
@@ -24,11 +26,11 @@ HERE = torch.device("cpu", 1)
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    fake_cache._kept.clear()
-    fake_cache._forms.clear()
+    fake_cache.results_by_call.clear()
+    fake_cache.forms_seen.clear()
     yield
-    fake_cache._kept.clear()
-    fake_cache._forms.clear()
+    fake_cache.results_by_call.clear()
+    fake_cache.forms_seen.clear()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -48,8 +50,8 @@ def look(value: Any, args: Any) -> Any:
         return type(value), [look(one, args) for one in value]
     if not isinstance(value, Tensor):
         return type(value), value
-    held = [one.untyped_storage()._cdata for one in fake_cache._tensors(args)]
-    address = value.untyped_storage()._cdata
+    held = [storage_address(one) for one in fake_cache.tensors_among(args)]
+    address = storage_address(value)
     return (
         type(value),
         value.shape,
@@ -60,9 +62,9 @@ def look(value: Any, args: Any) -> Any:
         value.untyped_storage().nbytes(),
         value.requires_grad,
         value.is_inference(),
-        str(torch._C._dispatch_key_set(value)),
+        dispatch_keys(value),
         [index for index, other in enumerate(held) if other == address],
-        [index for index, other in enumerate(fake_cache._tensors(args)) if other is value],
+        [index for index, other in enumerate(fake_cache.tensors_among(args)) if other is value],
         sorted(vars(value)),
     )
 
@@ -85,19 +87,17 @@ def test_torch_is_asked_again_under_another_mode(switch: str) -> None:
     with mode:
         for _ in range(2):
             results.of(aten.neg.default, args, {})
-        assert len(fake_cache._kept) == 1
+        assert len(fake_cache.results_by_call) == 1
         try:
             torch.use_deterministic_algorithms(before is not (switch == "deterministic"))
             torch.set_default_dtype(torch.float64 if switch == "dtype" else dtype)
-            torch._C._set_cudnn_enabled(switch != "cudnn")
-            torch._C._set_mkldnn_enabled(switch != "mkldnn")
+            enable_backends(cudnn=switch != "cudnn", mkldnn=switch != "mkldnn")
             results.of(aten.neg.default, args, {})
         finally:
-            torch._C._set_cudnn_enabled(True)
-            torch._C._set_mkldnn_enabled(True)
+            enable_backends(cudnn=True, mkldnn=True)
             torch.use_deterministic_algorithms(before)
             torch.set_default_dtype(dtype)
-    assert len(fake_cache._kept) == 2
+    assert len(fake_cache.results_by_call) == 2
 
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -128,33 +128,33 @@ ONE = (
     aten.alias.default,
     aten.sum.default,
     aten.neg_.default,
-    aten._softmax.default,
+    private_aten("_softmax.default"),
     aten.unbind.int,
     aten.unsqueeze.default,
     aten.native_dropout.default,
-    aten._to_copy.default,
+    private_aten("_to_copy.default"),
     aten.numel.default,
 )
 MORE: dict[Any, tuple[Any, ...]] = {
-    aten._softmax.default: (0, False),
+    private_aten("_softmax.default"): (0, False),
     aten.unsqueeze.default: (0,),
     aten.native_dropout.default: (0.1, True),
 }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_results_of_one_tensor_are_torchs(data: Any) -> None:
     mode = fake_mode()
     func = data.draw(st.sampled_from(ONE))
     one = data.draw(layouts(mode))
-    kwargs = {"dtype": torch.bfloat16} if func is aten._to_copy.default else {}
+    kwargs = {"dtype": torch.bfloat16} if func is private_aten("_to_copy.default") else {}
     if func is aten.neg_.default:
         one = make(mode, one.shape)
     both(mode, func, (one, *MORE.get(func, ())), kwargs)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.data())
 def test_results_of_two_tensors_are_torchs(data: Any) -> None:
     mode = fake_mode()
@@ -172,7 +172,7 @@ def test_results_of_two_tensors_are_torchs(data: Any) -> None:
     both(mode, func, (one, other, *rest))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.data())
 def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
     """Two sizes of one layer: the second one's results follow from the first one's, or are asked about."""
@@ -199,7 +199,7 @@ def test_what_follows_from_other_lengths_is_torchs(data: Any) -> None:
             both(mode, func, (image,))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.lists(lengths, min_size=1, max_size=6), dtypes, st.booleans())
 def test_operations_on_lists_are_torchs(shapes: Any, dtype: torch.dtype, turned: bool) -> None:
     mode = fake_mode()
@@ -208,11 +208,11 @@ def test_operations_on_lists_are_torchs(shapes: Any, dtype: torch.dtype, turned:
         with mode:
             several = [one.permute(*reversed(range(one.dim()))) for one in several]
     numbers = [float(index) for index in range(len(several))]
-    both(mode, aten._foreach_sqrt.default, (several,))
-    both(mode, aten._foreach_add_.Scalar, (several, 1.0))
-    both(mode, aten._foreach_lerp_.Scalar, (several, several, 0.1))
-    both(mode, aten._foreach_addcdiv_.ScalarList, (several, several, several, numbers))
-    both(mode, aten._foreach_norm.Scalar, (several, 2))
+    both(mode, private_aten("_foreach_sqrt.default"), (several,))
+    both(mode, private_aten("_foreach_add_.Scalar"), (several, 1.0))
+    both(mode, private_aten("_foreach_lerp_.Scalar"), (several, several, 0.1))
+    both(mode, private_aten("_foreach_addcdiv_.ScalarList"), (several, several, several, numbers))
+    both(mode, private_aten("_foreach_norm.Scalar"), (several, 2))
 
 
 def test_each_result_has_memory_of_its_own() -> None:
@@ -221,7 +221,7 @@ def test_each_result_has_memory_of_its_own() -> None:
     with mode:
         found = [results.of(aten.relu.default, (one,), {}) for _ in range(4)]
     assert len({id(each.untyped_storage()) for each in found}) == 4
-    assert len({each.untyped_storage()._cdata for each in (*found, one)}) == 5
+    assert len({storage_address(each) for each in (*found, one)}) == 5
 
 
 def test_torch_is_asked_once_for_arguments_that_look_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +243,8 @@ def test_torch_is_asked_once_for_arguments_that_look_the_same(monkeypatch: pytes
             results.of(aten.mm.default, (one, make(mode, (3, 2))), {})
         assert asked.count(aten.mm.default) == 1
         for lr in (0.1, 0.2, 0.3):
-            results.of(aten._foreach_mul_.Scalar, (several, lr), {})
-        assert asked.count(aten._foreach_mul_.Scalar) == 1
+            results.of(private_aten("_foreach_mul_.Scalar"), (several, lr), {})
+        assert asked.count(private_aten("_foreach_mul_.Scalar")) == 1
         for length in (2, 3, 4):
             results.of(aten.relu.default, (make(mode, (length, 5)),), {})
         assert asked.count(aten.relu.default) == 1
@@ -279,8 +279,8 @@ def test_an_error_comes_each_time_and_nothing_is_made_of_it() -> None:
             with pytest.raises(RuntimeError):
                 results.of(aten.mm.default, (one, other), {})
             with pytest.raises(RuntimeError):
-                results.of(aten._foreach_add_.List, ([one, one], [other]), {})
-    assert not fake_cache._kept
+                results.of(private_aten("_foreach_add_.List"), ([one, one], [other]), {})
+    assert not fake_cache.results_by_call
 
 
 def test_a_value_that_torch_knows_is_worked_out_each_time() -> None:
@@ -299,11 +299,11 @@ def test_what_may_be_resized_or_depends_on_data_is_asked_about() -> None:
         aten.resize_.default,
         aten.transpose_.default,
         aten.nonzero.default,
-        aten._local_scalar_dense.default,
+        private_aten("_local_scalar_dense.default"),
         aten.as_strided.default,
         aten.lift_fresh.default,
     ):
-        assert not fake_cache._about(func).repeats, func
+        assert not fake_cache.facts_about(func).repeats, func
 
 
 def test_results_that_share_memory_with_one_of_several_are_asked_about() -> None:
@@ -312,10 +312,10 @@ def test_results_that_share_memory_with_one_of_several_are_asked_about() -> None
     with mode:
         other = one.view(2, 2)
         out = one.view(4)
-    assert FakeResults(mode)._described(out, (one,)) is not None
-    assert FakeResults(mode)._described(out, (one, other)) is None
-    assert FakeResults(mode)._described(out, ([one],)) is None
-    assert FakeResults(mode)._described((out, out), (make(mode, (3,)),)) is None
+    assert FakeResults(mode).describe(out, (one,)) is not None
+    assert FakeResults(mode).describe(out, (one, other)) is None
+    assert FakeResults(mode).describe(out, ([one],)) is None
+    assert FakeResults(mode).describe((out, out), (make(mode, (3,)),)) is None
 
 
 def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +325,8 @@ def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) ->
     with mode:
         for length in range(1, 40):
             results.of(aten.sum.default, (make(mode, (length,)),), {})
-            assert len(fake_cache._kept) <= 8
-            assert len(fake_cache._forms) <= 9
+            assert len(fake_cache.results_by_call) <= 8
+            assert len(fake_cache.forms_seen) <= 9
 
     def flat(value: Any) -> Iterator[Any]:
         if isinstance(value, tuple):
@@ -335,7 +335,9 @@ def test_only_so_many_are_kept_and_no_tensor(monkeypatch: pytest.MonkeyPatch) ->
         else:
             yield value
 
-    kept = [one for key, found in fake_cache._kept.items() for one in (*flat(key), *flat(tuple(found)))]
+    kept = [
+        one for key, found in fake_cache.results_by_call.items() for one in (*flat(key), *flat(tuple(found)))
+    ]
     assert not any(isinstance(one, Tensor | FakeTensorMode) for one in kept)
 
 
@@ -393,7 +395,7 @@ def test_a_trace_is_the_same_whoever_answers(
     )
     rules = rules_for(workload)
     ours = [trace(workload, size, rules=rules) for size in (2, 5, 2)]
-    assert fake_cache._kept
+    assert fake_cache.results_by_call
     monkeypatch.setattr(FakeResults, "of", lambda self, func, args, kwargs: func(*args, **kwargs))
     theirs = [trace(workload, size, rules=rules) for size in (2, 5)]
     assert ours == [*theirs, theirs[0]]

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch_private import C, has_kernel
 
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
@@ -219,7 +221,7 @@ def test_some_are_and_some_are_not() -> None:
     assert seen == {True, False}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=8))
 def test_any_graph(plan: list[tuple[int, int, int]]) -> None:
     """Values made of earlier ones, each used as often as it comes."""
@@ -318,24 +320,24 @@ def test_another_thread_that_trains_changes_no_trace() -> None:
     ids=lambda one: one.__name__,
 )
 def test_a_first_trace_may_be_anywhere(around: Any) -> None:
-    in_place._alone.cache_clear()
+    in_place.counts_of_one_holder.cache_clear()
     made = nn.Linear(8, 8)
     work = batchfit.Workload(lambda n: made(torch.randn(n, 8)), state=[made])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of anomaly detection
         with around():
             assert trace(work, 2, rules=rules_for(work), steps=1).events
-    assert in_place._alone() is not None
+    assert in_place.counts_of_one_holder() is not None
 
 
 def test_a_torch_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are then copies, and a trace is a trace."""
     assert check(residual) > 0
-    in_place._alone.cache_clear()
+    in_place.counts_of_one_holder.cache_clear()
     with monkeypatch.context() as patch:
-        patch.delattr(torch._C, "_storage_Use_Count")
+        patch.delattr(C, "_storage_Use_Count")
         taken, found = in_a_trace(residual, patch)
-    in_place._alone.cache_clear()
+    in_place.counts_of_one_holder.cache_clear()
     assert taken == 0
     assert found.events
 
@@ -367,4 +369,4 @@ def test_a_sum_of_the_programs_own_stays_one(own: Any) -> None:
 def test_linear_is_torchs_again_after_a_trace() -> None:
     with pytest.MonkeyPatch.context() as patch:
         in_a_trace(residual, patch)
-    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::linear", "AutogradCPU")
+    assert not has_kernel("aten::linear", "AutogradCPU")

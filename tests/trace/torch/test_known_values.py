@@ -9,6 +9,7 @@ import pytest
 import torch
 from state_judge import Notes
 from torch import nn
+from torch_private import foreach_add_, foreach_mul_, private_aten
 
 import batchfit
 from batchfit._engine.trace.known_values import written_by
@@ -89,7 +90,7 @@ def test_a_value_written_with_something_unknown_is_unknown() -> None:
 
     def by_a_list(device: torch.device, data: torch.Tensor) -> Any:
         known = torch.zeros(2, 3, device=device, dtype=torch.long)
-        torch._foreach_add_([known], [data.detach().long()])
+        foreach_add_([known], [data.detach().long()])
         return known.sum().item()
 
     assert all(refused(read) for read in (by_its_view, by_out, by_a_list))
@@ -103,7 +104,7 @@ def test_known_values_are_followed_through_writes() -> None:
 
     def foreach(device: torch.device, data: torch.Tensor) -> Any:
         known = torch.zeros(4, device=device, dtype=torch.long)
-        torch._foreach_add_([known], 1)  # not followed: then it must not be told as it was
+        foreach_add_([known], 1)  # not followed: then it must not be told as it was
         return known.sum().item()
 
     assert told(view) == [0, 5, 5, 0]
@@ -165,7 +166,7 @@ def test_a_tensor_of_the_host_that_holds_what_the_device_made_is_not_read(way: s
         if way == "running":
             running.mul_(0.9).add_(made.mean(0))
         else:
-            torch._foreach_mul_([running], [made.mean(0)])
+            foreach_mul_([running], [made.mean(0)])
         return running.sum() > 0
 
     assert refused(read)
@@ -314,4 +315,7 @@ def test_what_an_operation_writes_into() -> None:
     assert written_by(aten.add.Tensor, (one, two), {}) == []
     assert written_by(aten.add_.Tensor, (one, two), {})[0] is one
     assert written_by(aten.add.out, (one, two), {"out": two})[0] is two
-    assert [id(x) for x in written_by(aten._foreach_add_.Scalar, ([one, two], 1), {})] == [id(one), id(two)]
+    assert [id(x) for x in written_by(private_aten("_foreach_add_.Scalar"), ([one, two], 1), {})] == [
+        id(one),
+        id(two),
+    ]

@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch_private import pack_padded_sequence
 
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
@@ -488,7 +489,7 @@ def test_rows_are_packed_as_torch_packs_them() -> None:
     for first, shape in ((True, (4, 9, 3)), (False, (9, 4, 3))):
         x, lengths = torch.randn(shape), torch.tensor([9, 9, 4, 1])
         data, sizes = dispatch.packed(x, lengths.tolist(), first)
-        real = torch._pack_padded_sequence(x, lengths, first)
+        real = pack_padded_sequence(x, lengths, first)
         assert torch.equal(data, real[0])
         assert sizes == real[1].tolist()
 

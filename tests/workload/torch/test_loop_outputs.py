@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit._engine.workload import loop
@@ -61,11 +62,12 @@ def caught(model: nn.Module, fn: Callable[[Any, Any], torch.Tensor] = loss_fn) -
     with loop.running() as running:
         for _ in range(3):
             work.step(6)
-        (variables,) = running._variables.values()
+        held = running._variables
+        (variables,) = held.values()
         outputs = variables.outputs
-    assert variables not in running._variables.values()
+    assert not held
     assert set(vars(model)) == attributes
-    assert not model._forward_hooks
+    assert not forward_hooks(model)
     return outputs
 
 
@@ -89,7 +91,7 @@ def test_outputs_are_caught(make: Callable[[], nn.Module]) -> None:
 def test_outputs_are_caught_outside_of_what_is_compiled() -> None:
     """No graph more than without us; a loss that is compiled as a whole has no outputs to keep."""
     for compiled in ("wrapper", "in place", "loss"):
-        torch._dynamo.reset()
+        dynamo.reset()
         graphs = []
 
         def backend(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:

@@ -75,7 +75,7 @@ def predict_target(
         return RenderedAnswer(
             json=as_json(found),
             lines=lambda width, plain: prediction_lines(
-                found, next_command=_next(found, text), width=width, plain=plain
+                found, next_command=next_command(found, text), width=width, plain=plain
             ),
             draw=lambda path: _draw_file(found, path, title=text),
             code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
@@ -256,7 +256,7 @@ def _of_row(row: Row, found: Predicted) -> str:
     return f"{row.card}, {format_bytes(row.budget_bytes)}: "
 
 
-def _next(found: Predicted, text: str) -> str:
+def next_command(found: Predicted, text: str) -> str:
     """The command that explains the first answer, about the same memory; none where nothing fits."""
     row = next((row for row in found.rows if row.batch_size), None)
     if row is None:

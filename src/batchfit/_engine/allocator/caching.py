@@ -82,16 +82,16 @@ class CachingAllocator:
         self._request_limit = self._capacity if capped or not self._expandable else _ENDLESS
         self._page_limit = _ENDLESS if capped else self._capacity
         self._collect_above = int(threshold * self._capacity) if threshold > 0 else None
-        self._small = Pool(SMALL_SEGMENT, least_remainder=GRAIN, split_below=_ENDLESS)
-        self._large = Pool(
+        self.small = Pool(SMALL_SEGMENT, least_remainder=GRAIN, split_below=_ENDLESS)
+        self.large = Pool(
             rules.large_segment_bytes,
             least_remainder=GRAIN if self._expandable else MIB + GRAIN,
             split_below=_ENDLESS if self._expandable else self._max_split,
         )
         self._addresses = AddressSpace()
         if self._expandable:
-            self._large.reserve_range(0)  # both start at a page: 20 MiB do not divide the other address
-            self._small.reserve_range(RANGE_BYTES)
+            self.large.reserve_range(0)  # both start at a page: 20 MiB do not divide the other address
+            self.small.reserve_range(RANGE_BYTES)
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.requested_bytes = 0
@@ -113,7 +113,7 @@ class CachingAllocator:
         size = requested_bytes + GRAIN - 1 & -GRAIN
         if self._divisions:
             size = _round_up(requested_bytes, size, self._divisions)
-        pool = self._small if size <= SMALL_REQUEST else self._large
+        pool = self.small if size <= SMALL_REQUEST else self.large
         block = self._find(pool, size)
         if block is None:
             block = self._grow(pool, size)
@@ -167,7 +167,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Release every unsplit cached segment, or every whole free page, to the driver."""
-        for pool in (self._large, self._small):
+        for pool in (self.large, self.small):
             for block in list(map(pool.blocks.__getitem__, pool.keys)):
                 if self._expandable:
                     self._unmap(pool, block)
@@ -264,7 +264,7 @@ class CachingAllocator:
 
     def _collect_garbage(self, threshold: int) -> None:
         """Release large segments, those free for longer than average first, down to the threshold."""
-        pool = self._large
+        pool = self.large
         target = self.reserved_bytes - threshold
         if target <= 0 or self._expandable:
             return

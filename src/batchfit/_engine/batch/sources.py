@@ -264,7 +264,7 @@ class Longest:
             with no_dispatch():
                 return self._repeated(indices)
         batch = self._fetched(indices)
-        self._host_only = all(map(_is_on_host, leaves(batch)))
+        self._host_only = all(map(is_on_host, leaves(batch)))
         return batch
 
     def _fetched(self, indices: list[int]) -> Any:
@@ -315,7 +315,7 @@ def _rows(batch: Any, size: int) -> list[object] | None:
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             is_rows = leaf.dim() > 0 and leaf.layout is torch.strided and not leaf.is_nested
-            if not is_rows or leaf.shape[0] != size or leaf.requires_grad or not _is_on_host(leaf):
+            if not is_rows or leaf.shape[0] != size or leaf.requires_grad or not is_on_host(leaf):
                 return None
             found.append((leaf.dtype, leaf.shape[1:]))
         elif leaf is None or type(leaf) in (bool, int, float, str):
@@ -329,7 +329,7 @@ def _shallow(sample: Any) -> Any:
     return copy.copy(sample) if isinstance(sample, Mapping | list) else sample
 
 
-def _is_on_host(leaf: Any) -> bool:
+def is_on_host(leaf: Any) -> bool:
     """A real tensor on the CPU, or none. Of an object with a `to` of its own nobody knows."""
     if isinstance(leaf, torch.Tensor):
         return leaf.device.type == "cpu" and not isinstance(leaf, FakeTensor)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from batchfit._engine.device.interface import Peaks, _set_by_us, check_budget, fraction_of
+from batchfit._engine.device.interface import Peaks, check_budget, fraction_of, limits_set_by_us
 from batchfit._engine.device.ram import read_ram
 from batchfit._engine.virtual_memory.memory import VirtualMemory, active, virtual_memory
 
@@ -32,23 +32,23 @@ class MpsDevice:
     name = "mps"
 
     def __init__(self, *, backend: Any = torch.mps) -> None:
-        self._backend = backend
+        self.backend = backend
         self._highest = Peaks(0, 0)
 
     def total_bytes(self) -> int:
-        return int(self._backend.recommended_max_memory())
+        return int(self.backend.recommended_max_memory())
 
     def budget_bytes(self) -> int:
         total = self.total_bytes()
-        return min(total, int(_set_by_us.get((self._backend, 0), 1.0) * total))
+        return min(total, int(limits_set_by_us.get((self.backend, 0), 1.0) * total))
 
     def held_bytes(self) -> int:
         self._read()
-        return int(self._backend.current_allocated_memory())
+        return int(self.backend.current_allocated_memory())
 
     def reset(self) -> None:
         self.synchronize()
-        self._backend.empty_cache()
+        self.backend.empty_cache()
         self._highest = Peaks(0, 0)
         self._read()
 
@@ -60,7 +60,7 @@ class MpsDevice:
         return 0
 
     def synchronize(self) -> None:
-        self._backend.synchronize()
+        self.backend.synchronize()
         self._read()
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
@@ -70,25 +70,25 @@ class MpsDevice:
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         self.reset()
-        before = _set_by_us.get((self._backend, 0))
+        before = limits_set_by_us.get((self.backend, 0))
         fraction = fraction_of(min(budget_bytes, self.budget_bytes()), self.total_bytes())
-        self._backend.set_per_process_memory_fraction(fraction)
-        _set_by_us[self._backend, 0] = fraction
+        self.backend.set_per_process_memory_fraction(fraction)
+        limits_set_by_us[self.backend, 0] = fraction
         try:
             yield
         finally:
             if before is None:
-                del _set_by_us[self._backend, 0]
+                del limits_set_by_us[self.backend, 0]
                 # what torch starts with; it cannot be read back
                 before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.7"))
             else:
-                _set_by_us[self._backend, 0] = before
-            self._backend.set_per_process_memory_fraction(before)
+                limits_set_by_us[self.backend, 0] = before
+            self.backend.set_per_process_memory_fraction(before)
 
     def _read(self) -> None:
         self._highest = Peaks(
-            max(self._highest.allocated_bytes, int(self._backend.current_allocated_memory())),
-            max(self._highest.reserved_bytes or 0, int(self._backend.driver_allocated_memory())),
+            max(self._highest.allocated_bytes, int(self.backend.current_allocated_memory())),
+            max(self._highest.reserved_bytes or 0, int(self.backend.driver_allocated_memory())),
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from batchfit._engine.device.interface import Device, Peaks, _set_by_us, check_budget, fraction_of
+from batchfit._engine.device.interface import Device, Peaks, check_budget, fraction_of, limits_set_by_us
 from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 from batchfit.errors import BatchfitError
 
@@ -193,7 +193,7 @@ class _CachingDevice:
         before = self._fraction()
         if before < 1.0:  # read rounded: restored as read, repeatedly, it would shrink by bytes
             before = fraction_of(round(before * total), total)
-        ours_before = _set_by_us.get((self.backend, self.index))
+        ours_before = limits_set_by_us.get((self.backend, self.index))
         self._set_fraction(fraction_of(budget_bytes, total))
         try:
             yield
@@ -205,9 +205,9 @@ class _CachingDevice:
 
     def _set_fraction(self, fraction: float, *, forget: bool = False) -> None:
         if forget:
-            _set_by_us.pop((self.backend, self.index), None)
+            limits_set_by_us.pop((self.backend, self.index), None)
         else:
-            _set_by_us[self.backend, self.index] = fraction
+            limits_set_by_us[self.backend, self.index] = fraction
         self.backend.set_per_process_memory_fraction(fraction, self.index)
 
     def _fraction(self) -> float:
@@ -215,7 +215,7 @@ class _CachingDevice:
         if hasattr(self.backend, "get_per_process_memory_fraction"):
             # cudaMallocAsync begins with the largest number there is, and refuses to have it restored.
             return min(1.0, float(self.backend.get_per_process_memory_fraction(self.index)))
-        return _set_by_us.get((self.backend, self.index), 1.0)
+        return limits_set_by_us.get((self.backend, self.index), 1.0)
 
     def _memory_info(self) -> tuple[int, int]:
         if hasattr(self.backend, "mem_get_info"):

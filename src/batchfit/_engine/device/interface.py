@@ -82,7 +82,7 @@ def check_budget(device: Device, budget_bytes: int) -> None:
 
 
 # The fraction that a limit of ours has set, for a torch that cannot read it: (back-end, index) -> fraction.
-_set_by_us: dict[tuple[Any, int], float] = {}
+limits_set_by_us: dict[tuple[Any, int], float] = {}
 
 
 def fraction_of(budget_bytes: int, total_bytes: int) -> float:

@@ -21,7 +21,7 @@ def read_ram(root: Path = Path("/")) -> Ram:
     """RAM under the limits of the control groups (containers) around this process; `root` is for tests."""
     lines = _read(root / "proc/meminfo").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest}
-    total = kib["MemTotal"] * 1024 if "MemTotal" in kib else _physical_bytes()
+    total = kib["MemTotal"] * 1024 if "MemTotal" in kib else physical_bytes()
     available = kib["MemAvailable"] * 1024 if "MemAvailable" in kib else total
     for limit, used in _control_groups(root):
         total = min(total, limit)
@@ -57,7 +57,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _physical_bytes() -> int:
+def physical_bytes() -> int:
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     kib = ctypes.c_ulonglong()  # Windows

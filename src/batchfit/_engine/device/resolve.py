@@ -20,7 +20,7 @@ import torch
 
 from batchfit._engine.device.cpu import CpuDevice, MpsDevice
 from batchfit._engine.device.cuda import CudaDevice, XpuDevice
-from batchfit._engine.device.interface import Device, Peaks, _set_by_us, check_budget, fraction_of
+from batchfit._engine.device.interface import Device, Peaks, check_budget, fraction_of, limits_set_by_us
 from batchfit._engine.device.ram import read_ram
 from batchfit._engine.device.tensors import tensors_in
 
@@ -33,10 +33,10 @@ __all__ = [
     "MpsDevice",
     "Peaks",
     "XpuDevice",
-    "_set_by_us",
     "check_budget",
     "fraction_of",
     "known_devices",
+    "limits_set_by_us",
     "resolve_device",
     "tensors_in",
 ]

@@ -32,7 +32,7 @@ from typing import Any, final
 
 from batchfit.errors import BatchfitError, RankMissingError
 
-_LONGEST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.02
 _FAREWELL_S = 5.0
 
 # How many process groups of this process have agreed on something. A store can outlive a group (torchrun
@@ -71,8 +71,8 @@ class StoreConsensus:
     def __init__(self, store: Any, *, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store = store  # a torch.distributed.Store; None once the group has ended
-        self._generation: int | None = None
+        self.store = store  # a torch.distributed.Store; None once the group has ended
+        self.generation: int | None = None
         self._round = 0
         self._unsettled: str | None = None  # where our entry waits for a verdict; stays after a Ctrl-C there
         self._missing: _Missing | None = None
@@ -90,7 +90,7 @@ class StoreConsensus:
         with self._lock:
             if self._missing is not None:
                 raise self._missing.error()
-            if self._store is None:
+            if self.store is None:
                 raise BatchfitError("the process group of these ranks has ended. Call Ranks.current() again.")
             try:
                 verdict = self._meet(entry, doing, timeout_s, ended, or_leave)
@@ -104,19 +104,19 @@ class StoreConsensus:
 
     def flag(self, name: str) -> None:
         with contextlib.suppress(RuntimeError):  # a lost store is noticed at the next agreement
-            if self._store is not None:
-                self._store.set(f"batchfit/{self._generation}/flag/{name}", "up")
+            if self.store is not None:
+                self.store.set(f"batchfit/{self.generation}/flag/{name}", "up")
 
     def flagged(self, name: str) -> bool:
         with contextlib.suppress(RuntimeError):
-            return self._store is not None and bool(
-                self._store.check([f"batchfit/{self._generation}/flag/{name}"])
+            return self.store is not None and bool(
+                self.store.check([f"batchfit/{self.generation}/flag/{name}"])
             )
         return False
 
     def leave(self, why: str, timeout_s: float) -> None:
         with self._lock:
-            if self._missing is not None or self._store is None:
+            if self._missing is not None or self.store is None:
                 return
             self._missing = _Missing((self.rank,), "what comes next", timeout_s, _has_left(self.rank, why))
             unsettled, room = self._unsettled, self._next_room()
@@ -127,7 +127,7 @@ class StoreConsensus:
                 if self.rank == 0:
                     self._publish(room, self._missing.to_json())
                 else:
-                    self._store.set(f"{room}/{self.rank}", json.dumps({"left": why}))
+                    self.store.set(f"{room}/{self.rank}", json.dumps({"left": why}))
             except RuntimeError:
                 return  # the others cannot be reached: their time-out ends their wait
 
@@ -137,22 +137,22 @@ class StoreConsensus:
         The store often lives in rank 0's process: were it to end at once, a rank that polls a moment later
         would find no store and report rank 0 missing, although all had agreed.
         """
-        store, self._store = self._store, None
+        store, self.store = self.store, None
         if store is None or self.rank != 0 or self._round == 0:
             return
         if self._missing is not None:
-            time.sleep(10 * _LONGEST_PAUSE_S)  # ranks that wait poll that often
+            time.sleep(10 * LONGEST_PAUSE_S)  # ranks that wait poll that often
             return
         self._await_readers(store)
 
     def settle(self) -> None:
         """On rank 0: wait until the others have read the last verdict."""
-        if self.rank == 0 and self._round and self._store is not None and self._missing is None:
-            self._await_readers(self._store)
+        if self.rank == 0 and self._round and self.store is not None and self._missing is None:
+            self._await_readers(self.store)
 
     def part(self, ended: Callable[[], Sequence[int]]) -> None:
         """After a verdict that names the missing: rank 0 keeps the store until the others have read it."""
-        store, room = self._store, self._room(self._round - 1)
+        store, room = self.store, self._room(self._round - 1)
         if store is None or self._missing is None:
             return
         left = {*self._missing.missing}
@@ -182,20 +182,20 @@ class StoreConsensus:
 
     def _next_room(self) -> str:
         global _groups_so_far
-        if self._generation is None:
-            self._generation = _groups_so_far
+        if self.generation is None:
+            self.generation = _groups_so_far
             _groups_so_far += 1
         self._round += 1
         return self._room(self._round - 1)
 
     def _room(self, number: int) -> str:
-        return f"batchfit/{self._generation}/{number}"
+        return f"batchfit/{self.generation}/{number}"
 
     def _meet(
         self, entry: str, doing: str, timeout_s: float, ended: Callable[[], Sequence[int]], or_leave: str
     ) -> dict[str, Any]:
         """Write our entry, wait for the verdict (rank 0: for all entries), delete what all have read."""
-        store = self._store
+        store = self.store
         room = self._next_room()
         entries = [f"{room}/{rank}" for rank in range(self.world_size)]
         self._unsettled = room
@@ -249,7 +249,7 @@ class StoreConsensus:
 
     def _publish(self, room: str, verdict: str) -> dict[str, Any]:
         """The verdict of this room: ours if it is the first, else the one that was there before."""
-        first: dict[str, Any] = json.loads(self._store.compare_set(f"{room}/verdict", "", verdict))
+        first: dict[str, Any] = json.loads(self.store.compare_set(f"{room}/verdict", "", verdict))
         return first
 
     def _store_lost(
@@ -272,7 +272,7 @@ def _poll(condition: Callable[[], bool], deadline: float) -> bool:
         now = time.monotonic()
         if now >= deadline:
             return False
-        pause = min(_LONGEST_PAUSE_S, 1e-4 + (now - begun) / 10)
+        pause = min(LONGEST_PAUSE_S, 1e-4 + (now - begun) / 10)
         time.sleep(min(pause, deadline - now))
     return True
 

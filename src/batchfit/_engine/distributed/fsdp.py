@@ -70,7 +70,7 @@ def reset(module: nn.Module) -> None:
         parallel.settle(one)
 
 
-_verdicts: dict[tuple[Any, ...], SelfTest] = {}
+verdicts: dict[tuple[Any, ...], SelfTest] = {}
 
 
 def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
@@ -81,7 +81,7 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
     Kept for the process. No random numbers are drawn.
     """
     key = (torch.__version__, mesh.device_type, tuple(mesh.shape))
-    if key not in _verdicts:
+    if key not in verdicts:
         ranks = ranks or Ranks.current()
         mine = {}
         for phase in ("forward", "backward"):
@@ -89,8 +89,8 @@ def self_test(mesh: Any, *, ranks: Ranks | None = None) -> SelfTest:
         found = ranks.gather(mine, doing="the self-test of FSDP2")
         whys = {phase: next((one[phase] for one in found if one[phase]), "") for phase in mine}
         why = "; ".join(f"after a failure in {phase}: {text}" for phase, text in whys.items() if text)
-        _verdicts[key] = SelfTest(not whys["forward"], not whys["backward"], why)
-    return _verdicts[key]
+        verdicts[key] = SelfTest(not whys["forward"], not whys["backward"], why)
+    return verdicts[key]
 
 
 class _Stop(Exception):

@@ -33,7 +33,7 @@ from batchfit.errors import (
 
 # Raised by all ranks, from what they have agreed on.
 _TOGETHER = (NothingFitsError, SearchStoppedError, RanksDisagreeError, CollectivesError)
-_PATIENCE_S = 15.0  # for ranks whose own collective gives up a little later
+PATIENCE_S = 15.0  # for ranks whose own collective gives up a little later
 
 
 @final
@@ -61,7 +61,7 @@ class Everyone:
         if self._ranks.world_size == 1 or isinstance(error, BatchfitError) or not is_lost_connection(error):
             return None
         try:
-            self._ranks.find_lost(doing="a collective that broke off", within_s=_PATIENCE_S, ended=self.ended)
+            self._ranks.find_lost(doing="a collective that broke off", within_s=PATIENCE_S, ended=self.ended)
         except RankMissingError as missing:
             return missing
         return None
@@ -119,7 +119,7 @@ def broken(ranks: Ranks, error: Exception) -> Exception:
         return BatchfitError(
             f"the gradients of a batch could not be reduced, so the ranks are no longer alike: {text}"
         )
-    call = Ranks(ranks._meeting, min(ranks.timeout_s, _ROLL_CALL_S))
+    call = Ranks(ranks.consensus, min(ranks.timeout_s, _ROLL_CALL_S))
     try:
         call.gather(text, doing="who is left after a collective failed")
     except RankMissingError as missing:

@@ -39,7 +39,7 @@ class Ranks:
     """
 
     def __init__(self, meeting: StoreConsensus | None, timeout_s: float) -> None:
-        self._meeting = meeting
+        self.consensus = meeting
         self.timeout_s = timeout_s
 
     @classmethod
@@ -53,11 +53,11 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        return self._meeting.rank if self._meeting else 0
+        return self.consensus.rank if self.consensus else 0
 
     @property
     def world_size(self) -> int:
-        return self._meeting.world_size if self._meeting else 1
+        return self.consensus.world_size if self.consensus else 1
 
     @property
     def is_main(self) -> bool:
@@ -73,11 +73,11 @@ class Ranks:
 
         They may be waiting for it in a collective, and are not the ones to be named.
         """
-        if self._meeting is None:
+        if self.consensus is None:
             return self.gather(value, doing=doing)
         entry = json.dumps({"call": "gather", "doing": doing, "value": value})
         limit_s = min(within_s, self.timeout_s)
-        return _in_step(self._meeting.exchange(entry, doing, limit_s, or_leave=why))
+        return _in_step(self.consensus.exchange(entry, doing, limit_s, or_leave=why))
 
     def any(self, flag: bool, *, doing: str) -> bool:
         """True on all ranks if it is true on one."""
@@ -97,7 +97,7 @@ class Ranks:
         """Nothing if all ranks hold the same value, else `RanksDisagreeError` that lists who holds what."""
         held = [json.dumps(one, sort_keys=True) for one in self._exchange("same", value, doing)]
         if len(set(held)) > 1:
-            raise RanksDisagreeError(f"all ranks must hold the same {doing}, but {_who_holds(held)}")
+            raise RanksDisagreeError(f"all ranks must hold the same {doing}, but {who_holds(held)}")
 
     def find_lost(self, *, doing: str, within_s: float, ended: Callable[[], Sequence[int]]) -> None:
         """After a collective that broke off: an error that names the ranks which are gone, if any are.
@@ -105,29 +105,29 @@ class Ranks:
         `ended()`: ranks that have certainly ended, as far as this one knows. They are named at once; a
         rank that neither comes nor is known to have ended is named after `within_s`.
         """
-        if self._meeting is not None:
+        if self.consensus is not None:
             entry = json.dumps({"call": "lost", "doing": doing, "value": None})
             try:
-                self._meeting.exchange(entry, doing, min(within_s, self.timeout_s), ended)
+                self.consensus.exchange(entry, doing, min(within_s, self.timeout_s), ended)
             finally:
-                self._meeting.part(ended)
+                self.consensus.part(ended)
 
     def flag(self, name: str) -> None:
         """Set a flag that the other ranks can read without an agreement; it stays set."""
-        if self._meeting is not None:
-            self._meeting.flag(name)
+        if self.consensus is not None:
+            self.consensus.flag(name)
 
     def flagged(self, name: str) -> bool:
         """Whether any rank has set the flag of that name."""
-        return self._meeting is not None and self._meeting.flagged(name)
+        return self.consensus is not None and self.consensus.flagged(name)
 
     def leave(self, why: str) -> None:
         """Report that this rank will not come again, so that the others fail now, not at their time-out.
 
         For a rank that is about to raise an error of its own. Raises nothing itself.
         """
-        if self._meeting is not None:
-            self._meeting.leave(why, self.timeout_s)
+        if self.consensus is not None:
+            self.consensus.leave(why, self.timeout_s)
 
     def settle(self) -> None:
         """Wait until all ranks have read the last agreement, so that this process may end.
@@ -135,8 +135,8 @@ class Ranks:
         The store often lives in rank 0's process. It also waits when the process group goes, but a process
         that ends abruptly (`os._exit`, a worker of multiprocessing) never comes to that.
         """
-        if self._meeting is not None:
-            self._meeting.settle()
+        if self.consensus is not None:
+            self.consensus.settle()
 
     def _exchange(self, call: str, value: object, doing: str) -> list[Any]:
         if not doing:
@@ -145,9 +145,9 @@ class Ranks:
             entry = json.dumps({"call": call, "doing": doing, "value": value})
         except (TypeError, ValueError) as error:
             raise TypeError(f"value must be JSON (numbers, text, lists), not {value!r:.200}") from error
-        if self._meeting is None:
+        if self.consensus is None:
             return [json.loads(entry)["value"]]
-        return _in_step(self._meeting.exchange(entry, doing, self.timeout_s))
+        return _in_step(self.consensus.exchange(entry, doing, self.timeout_s))
 
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world_size={self.world_size}, timeout_s={self.timeout_s:g})"
@@ -207,14 +207,14 @@ def _in_step(entries: Sequence[dict[str, Any]]) -> list[Any]:
     calls = [f"{entry['call']}(doing={entry['doing']!r})" for entry in entries]
     if len(set(calls)) > 1:
         raise RanksDisagreeError(
-            f"ranks are out of step: {_who_holds(calls, verb=('is at', 'are at'))}. "
+            f"ranks are out of step: {who_holds(calls, verb=('is at', 'are at'))}. "
             "Every rank must run the same program with the same arguments.",
             places=[entry["doing"] for entry in entries],
         )
     return [entry["value"] for entry in entries]
 
 
-def _who_holds(values: Sequence[str], *, verb: tuple[str, str] = ("holds", "hold")) -> str:
+def who_holds(values: Sequence[str], *, verb: tuple[str, str] = ("holds", "hold")) -> str:
     """`rank 0 holds 24, ranks 1-3 hold 32`."""
     holders: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -46,7 +46,7 @@ class Need:
     __slots__ = ("_blocks", "total_bytes")
 
     def __init__(self, sizes: Sizes) -> None:
-        found = [_Blocks(device, tuple(blocks)) for device, blocks in sizes.items()]
+        found = [DeviceBlocks(device, tuple(blocks)) for device, blocks in sizes.items()]
         self._blocks = tuple(one for one in found if one.sizes)
         self.total_bytes = sum(sum(one.sizes) for one in self._blocks)
 
@@ -64,7 +64,7 @@ class Need:
 
 
 @final
-class _Blocks:
+class DeviceBlocks:
     """What a step takes on one device: exactly, and as blocks of the allocator's two pools."""
 
     __slots__ = ("device", "large", "large_bytes", "sizes", "small", "small_bytes")
@@ -84,10 +84,10 @@ def _can_refuse(device: torch.device) -> bool:
     return device.type != "meta" and (device.type != "cpu" or memory.active() is not None)
 
 
-def _reserve(blocks: _Blocks) -> bool:
+def _reserve(blocks: DeviceBlocks) -> bool:
     wanted: Sequence[int] = blocks.sizes
     if blocks.device.type == "cuda":
-        wanted = _not_cached(blocks)
+        wanted = blocks_not_cached(blocks)
     if _can_have(wanted, blocks.device):
         return True
     free_memory((blocks.device,))
@@ -95,7 +95,7 @@ def _reserve(blocks: _Blocks) -> bool:
     return _can_have(blocks.sizes, blocks.device)
 
 
-def _not_cached(blocks: _Blocks) -> Sequence[int]:
+def blocks_not_cached(blocks: DeviceBlocks) -> Sequence[int]:
     """The blocks to ask for: none of a pool that has twice the bytes in its cache, fragments included."""
     stats: Any = torch.cuda.memory_stats_as_nested_dict(blocks.device)
     reserved, active = stats.get("reserved_bytes", {}), stats.get("active_bytes", {})
@@ -151,7 +151,7 @@ def _guess_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
         if parameter.grad is not None:
             found.setdefault(parameter.device, []).append(parameter.numel() * parameter.element_size())
     # SGD makes its buffers inside the step, out of the gradients: they cannot be made before it.
-    late = [p for p in group["params"] if p.grad is not None and _makes_buffer_late(optimizer, group, p)]
+    late = [p for p in group["params"] if p.grad is not None and makes_buffer_late(optimizer, group, p)]
     for device, sizes in found.items():
         if group.get("fused"):
             copied = []
@@ -164,7 +164,7 @@ def _guess_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return found
 
 
-def _makes_buffer_late(
+def makes_buffer_late(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> bool:
     return (

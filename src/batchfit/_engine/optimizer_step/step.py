@@ -47,7 +47,7 @@ from batchfit.errors import BatchfitError, SnapshotError
 logger = logging.getLogger("batchfit")
 
 # RAdam takes more from its sixth step on, when its variance is tractable.
-_RECORDED_STEPS: Final = 8
+RECORDED_STEPS: Final = 8
 
 
 def step(
@@ -88,7 +88,7 @@ def step(
         snapshot = _protection(work, plan, learned, made, rollback=rollback)
         if rank_step is not None:
             snapshot = _agreed(work, rank_step, snapshot, made)
-        recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
+        recording = plan.steps < RECORDED_STEPS and not any(map(_is_compiled, optimizers))
         if snapshot is not None:
             _protected(work, snapshot, plan, made, rank_step, recording=recording)
             return work.norm
@@ -109,7 +109,7 @@ def _agreed(
     if action == "protect":
         if snapshot is None:
             try:
-                snapshot = _copied(work)
+                snapshot = copy_state(work)
             except (SnapshotError, TypeError) as error:
                 undo_all(made)
                 why = f"another rank needs a host copy on all of them, and here: {oom.describe(error)}"
@@ -228,7 +228,7 @@ class _StepPlan:
 
     def covers(self, work: StepRun) -> bool:
         """Whether this step takes no more than those did."""
-        enough = _RECORDED_STEPS if any(isinstance(o, torch.optim.RAdam) for o in work.optimizers) else 1
+        enough = RECORDED_STEPS if any(isinstance(o, torch.optim.RAdam) for o in work.optimizers) else 1
         if self.need is None or self.steps < enough or work.gradients() > self.gradients:
             return False
         if not self.stateful:
@@ -255,15 +255,15 @@ class _Plans:
     by_kind: dict[tuple[Any, ...], _StepPlan] = field(default_factory=dict)
 
 
-_plans: weakref.WeakKeyDictionary[Optimizer, _Plans] = weakref.WeakKeyDictionary()
+plans_by_optimizer: weakref.WeakKeyDictionary[Optimizer, _Plans] = weakref.WeakKeyDictionary()
 
 
 def _plan_of(work: StepRun) -> _StepPlan:
     """What is known of such steps; another optimizer beside, other groups or flags make another kind."""
     first = work.optimizers[0]
-    plans = _plans.get(first)
+    plans = plans_by_optimizer.get(first)
     if plans is None:
-        plans = _plans[first] = _Plans()
+        plans = plans_by_optimizer[first] = _Plans()
     kind = (
         work.scaler is not None,
         work.clip_norm is not None,
@@ -316,7 +316,7 @@ def _protection(
     need, known = learned, True
     if need is None:
         need, known = _guess(work), all(_is_known(work, one) for one in work.optimizers)
-        if plan.steps >= _RECORDED_STEPS:
+        if plan.steps >= RECORDED_STEPS:
             plan.steps = 0  # another set of parameters: it is recorded from the start
     if not rollback and known and need.reserve():
         return None
@@ -329,7 +329,7 @@ def _protection(
             format_bytes(need.total_bytes),
         )
     try:
-        return _copied(work)
+        return copy_state(work)
     except (SnapshotError, TypeError) as error:
         if rollback or known:
             undo_all(made)
@@ -350,7 +350,7 @@ def _guess(work: StepRun) -> Need:
     return guess(work.optimizers, small=work.scaler is not None or work.clip_norm is not None)
 
 
-def _copied(work: StepRun) -> Snapshot:
+def copy_state(work: StepRun) -> Snapshot:
     tensors = [p for some in work.parameters for p in some]
     # gradients and two moments; what is really there is known only when it is copied
     wanted = 4 * sum(p.numel() * p.element_size() for p in tensors)

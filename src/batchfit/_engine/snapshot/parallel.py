@@ -48,7 +48,7 @@ def settle(module: nn.Module, *, cut_off: bool = True) -> None:
                 "a step failed while DistributedDataParallel laid out its buckets, which it does in the "
                 "second step, and torch cannot undo that"
             )
-    elif _is_sharded_root(module):
+    elif is_sharded_root(module):
         _settle_sharded(module)
 
 
@@ -71,7 +71,7 @@ def _lost_buckets(module: Any) -> bool:
     return bool(sum(bucket.buffer().numel() for bucket in buckets) < needed)
 
 
-def _is_sharded_root(module: Any) -> bool:
+def is_sharded_root(module: Any) -> bool:
     # Who has not imported FSDP has no such module, and importing it here takes a second.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)

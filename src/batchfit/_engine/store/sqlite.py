@@ -181,7 +181,7 @@ class Store:
         identity: tuple[int, int] | None = None
         try:
             path = self.path
-            identity = _identity(path)
+            identity = identity_of(path)
             return work(path)
         except (sqlite3.Error, OSError, RuntimeError, UnicodeError, _UnusableError) as error:
             why = str(error)
@@ -190,7 +190,7 @@ class Store:
                 isinstance(error, sqlite3.Error) and _is_damage(error)
             )
         if damaged and path is not None:
-            _set_aside(path, identity, why)
+            set_aside(path, identity, why)
         else:
             log.warning(
                 "found sizes cannot be %s at %s: %s (BATCHFIT_CACHE names another folder)",
@@ -277,7 +277,7 @@ def _is_damage(error: sqlite3.Error) -> bool:
     return code in _DAMAGED or (code == sqlite3.SQLITE_ERROR and "no such" in str(error))
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def identity_of(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except OSError:
@@ -285,9 +285,9 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> None:
+def set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> None:
     """Rename a damaged file, unless another process has done so already and made a new one."""
-    if identity is None or _identity(path) != identity:
+    if identity is None or identity_of(path) != identity:
         return
     aside = path.with_name(f"{path.name}.damaged-{time.time_ns():x}-{os.getpid()}")
     try:
@@ -297,7 +297,7 @@ def _set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> None:
     except OSError as error:
         log.warning("the store of found sizes %s is damaged (%s) and cannot be renamed: %s", path, why, error)
         return
-    if _identity(aside) != identity:  # in between, another process was quicker: this one is sound
+    if identity_of(aside) != identity:  # in between, another process was quicker: this one is sound
         with suppress(OSError):
             os.link(aside, path)  # unlike a rename, never over a file that is there
             aside.unlink()

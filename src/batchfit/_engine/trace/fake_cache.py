@@ -52,8 +52,9 @@ class _Result(NamedTuple):
 
 
 _NEVER = _Result((), None)  # in the place of one that cannot be repeated
-_kept: dict[Any, _Result] = {}
-_forms: dict[Any, int] = {}  # all that can be seen of a tensor, by a number: hundreds of them make one key
+results_by_call: dict[Any, _Result] = {}
+# All that can be seen of a tensor, by a number: hundreds of them make one key.
+forms_seen: dict[Any, int] = {}
 _numbers = itertools.count()  # never used twice: a key may outlive the form
 
 
@@ -69,13 +70,13 @@ class FakeResults:
     def of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives."""
         parts: list[Any] = []
-        about = _about(func)
+        about = facts_about(func)
         if not about.repeats or not (
             self._see(args, parts, about.numbers) and self._see_named(kwargs, parts, about.numbers)
         ):
             return func(*args, **kwargs)
         key = (func, *_modes(), *parts)
-        known = _kept.get(key)
+        known = results_by_call.get(key)
         if known is None:
             return self._asked(func, args, kwargs, key)
         if known is _NEVER:
@@ -84,12 +85,12 @@ class FakeResults:
 
     def _asked(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch says, or what follows from what it said about the same with other lengths."""
-        if max(len(_kept), len(_forms)) >= _MOST:
-            _kept.clear()
-            _forms.clear()
+        if max(len(results_by_call), len(forms_seen)) >= _MOST:
+            results_by_call.clear()
+            forms_seen.clear()
         like = _LIKE.get(func)
         alike = None if like is None else self._alike(func, args, kwargs, like)
-        if alike is not None and (found := _kept.get(alike)) is not None:
+        if alike is not None and (found := results_by_call.get(alike)) is not None:
             # Each result has the lengths of the argument that it is like, by what the operation is.
             known = _Result(
                 tuple(
@@ -100,13 +101,13 @@ class FakeResults:
                 ),
                 found.kind,
             )
-            _kept[key] = known
+            results_by_call[key] = known
             return self._repeated(known, args)
-        out = self._one_by_one(func, args, kwargs) if _about(func).each else func(*args, **kwargs)
-        described = self._described(out, args)
-        _kept[key] = described or _NEVER
+        out = self._one_by_one(func, args, kwargs) if facts_about(func).each else func(*args, **kwargs)
+        described = self.describe(out, args)
+        results_by_call[key] = described or _NEVER
         if alike is not None and described is not None and _is_like(described, args, like or ()):
-            _kept[alike] = described
+            results_by_call[alike] = described
         return out
 
     def _one_by_one(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,9 +144,9 @@ class FakeResults:
                     value.requires_grad,
                     value.is_inference(),
                 )
-                number = _forms.get(form)
+                number = forms_seen.get(form)
                 if number is None:
-                    number = _forms[form] = next(_numbers)
+                    number = forms_seen[form] = next(_numbers)
                 parts.append(number)
             elif kind is int or kind is float:
                 # 1 and 1.0 are equal, and give other dtypes.
@@ -191,12 +192,12 @@ class FakeResults:
             parts += (value.requires_grad, value.is_inference())
         return tuple(parts) if self._see_named(kwargs, parts) else None
 
-    def _described(self, out: Any, args: Any) -> _Result | None:
+    def describe(self, out: Any, args: Any) -> _Result | None:
         """How to make these results again; None where that is not known."""
         kind = type(out) if type(out) in (list, tuple) else None
         given = [(index, one) for index, one in enumerate(args) if isinstance(one, Tensor)]
-        held = {_address(one) for one in _tensors(args)}
-        single = given[0][0] if len(given) == 1 and len(list(_tensors(args))) == 1 else None
+        held = {_address(one) for one in tensors_among(args)}
+        single = given[0][0] if len(given) == 1 and len(list(tensors_among(args))) == 1 else None
         found, seen = [], set(held)
         for one in (out,) if kind is None else out:
             if type(one) in (int, float, bool, type(None)):
@@ -309,7 +310,7 @@ class _About(NamedTuple):
 
 
 @functools.cache
-def _about(func: Any) -> _About:
+def facts_about(func: Any) -> _About:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
         return _About(False, False, False)
     schema = func._schema
@@ -381,12 +382,12 @@ def _is_like(result: _Result, args: Any, like: tuple[int, ...]) -> bool:
     )
 
 
-def _tensors(values: Any) -> Iterable[Tensor]:
+def tensors_among(values: Any) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 def _address(tensor: Tensor) -> int:

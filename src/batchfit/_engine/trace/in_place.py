@@ -42,7 +42,7 @@ class InPlace:
     def __init__(self) -> None:
         self._running = threading.local()  # the biases of the `linear`s that run in a thread
         self._made: dict[int, int] = {}  # by which node of backward a storage was made
-        _alone()  # now, and not in the middle of a trace
+        counts_of_one_holder()  # now, and not in the middle of a trace
 
     @contextlib.contextmanager
     def active(self, key: str) -> Iterator[None]:
@@ -95,7 +95,7 @@ class InPlace:
             return None
         if waiting.shape != args[1].shape or not is_dense(waiting):
             return None
-        alone = _alone()
+        alone = counts_of_one_holder()
         return waiting if alone is not None and _holds(waiting) == alone else None
 
     def _waits(self, tensor: Tensor) -> bool:
@@ -130,7 +130,7 @@ def _holds(tensor: Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def _alone() -> tuple[int, int] | None:
+def counts_of_one_holder() -> tuple[int, int] | None:
     """As often as that where only backward holds them (and the call, and Python): seen in an example.
 
     None where a version of torch cannot be asked: sums are then copies, as a trace sees them.

@@ -49,7 +49,7 @@ active = False
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_PICKLE = 2**20  # an error that holds a model must not travel
-_PATIENCE_S = 10.0  # for the memory of the child before this one to come back
+PATIENCE_S = 10.0  # for the memory of the child before this one to come back
 
 
 def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) -> NoReturn:
@@ -214,7 +214,7 @@ def _pickled(error: BaseException) -> str | None:
 
 def _once_reachable(device: Device, least_bytes: int) -> int:
     """Reachable bytes, once enough or after a time-out: a driver releases memory after the exit."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while (available := device.budget_bytes()) < least_bytes and time.monotonic() < deadline:
         time.sleep(0.05)
     return available

@@ -30,7 +30,7 @@ from batchfit.errors import CollectivesError, NothingFitsError, RankMissingError
 from batchfit.results import Trial
 
 Step = Callable[[int], object]
-_PATIENCE_S = 30.0  # of a rank with an OOM in its first step, for others that may wait in a collective
+PATIENCE_S = 30.0  # of a rank with an OOM in its first step, for others that may wait in a collective
 _SETTLED = 4  # steps after which a wrapper no longer changes, the last two to compare
 
 
@@ -79,7 +79,7 @@ def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list
         return [(text, sends) for text, sends in ranks.gather(mine, doing=doing)]
     why = f"it ran out of memory in a first step of batch size {first.size}: {first.message}"[:500]
     try:
-        answers = ranks.gather_or_leave(mine, doing=doing, within_s=_PATIENCE_S, why=why)
+        answers = ranks.gather_or_leave(mine, doing=doing, within_s=PATIENCE_S, why=why)
         return [(text, sends) for text, sends in answers]
     except RankMissingError:
         pass

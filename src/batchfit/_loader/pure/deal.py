@@ -173,23 +173,23 @@ class Tape(Generic[Item]):
         self, source: Iterator[Item], *, position: int = 0, snapshot: Callable[[], Any] | None = None
     ) -> None:
         self._source = source
-        self._kept: list[Item] = []
+        self.kept: list[Item] = []
         self._first = position  # position of the first kept item
         self._snapshot = snapshot
-        self._marks: list[tuple[int, Any]] = [(position, snapshot())] if snapshot is not None else []
+        self.marks: list[tuple[int, Any]] = [(position, snapshot())] if snapshot is not None else []
         self.position = position  # of the next item to be taken
         self.ended = False
         self._broken: Exception | None = None
 
     def ready(self, count: int) -> int:
         """How many items can be taken, `count` at most; reads as many as that takes."""
-        have = self._first + len(self._kept) - self.position
+        have = self._first + len(self.kept) - self.position
         if have < count and self._broken is not None:
             raise self._broken  # a generator that has raised would say that it has ended
         if have < count and not self.ended:
             for _ in range(count - have):
                 try:
-                    self._kept.append(next(self._source))
+                    self.kept.append(next(self._source))
                 except StopIteration:
                     self.ended = True
                     break
@@ -197,14 +197,14 @@ class Tape(Generic[Item]):
                     self._broken = error
                     raise
             if self._snapshot is not None:
-                self._marks.append((self._first + len(self._kept), self._snapshot()))
-            have = self._first + len(self._kept) - self.position
+                self.marks.append((self._first + len(self.kept), self._snapshot()))
+            have = self._first + len(self.kept) - self.position
         return min(have, count)
 
     def take(self, count: int) -> list[Item]:
         """The next items: `count`, or fewer at the end."""
         start = self.position - self._first
-        taken = self._kept[start : start + self.ready(count)]
+        taken = self.kept[start : start + self.ready(count)]
         self.position += len(taken)
         return taken
 
@@ -218,15 +218,15 @@ class Tape(Generic[Item]):
         """Nobody will go back to before `position`."""
         count = min(position, self.position) - self._first
         if count > 0:
-            del self._kept[:count]
+            del self.kept[:count]
             self._first += count
-        while len(self._marks) > 1 and self._marks[1][0] <= self._first:
-            del self._marks[0]
+        while len(self.marks) > 1 and self.marks[1][0] <= self._first:
+            del self.marks[0]
 
     def mark(self, position: int) -> tuple[Any, int]:
         """A state of the source, and how many items to skip from there to `position`."""
         state, behind = None, 0
-        for at, state_at in self._marks:
+        for at, state_at in self.marks:
             if at > position:
                 break
             state, behind = state_at, position - at

@@ -70,7 +70,7 @@ def _package(trainer: Any) -> str:
 def check_trainer(trainer: Any, callback: Any) -> None:
     """What every callback of ours asks of a Trainer."""
     package = _package(trainer)
-    _check_version(package.split(".")[0], importlib.import_module(package).__version__)
+    check_version(package.split(".")[0], importlib.import_module(package).__version__)
     name = type(callback).__name__
     strategies = part(trainer, "strategies")
     if not isinstance(trainer.strategy, (strategies.SingleDeviceStrategy, strategies.DDPStrategy)):
@@ -80,7 +80,7 @@ def check_trainer(trainer: Any, callback: Any) -> None:
         )
 
 
-def _check_version(name: str, version: str) -> None:
+def check_version(name: str, version: str) -> None:
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if TESTED[0] <= found <= TESTED[1] or version in _warned_versions:
         return

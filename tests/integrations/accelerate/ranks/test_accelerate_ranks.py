@@ -151,6 +151,7 @@ def launched(rank: int, port: int) -> Any:
     }.items():
         os.environ[name] = str(value)
     from accelerate import Accelerator
+    from accelerate_state import prepared_models
     from torch.utils.data import DataLoader, TensorDataset
 
     from batchfit.integrations.accelerate import backward, find_executable_batch_size
@@ -185,7 +186,7 @@ def launched(rank: int, port: int) -> Any:
         return weights(None, batch_size)
 
     whole = train()
-    prepared = len(accelerator._models)
+    prepared = len(prepared_models(accelerator))
     parts = weights(3, runs[-1])
     answer = [runs, prepared, max(abs(one - other) for one, other in zip(whole, parts, strict=True))]
     accelerator.end_training()
