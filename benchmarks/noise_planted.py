@@ -79,7 +79,7 @@ def read(sizes: list[int], scale: float, mode: str, length: tuple[int, int], see
     steps, memory = length
     state = NoiseState(decay_samples=memory * sum(sizes))
     for seen in observations(sizes, scale, steps, mode, seed):
-        state = state.told(seen)
+        state = state.with_step(seen)
     return state.reading()
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchfit._find.pure.memory_curve import Curve, Reading
+from batchfit._find.pure.memory_curve import Curve, MemoryReading
 from batchfit._profile.pure.knee import Knee, Timed, grid
 from batchfit._profile.pure.steady import BRIEF, Interval, Timing, fine_after, is_fine, is_warm
 
@@ -104,10 +104,10 @@ class Replay:
         """Samples per second by the sweep's own times."""
         return size / _between({size: point[0] for size, point in self.points.items()}, size)
 
-    def reading(self, size: int) -> Reading | None:
+    def reading(self, size: int) -> MemoryReading | None:
         allocated = _between({size: point[4] for size, point in self.points.items()}, size)
         reserved = _between({size: point[5] for size, point in self.points.items()}, size)
-        return Reading.of(size, int(allocated), reserved_bytes=int(reserved))
+        return MemoryReading.of(size, int(allocated), reserved_bytes=int(reserved))
 
     def run(self, seed: int) -> Run:
         return _Running(self, random.Random(f"{self.model}{self.cap}{seed}")).to_the_end()
@@ -118,7 +118,7 @@ class _Running:
         self.replay, self.rng = replay, rng
         self.seconds = START_S[replay.model] - SAVED_BY_SWEEP * EACH_S[replay.model]
         self.drift = 0.0
-        self.readings: dict[int, Reading] = {}
+        self.readings: dict[int, MemoryReading] = {}
         self.asked: list[tuple[int, bool, int]] = []
 
     def to_the_end(self) -> Run:

@@ -241,7 +241,7 @@ def parts(run: Run) -> Callable[[dict[str, Any], list[int]], bool]:
             failed = ran_out(work)
         if failed:
             run.ooms += 1
-            memory = memory.ran_out(*current.shape)
+            memory = memory.after_oom(*current.shape)
             run.optimizer.zero_grad(set_to_none=True)
             return False
         shapes = shapes.ran(packs)

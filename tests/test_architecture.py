@@ -18,7 +18,7 @@ STDLIB = sys.stdlib_module_names
 
 # Packages by level, lowest first. A package imports from lower levels only.
 LEVELS = (
-    {"_arguments", "_documents", "_knobs", "_units", "messages", "_init", "_engine.allocator"},
+    {"_arguments", "_documents", "_knobs", "_options", "_units", "messages", "_init", "_engine.allocator"},
     {"errors", "_charts", "_engine.virtual_memory"},
     {"_files", "_engine.device"},
     {"results", "testing", "_noise", "_engine.batch", "_engine.cuda_model", "_engine.snapshot"},
@@ -51,7 +51,14 @@ THIRD_PARTY = {
     "omegaconf": {"integrations"},
     "ray": {"integrations"},
 }
-HAS_CODE_IN_INIT = {"", "_cli", "results", "integrations.lightning", "integrations.transformers"}
+HAS_CODE_IN_INIT = {
+    "",
+    "_cli",
+    "results",
+    "integrations.accelerate",
+    "integrations.lightning",
+    "integrations.transformers",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 import batchfit
-from batchfit._cli.commands.demo import CARDS, small_gpt_training
+from batchfit._cli.commands.demo import OTHER_GPUS, small_gpt_training
 
 WIDTH, HEIGHT = 900, 965
 HERE = Path(__file__).parent
@@ -24,8 +24,8 @@ def main() -> None:
     if chromium is None:
         raise SystemExit("chromium must be installed to make the picture (apt-get install chromium)")
     workload = small_gpt_training("cpu")
-    predictions = [batchfit.predict_batch_size(workload, gpu=card) for card in CARDS]
-    told = batchfit.explain_memory(workload, batch_size=predictions[0].batch_size, gpu=CARDS[0])
+    predictions = [batchfit.predict_batch_size(workload, gpu=card) for card in OTHER_GPUS]
+    told = batchfit.explain_memory(workload, batch_size=predictions[0].batch_size, gpu=OTHER_GPUS[0])
     with tempfile.TemporaryDirectory() as folder:
         page = batchfit.report([*predictions, told], Path(folder) / "report.html", title="A small GPT")
         picture = Path(folder) / "report.png"

@@ -1,11 +1,11 @@
 """Batch-size schedules: what the size shall be, declared and checked before training.
 
 Rules
-- A schedule is a frozen value, told apart from the others by `type`, and travels as JSON or YAML.
+- A schedule is a frozen value, distinguished from the others by `type`, and travels as JSON or YAML.
 - Its size is a pure function of progress: `config.size_at(progress, initial_batch_size)`. Two schedules carry
   state instead, which `BatchSizeScheduler` keeps: `Increase-` and `NoiseBatchSizeConfig`.
 - Counts are in one `unit` and may be text ("250B"). Sizes may fall as well as grow. Rounding is explicit.
-- What is wrong is told by field and value: `gamma must be at least 2, not 1`.
+- An error names field and value: `gamma must be at least 2, not 1`.
 """
 
 from __future__ import annotations
@@ -228,10 +228,10 @@ class CustomBatchSizeConfig(_CallsConfig, PlannedConfig):
 
 
 class IncreaseBatchSizeConfig(_CallsConfig):
-    """`function(epoch, current_batch_size) -> increase`, asked once an epoch (torchtune's RFC).
+    """`function(epoch, current_batch_size) -> increase`, called once per epoch (torchtune's RFC).
 
-    An increase past `max_batch_size`, or past what fits, is left out and told; with `clamp=True` the size
-    goes to that limit. A negative number is a decrease.
+    An increase past `max_batch_size`, or past what fits, is left out, with an event; with `clamp=True` the
+    size goes to that limit. A negative number is a decrease.
     """
 
     type: Literal["increase"] = "increase"

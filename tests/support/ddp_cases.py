@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchfit._engine.data_parallel import ddp
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.optimizer_step import step as stepping
-from batchfit._microbatch import passes
+from batchfit._microbatch import backward
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit.errors import BatchfitError, RanksDisagreeError
 from batchfit.testing import Operations, count_operations, fail_at, simulated_oom, virtual_memory
@@ -55,7 +55,7 @@ class Faults:
 @contextmanager
 def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
-    feed, reduction, make_state = passes.feed, ddp.Reduction, stepping.make_state
+    feed, reduction, make_state = backward.feed, ddp.Reduction, stepping.make_state
 
     def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
         for at, micro in enumerate(feed(micros, device)):
@@ -71,12 +71,12 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    passes.feed, ddp.Reduction = failing_feed, failing_reduction  # type: ignore[assignment, misc]
+    backward.feed, ddp.Reduction = failing_feed, failing_reduction  # type: ignore[assignment, misc]
     stepping.make_state = failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        passes.feed, ddp.Reduction, stepping.make_state = feed, reduction, make_state  # type: ignore[misc]
+        backward.feed, ddp.Reduction, stepping.make_state = feed, reduction, make_state  # type: ignore[misc]
 
 
 class CutOff(torch.optim.AdamW):

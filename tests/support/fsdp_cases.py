@@ -37,7 +37,7 @@ from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import begun_since, counts
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
-from batchfit._microbatch import passes
+from batchfit._microbatch import backward
 from batchfit._microbatch.microbatcher import Microbatcher
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit.errors import SnapshotError
@@ -118,7 +118,7 @@ def installed(faults: Faults) -> Iterator[None]:
     """The places that are not in the user's code."""
     from batchfit._engine.optimizer_step import step as stepping
 
-    feed, make_state = passes.feed, stepping.make_state
+    feed, make_state = backward.feed, stepping.make_state
 
     def failing_feed(micros: Any, device: Any) -> Iterator[Any]:
         for at, micro in enumerate(feed(micros, device)):
@@ -130,11 +130,11 @@ def installed(faults: Faults) -> Iterator[None]:
         make_state(optimizer)
         faults.check("state")
 
-    passes.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
+    backward.feed, stepping.make_state = failing_feed, failing_state  # type: ignore[assignment]
     try:
         yield
     finally:
-        passes.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
+        backward.feed, stepping.make_state = feed, make_state  # type: ignore[assignment]
 
 
 def rows_of(case: dict[str, Any], rank: int, step: int) -> int:
@@ -228,7 +228,7 @@ def sweep(rank: int, how: str, every: int) -> list[dict[str, Any]]:
     def run(at: int | None) -> tuple[int, bool]:
         """Fail before that operation; None: only count those before the vote."""
         mb = Microbatcher(model, microbatch_size=2, timeout_s=20)
-        mb._setting.sync = first._setting.sync
+        mb._context.ranks = first._context.ranks
         model.zero_grad()
         gather, seen_at = Ranks.gather, []
         with count_operations() if at is None else fail_at(at) as seen:

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import batchfit
 from batchfit import errors
-from batchfit._engine.trace.logged_values import Unread
+from batchfit._engine.trace.unknown_values import Unread
 
 BUDGET = 5 * 2**29  # 2.5 GiB
 LIMIT_S = 20  # of one loop

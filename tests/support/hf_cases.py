@@ -45,6 +45,10 @@ def join_ranks(rank: int, world_size: int) -> None:
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in told.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+    # transformers 4.57 loads checkpoints to "cpu:0", which torch 2.13 refuses in a plain Trainer too.
+    torch.serialization.register_package(
+        5, lambda storage: None, lambda storage, location: storage if location == "cpu:0" else None
+    )
 
 
 def everything(rank: int, folder: str) -> dict[str, Any]:

@@ -198,10 +198,10 @@ def throughput_chart(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Chart
     )
 
 
-def timeline_chart(told: MemoryExplanation) -> Chart:
+def timeline_chart(explanation: MemoryExplanation) -> Chart:
     """Live memory over one step, by kind, one on the other."""
-    unit, unit_name = byte_axis(told.peak_bytes)
-    moments = _thinned(told)
+    unit, unit_name = byte_axis(explanation.peak_bytes)
+    moments = _thinned(explanation)
     kinds = [kind for kind in KINDS if any(m.kinds.get(kind) for m in moments)]
     kinds += sorted({kind for m in moments for kind in m.kinds} - set(KINDS))
     floors = [0.0] * len(moments)
@@ -224,13 +224,20 @@ def timeline_chart(told: MemoryExplanation) -> Chart:
     )
     peak = max(range(len(moments)), key=floors.__getitem__, default=0)
     top = (
-        Mark(moments[peak].at, floors[peak], _peak_tip(told), "triangle", label=f"peak in {told.peak_phase}"),
+        Mark(
+            moments[peak].at,
+            floors[peak],
+            _peak_tip(explanation),
+            "triangle",
+            label=f"peak in {explanation.peak_phase}",
+        ),
     )
     series += [Series("", tips, "c5"), Series("", top if moments else (), "c5")]
     begins = [next(group) for _, group in groupby(moments, key=lambda moment: moment.phase)]
     return Chart(
         "Memory over one step",
-        f"Live memory over the allocations of one step at batch size {told.batch_size}; {_peak_tip(told)}.",
+        f"Live memory over the allocations of one step at batch size {explanation.batch_size}; "
+        f"{_peak_tip(explanation)}.",
         Axis("allocations and frees of one step, in order"),
         Axis(f"memory, {unit_name}"),
         tuple(one for one in series if one.marks),
@@ -305,7 +312,7 @@ def _measured(name: str, fit: FitResult, unit: int) -> list[Series]:
     for number, trial in enumerate(fit.trials):
         tip = trial_tip(trial, fit.budget_bytes)
         shape, role, _ = OUTCOMES[_ending(trial)]
-        # What ran out needed more than there is, however much it held before: it stands on the budget.
+        # A trial that was out of memory needed more than there is: it stands on the budget.
         height = trial.peak_bytes if trial.fits else fit.budget_bytes
         if height is None:
             continue
@@ -371,9 +378,9 @@ def _budget_lines(memory: Memory) -> list[int]:
     return sorted({budget for budget in found if budget > 0})
 
 
-def _thinned(told: MemoryExplanation) -> list[_Moment]:
+def _thinned(explanation: MemoryExplanation) -> list[_Moment]:
     """The moments, at most some hundred: of neighbours the one in which the most is live."""
-    moments = [_Moment(m.at, m.phase, dict(m.kinds)) for m in told.timeline]
+    moments = [_Moment(m.at, m.phase, dict(m.kinds)) for m in explanation.timeline]
     every = max(1, -(-len(moments) // _COLUMNS))
     return [
         max(moments[n : n + every], key=lambda moment: sum(moment.kinds.values()))
@@ -392,8 +399,8 @@ def _most(kinds: dict[str, int]) -> str:
     return max(kinds, key=kinds.__getitem__, default="nothing")
 
 
-def _peak_tip(told: MemoryExplanation) -> str:
-    return f"peak {format_bytes(told.peak_bytes)} in {told.peak_phase}"
+def _peak_tip(explanation: MemoryExplanation) -> str:
+    return f"peak {format_bytes(explanation.peak_bytes)} in {explanation.peak_phase}"
 
 
 def _point_tip(point: ThroughputPoint) -> str:

@@ -23,20 +23,20 @@ WIDTH = 80
 _LINE = re.compile(r"^(\S+:\d+) .*")
 _SIDE_BY_SIDE = 70  # columns, below which two lists have no room beside each other
 _TOP = 5  # modules, lines and changes that are shown
-_WORTH = 1.005  # a change that brings less than half a percent is told in one line with the others
+_WORTH = 1.005  # a change that brings less than half a percent shares one line with the others
 
 
-def memory_lines(told: MemoryExplanation, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
+def memory_lines(explanation: MemoryExplanation, *, width: int = WIDTH, plain: bool = False) -> list[Line]:
     """An explanation as lines of at most `width` characters (60 at least)."""
     width = max(width, 60)
     return [
-        *_head(told, width),
+        *_head(explanation, width),
         [],
-        *_kinds(told.kinds, width, plain=plain),
+        *_kinds(explanation.kinds, width, plain=plain),
         [],
-        *_holders(told, width, plain=plain),
-        *_changes(told, width, plain=plain),
-        *_unseen(told.unseen, width),
+        *_holders(explanation, width, plain=plain),
+        *_changes(explanation, width, plain=plain),
+        *_unseen(explanation.unseen, width),
     ]
 
 
@@ -51,29 +51,31 @@ def fact(label: str, text: str, width: int, *, room: int = 11) -> list[Line]:
     return [[(f"  {label if n == 0 else '':<{room}}", "dim"), (part, "")] for n, part in enumerate(parts)]
 
 
-def _head(told: MemoryExplanation, width: int) -> list[Line]:
-    at = f" at {told.peak_source}" if told.peak_source else ""
-    doing = f", {operation_name(told.peak_operation)}" if told.peak_operation else ""
-    cached = told.reserved_bytes if told.reserved_bytes > told.peak_bytes else 0
+def _head(explanation: MemoryExplanation, width: int) -> list[Line]:
+    at = f" at {explanation.peak_source}" if explanation.peak_source else ""
+    doing = f", {operation_name(explanation.peak_operation)}" if explanation.peak_operation else ""
+    cached = explanation.reserved_bytes if explanation.reserved_bytes > explanation.peak_bytes else 0
     kept = f"{format_bytes(cached)} with what the allocator caches" if cached else ""
-    if kept and told.budget_bytes is not None:
-        kept += f", {cached / told.budget_bytes:.0%} of the budget"
+    if kept and explanation.budget_bytes is not None:
+        kept += f", {cached / explanation.budget_bytes:.0%} of the budget"
     return [
-        *([(part, "strong")] for part in textwrap.wrap(headline(told), width)),
-        *fact("peak", f"in {told.peak_phase}{doing}{at}", width),
+        *([(part, "strong")] for part in textwrap.wrap(headline(explanation), width)),
+        *fact("peak", f"in {explanation.peak_phase}{doing}{at}", width),
         *(fact("reserved", kept, width) if kept else []),
-        *fact("traced", f"for {told.card}, {told.based_on}", width),
+        *fact("traced", f"for {explanation.card}, {explanation.based_on}", width),
     ]
 
 
-def headline(told: MemoryExplanation) -> str:
+def headline(explanation: MemoryExplanation) -> str:
     """`batch size 32 needs 61.2 GiB of 78.6 GiB; the largest batch is 41`."""
-    text = f"batch size {told.batch_size} needs {format_bytes(told.peak_bytes)}"
-    if told.budget_bytes is not None:
-        text += f" of {format_bytes(told.budget_bytes)}"
-    if told.largest is None:
+    text = f"batch size {explanation.batch_size} needs {format_bytes(explanation.peak_bytes)}"
+    if explanation.budget_bytes is not None:
+        text += f" of {format_bytes(explanation.budget_bytes)}"
+    if explanation.largest is None:
         return text
-    return text + (f"; the largest batch is {told.largest}" if told.largest else "; no batch fits")
+    return text + (
+        f"; the largest batch is {explanation.largest}" if explanation.largest else "; no batch fits"
+    )
 
 
 def _kinds(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
@@ -91,17 +93,17 @@ def _kinds(kinds: Sequence[Holder], width: int, *, plain: bool) -> list[Line]:
     ]
 
 
-def _holders(told: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
+def _holders(explanation: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
     """Modules and source lines, side by side; one above the other where that is too narrow."""
     if width < _SIDE_BY_SIDE:
         one_column = [
-            *_ranking("modules", told.modules, width - 2, plain=plain),
-            *_ranking("source lines", told.lines, width - 2, plain=plain),
+            *_ranking("modules", explanation.modules, width - 2, plain=plain),
+            *_ranking("source lines", explanation.lines, width - 2, plain=plain),
         ]
         return [[("  ", ""), *line] for line in one_column]
     side = (width - 4) // 2
-    left = _ranking("modules", told.modules, side, plain=plain)
-    right = _ranking("source lines", told.lines, side, plain=plain)
+    left = _ranking("modules", explanation.modules, side, plain=plain)
+    right = _ranking("source lines", explanation.lines, side, plain=plain)
     left += [[(" " * side, "")]] * (len(right) - len(left))
     right += [[]] * (len(left) - len(right))
     return [[("  ", ""), *one, ("  ", ""), *two] for one, two in zip(left, right, strict=True)]
@@ -128,12 +130,12 @@ def _ranking(title: str, holders: Sequence[Holder], width: int, *, plain: bool) 
     return lines
 
 
-def _changes(told: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
+def _changes(explanation: MemoryExplanation, width: int, *, plain: bool) -> list[Line]:
     """What would change it: the most first."""
-    if not told.what_ifs:
+    if not explanation.what_ifs:
         return []
-    by_size = told.largest is not None
-    ranked = sorted(told.what_ifs, key=lambda one: -_gain(one, by_size=by_size))
+    by_size = explanation.largest is not None
+    ranked = sorted(explanation.what_ifs, key=lambda one: -_gain(one, by_size=by_size))
     worth = [one for one in ranked if _gain(one, by_size=by_size) > _WORTH]
     arrow = "->" if plain else "→"
     wide = max((len(str(one.largest_after)) for one in worth[:_TOP]), default=0)
@@ -165,7 +167,7 @@ def _below(label: str, text: str, width: int) -> list[Line]:
 
 
 def _is_sum(one: WhatIf, others: Sequence[WhatIf]) -> bool:
-    """Whether it is two of the others at once: how they are made is told there."""
+    """Whether it is two of the others at once: how they are made is said there."""
     names = [other.change for other in others[:_TOP]]
     return any(one.change == f"{a} and {b}" for a in names for b in names)
 

@@ -1,7 +1,7 @@
 """Charts as SVG text, drawn here and not in the reader's browser.
 
 Rules: a chart is a value, and its picture a pure function of it, so one drawing serves the report with
-JavaScript on or off, a notebook, a printer and a test. Nothing is told by colour alone: a series has a shape
+JavaScript on or off, a notebook, a printer and a test. Nothing is shown by colour alone: a series has a shape
 or a dash of its own, and what matters is written beside its line. Every text is escaped here, in one place.
 There are no style attributes (a page's Content-Security-Policy may forbid them): looks are in `chart.css`.
 
@@ -41,7 +41,7 @@ SHAPES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point: what is told about it, what is written beside it, and how sure its height is.
+    """A point: its tip, what is written beside it, and how sure its height is.
 
     Of an area, `low` is its floor.
     """
@@ -246,14 +246,14 @@ def _stairs(places: Sequence[tuple[float, float]], *, back: bool = False) -> str
 
 
 def _marks(plan: _ChartPlan, number: int, one: Series, labels: _Labels, *, tips: bool) -> str:
-    """Points, each with what it tells; one without a shape is there for the pointer only."""
+    """Points, each with its tip; one without a shape is there for the pointer only."""
     parts = []
     for mark in one.marks:
         x, y = plan.x.place(mark.x), plan.y.place(mark.y)
         if mark.shape == "none" or one.line == "area":
             if mark.tip:
-                told = f"<title>{escaped(mark.tip)}</title>" if tips else ""
-                parts.append(f'<circle class="pt" cx="{_n(x)}" cy="{_n(y)}" r="2">{told}</circle>')
+                title = f"<title>{escaped(mark.tip)}</title>" if tips else ""
+                parts.append(f'<circle class="pt" cx="{_n(x)}" cy="{_n(y)}" r="2">{title}</circle>')
             continue
         bar = ""
         if mark.low is not None and mark.high is not None:

@@ -1,6 +1,6 @@
 """Pictures made of characters: bars, columns, and curves under horizontal lines.
 
-Rules: a picture is a list of lines, and a line is a list of pieces (text, role). A role is a word such as
+Rules: a picture is a list of lines, and a line is a list of parts (text, role). A role is a word such as
 "strong", "dim" or a kind of memory; whoever prints decides which colour that is, or none. A picture never is
 wider than it was asked to be. With `plain=True` it needs no more than ASCII.
 """

@@ -20,50 +20,50 @@ _HEIGHT = 11
 
 
 def throughput_lines(
-    told: ThroughputProfile, *, width: int = WIDTH, plain: bool = False, picture: bool = False
+    profile: ThroughputProfile, *, width: int = WIDTH, plain: bool = False, picture: bool = False
 ) -> list[Line]:
     """A profile as lines of at most `width` characters (60 at least, and the columns of the table)."""
     width = max(width, 60)
-    sure = " (low confidence)" if told.doubt else ""
+    sure = " (low confidence)" if profile.doubt else ""
     lines: list[Line] = [
-        [(f"batch size {told.recommended} is recommended{sure}", "strong")],
-        *fact("because", told.reason, width),
-        *(fact("doubt", told.doubt, width) if told.doubt else ()),
-        *fact("device", device_label(told), width),
+        [(f"batch size {profile.recommended} is recommended{sure}", "strong")],
+        *fact("because", profile.reason, width),
+        *(fact("doubt", profile.doubt, width) if profile.doubt else ()),
+        *fact("device", device_label(profile), width),
         [],
-        *_table(told, width),
+        *_table(profile, width),
     ]
-    if picture and len(told.points) > 1:
-        lines += [[], *throughput_picture(told, width=width, plain=plain)]
+    if picture and len(profile.points) > 1:
+        lines += [[], *throughput_picture(profile, width=width, plain=plain)]
     found: list[Line] = []
-    for one in told.diagnosis:
+    for one in profile.diagnosis:
         found += fact(one.kind, one.evidence, width, room=15)
         found += fact("", f"-> {one.advice}", width, room=15)
     if found:
         lines += [[], *found]
-    if told.accumulation is not None:
-        lines += [[], *fact("accumulation", told.accumulation.advice, width, room=15)]
-    for note in told.notes:
+    if profile.accumulation is not None:
+        lines += [[], *fact("accumulation", profile.accumulation.advice, width, room=15)]
+    for note in profile.notes:
         lines += fact("note", note, width, room=15)
     return lines
 
 
-def device_label(told: ThroughputProfile) -> str:
+def device_label(profile: ThroughputProfile) -> str:
     """`cuda:0 (NVIDIA H200), 139 GiB`; on several ranks their number."""
-    model = f" ({told.device_model})" if told.device_model else ""
-    ranks = f", {told.world_size} ranks" if told.world_size > 1 else ""
-    return f"{told.device}{model}, {format_bytes(told.budget_bytes)}{ranks}"
+    model = f" ({profile.device_model})" if profile.device_model else ""
+    ranks = f", {profile.world_size} ranks" if profile.world_size > 1 else ""
+    return f"{profile.device}{model}, {format_bytes(profile.budget_bytes)}{ranks}"
 
 
 def throughput_picture(
-    told: ThroughputProfile, *, width: int, height: int = _HEIGHT, plain: bool = False
+    profile: ThroughputProfile, *, width: int, height: int = _HEIGHT, plain: bool = False
 ) -> list[Line]:
     """Samples per second against the size, the recommended one marked."""
-    points = [(float(point.size), point.samples_per_s) for point in told.points]
-    chosen = told.at(told.recommended)
+    points = [(float(point.size), point.samples_per_s) for point in profile.points]
+    chosen = profile.at(profile.recommended)
     level = Level(
-        told.best.samples_per_s * (1 - told.within),
-        f"{1 - told.within:.0%} of best",
+        profile.best.samples_per_s * (1 - profile.within),
+        f"{1 - profile.within:.0%} of best",
         mark=(float(chosen.size), chosen.samples_per_s),
     )
     return curves(
@@ -92,16 +92,16 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
-def _table(told: ThroughputProfile, width: int) -> list[Line]:
-    tokens = any(point.tokens_per_s is not None for point in told.points)
-    flops = any(point.flops_per_s is not None for point in told.points)
-    share = any(point.flops_share is not None for point in told.points)
+def _table(profile: ThroughputProfile, width: int) -> list[Line]:
+    tokens = any(point.tokens_per_s is not None for point in profile.points)
+    flops = any(point.flops_per_s is not None for point in profile.points)
+    share = any(point.flops_share is not None for point in profile.points)
     names = ["", "size", "time/step", "+-", "samples/s"]
     names += ["tokens/s"] * tokens + ["gain", "peak"] + ["FLOP/s"] * flops + ["of peak"] * share
 
     def row(point: ThroughputPoint) -> list[str]:
         cells = [
-            ">" if point.size == told.recommended else "",
+            ">" if point.size == profile.recommended else "",
             str(point.size),
             format_seconds(point.step_s),
             f"{point.spread:.1%}" + ("" if point.steady else "?"),
@@ -117,23 +117,23 @@ def _table(told: ThroughputProfile, width: int) -> list[Line]:
             cells.append("-" if point.flops_share is None else f"{point.flops_share:.0%}")
         return cells
 
-    columns = list(zip(names, *map(row, told.points), strict=True))
+    columns = list(zip(names, *map(row, profile.points), strict=True))
     widths = [max(map(len, column)) for column in columns]
     for name in ("of peak", "FLOP/s", "tokens/s"):  # what a narrow terminal can do without
         if name in names and sum(widths) + len(widths) - 1 > width:
             at = names.index(name)
             del names[at], columns[at], widths[at]
-    rows = [[column[number] for column in columns] for number in range(1, len(told.points) + 1)]
+    rows = [[column[number] for column in columns] for number in range(1, len(profile.points) + 1)]
     gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
 
     def line(cells: list[str]) -> str:
         return (" " * gap).join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
 
     drawn: list[Line] = [[(line(names), "head")]]
-    for point, cells in zip(told.points, rows, strict=True):
-        drawn.append([(line(cells), "strong" if point.size == told.recommended else "")])
+    for point, cells in zip(profile.points, rows, strict=True):
+        drawn.append([(line(cells), "strong" if point.size == profile.recommended else "")])
     drawn += [
         [(f"{' ' * (widths[0] + gap)}{size:>{widths[1]}}{' ' * gap}ran out of memory", "dim")]
-        for size in told.too_large
+        for size in profile.too_large
     ]
     return drawn

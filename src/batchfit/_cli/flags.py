@@ -1,15 +1,20 @@
-"""Flags that several commands have.
+"""Flags that several commands have, and flags made from options values.
 
 Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `batchfit --help` pays for it.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from batchfit._options import Flag, flags_in
 
 OUTPUT = "Output"
 _SCRIPT_ARGUMENTS = "batchfit.script_arguments"
@@ -17,6 +22,7 @@ TARGET_HELP = (
     "file.py:name or package.module:name: a Workload, a step(batch_size), or a function without required "
     "arguments that returns one of these. Arguments of the script itself go after --."
 )
+FlagValues = dict[str, Any]  # what `flags_of` gives to a command
 Target = Annotated[str, typer.Argument(metavar="TARGET", show_default=False, help=TARGET_HELP)]
 OutputFile = Annotated[
     Path | None,
@@ -100,3 +106,51 @@ def plot_flag(what: str) -> Any:
     """`--plot FILE`, which draws that."""
     help_text = f"Draw {what} into FILE.png or FILE.svg (needs matplotlib)."
     return typer.Option(metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help=help_text)
+
+
+def flags_of(options: type[Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of an options value, in place of its parameter `flags`.
+
+    The command gets their values there, by name. `defaults` are those that differ on the command line.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name, _, _ in flags_in(options)]
+
+        def run(**values: Any) -> None:
+            command(flags={name: values.pop(name) for name in names}, **values)
+
+        parameters: list[inspect.Parameter] = []
+        for own in inspect.signature(command, eval_str=True).parameters.values():
+            if own.name != "flags":
+                parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            for name, default, flag in flags_in(options):
+                parameters.append(_parameter(name, defaults.get(name, default), flag))
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, default: Any, flag: Flag) -> inspect.Parameter:
+    """The parameter of which typer makes a flag: what is off by default has no `--no-` form."""
+    spelling = flag.spelling or f"--{name.replace('_', '-')}"
+    if flag.kind is bool and default is not False:
+        spelling += f"/--no-{spelling.removeprefix('--')}"
+    option = typer.Option(
+        spelling,
+        help=flag.help,
+        metavar=flag.metavar,
+        rich_help_panel=flag.panel,
+        show_default=flag.shown_default,
+    )
+    kind: Any = list[str] if flag.repeats else flag.kind
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[kind | None if default is None else kind, option],
+    )

@@ -32,8 +32,9 @@ Examples:
 FIND_HELP = f"""\
 Find the largest batch size that TARGET can run without running out of memory.
 
-Sizes are really run, a few steps each, and the answer survives a soak of more
-steps. Model, optimizer and random state are put back after every trial.
+Sizes are really run, a few steps each, and the answer survives a stability
+check (soak) of more steps. Model, optimizer and random state are restored
+after every trial.
 
 Examples:
   batchfit find train.py:make_workload
@@ -51,7 +52,7 @@ where train.py has:
 """
 
 PREDICT_HELP = f"""\
-Predict the largest batch size of TARGET, for any card and without a GPU.
+Predict the largest batch size of TARGET, for any GPU and without one.
 
 The step is traced with fake tensors, which take no memory, and replayed
 through a model of the CUDA allocator. On a GPU, and without --gpu, two small
@@ -174,9 +175,9 @@ Examples:
 """
 
 DEMO_HELP = f"""\
-Find the largest batch of a small GPT, and predict it for other cards.
+Find the largest batch of a small GPT, and predict it for other GPUs.
 
-Without a GPU it runs on the CPU, under virtual memory that runs out like a
+Without a GPU it runs on the CPU, under virtual memory with OOMs like a
 GPU's. Under a minute. It times the sizes up to there too, and ends with a
 report of it all as an HTML page.
 

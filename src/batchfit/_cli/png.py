@@ -1,6 +1,7 @@
-"""Pictures for a report, with matplotlib: `--plot FILE.png` or `.svg`.
+"""Charts as a file, with matplotlib: `--plot FILE.png` or `.svg`.
 
-Rules: matplotlib is optional and loaded here only, without a display; that it is missing is said before any
+Rules: what is drawn is a `Chart`, the value that the report draws too (`batchfit._charts.figures`).
+matplotlib is optional and loaded here only, without a display; that it is missing is an error before any
 work; a file is there whole or not at all.
 """
 
@@ -14,27 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.output import check_writable
-from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
     from batchfit._charts.svg import Chart, Series
-    from batchfit._cli.commands.predict import Row
-    from batchfit._cli.commands.schedule import FollowedSchedule
-    from batchfit.results import MemoryExplanation, Prediction, ThroughputProfile
 
 SUFFIXES = (".png", ".svg")
-GIB, MIB = 2**30, 2**20
-# The order in which kinds lie on each other: what is there all the time at the bottom. The colours are
-# Okabe and Ito's, which people who see few colours can tell apart.
-KINDS = {
-    "weights": "#0072B2",
-    "optimizer": "#E69F00",
-    "gradients": "#CC79A7",
-    "batch": "#56B4E9",
-    "activations": "#009E73",
-    "temporaries": "#999999",
-    "workspaces": "#D55E00",
-}
 
 
 def check_plot(path: Path) -> None:
@@ -46,137 +31,11 @@ def check_plot(path: Path) -> None:
         raise CommandFailed(Code.USAGE, 'pip install "batchfit[plot]" to use --plot: it needs matplotlib')
 
 
-def draw_prediction(
-    predictions: Sequence[Prediction], rows: Sequence[Row], path: Path, *, title: str
-) -> None:
-    """Memory against size: a curve for each card, a line for each budget, a mark at each answer."""
-    figure, axes = _figure()
-    unit, name = _unit(max(row.budget_bytes for row in rows))
-    for number, one in enumerate(predictions):
-        colour = f"C{number}"
-        sizes = [point.size for point in one.curve]
-        axes.plot(sizes, [p.peak_bytes / unit for p in one.curve], color=colour, label=f"{one.card}, peak")
-        reserved = [p.reserved_bytes / unit for p in one.curve]
-        axes.plot(sizes, reserved, color=colour, alpha=0.4, label=f"{one.card}, with the allocator's cache")
-    for row in rows:
-        height = row.budget_bytes / unit
-        axes.axhline(height, color="0.5", linestyle="--", linewidth=1)
-        text = f"{row.card}, {format_bytes(row.budget_bytes)}: {row.batch_size or 'nothing fits'}"
-        axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
-        if row.batch_size:
-            axes.plot([row.batch_size], [row.peak_bytes / unit], "o", color="black", markersize=5)
-    axes.set(xlabel="batch size", ylabel=f"memory ({name})", title=title, xlim=(0, None), ylim=(0, None))
-    axes.legend(loc="lower right", fontsize=8)
-    _save(figure, path)
-
-
-def draw_explanation(told: MemoryExplanation, path: Path, *, title: str) -> None:
-    """Live memory over one step, by kind, with its phases."""
-    figure, axes = _figure()
-    unit, name = _unit(told.peak_bytes)
-    moments = told.timeline
-    kinds = [kind for kind in KINDS if any(kind in moment.kinds for moment in moments)]
-    kinds += sorted({kind for moment in moments for kind in moment.kinds} - set(KINDS))
-    places = [moment.at for moment in moments]
-    layers = [[moment.kinds.get(kind, 0) / unit for moment in moments] for kind in kinds]
-    if moments:
-        colours = [KINDS.get(kind, "#000000") for kind in kinds]
-        # A block is there from one event to the next: steps, not slopes.
-        axes.stackplot(places, layers, labels=kinds, colors=colours, step="post", linewidth=0)
-    begins = [n for n in range(len(moments)) if n == 0 or moments[n].phase != moments[n - 1].phase]
-    for n in begins:
-        # Behind the areas: the peak is often a sliver where a phase begins.
-        axes.axvline(moments[n].at, color="0.6", linewidth=0.8, zorder=0.5)
-        where = (moments[n].at, 1.0)
-        axes.annotate(
-            moments[n].phase, where, xycoords=("data", "axes fraction"), xytext=(2, -9),
-            textcoords="offset points", fontsize=7,
-        )  # fmt: skip
-    if told.budget_bytes is not None and told.budget_bytes < 2 * told.peak_bytes:
-        axes.axhline(told.budget_bytes / unit, color="0.5", linestyle="--", linewidth=1)
-    axes.set(
-        xlabel="allocations and frees of one step",
-        ylabel=f"memory ({name})",
-        title=f"{title}, batch size {told.batch_size}: {format_bytes(told.peak_bytes)} in {told.peak_phase}",
-        ylim=(0, None),
-    )
-    if moments:
-        peak = max(moments, key=lambda moment: sum(moment.kinds.values()))
-        height = sum(peak.kinds.values()) / unit
-        axes.annotate("peak", (peak.at, height), xytext=(6, -2), textcoords="offset points", fontsize=7)
-        axes.plot([peak.at], [height], "v", color="black", markersize=4)
-        axes.set_xlim(places[0], places[-1])
-        axes.legend(loc="upper left", fontsize=8, reverse=True, bbox_to_anchor=(1.0, 1.0))
-    _save(figure, path)
-
-
-def draw_profile(told: ThroughputProfile, path: Path, *, title: str) -> None:
-    """Samples per second against the size with its interval, and memory beside it."""
-    figure, axes = _figure()
-    points = told.points
-    sizes, rates = [p.size for p in points], [p.samples_per_s for p in points]
-    low = [p.samples_per_s * (1 - p.step_s / p.step_s_high) for p in points]
-    high = [p.samples_per_s * (p.step_s / p.step_s_low - 1) for p in points]
-    axes.errorbar(sizes, rates, yerr=[low, high], color="C0", marker="o", markersize=4, capsize=2)
-    chosen, least = told.at(told.recommended), told.best.samples_per_s * (1 - told.within)
-    axes.axhline(least, color="0.5", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"{1 - told.within:.0%} of the best", (sizes[0], least), xytext=(0, 3), textcoords="offset points",
-        fontsize=8,
-    )  # fmt: skip
-    axes.plot([chosen.size], [chosen.samples_per_s], "o", color="black", markersize=9, fillstyle="none")
-    axes.annotate(
-        str(chosen.size), (chosen.size, chosen.samples_per_s), xytext=(6, -14), textcoords="offset points"
-    )
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="batch size", ylabel="samples/s", ylim=(0, None))
-    axes.set_xticks(sizes, [str(size) for size in sizes], rotation=45, fontsize=7)
-    axes.minorticks_off()
-    if all(p.peak_bytes is not None for p in points):
-        unit, name = _unit(max(p.peak_bytes or 0 for p in points))
-        right = axes.twinx()
-        right.plot(sizes, [(p.peak_bytes or 0) / unit for p in points], color="C1", linestyle=":", marker=".")
-        right.set(ylabel=f"peak memory ({name})", ylim=(0, None))
-        right.yaxis.label.set_color("C1")
-        right.spines[["top"]].set_visible(False)
-    axes.set_title(
-        f"{title}: batch size {told.recommended}, {chosen.samples_per_s:.4g} samples/s", fontsize=10
-    )
-    _save(figure, path)
-
-
-def draw_schedule(shown: FollowedSchedule, path: Path) -> None:
-    """Batch size over the epochs in stairs, and the learning rate where it follows."""
-    figure, axes = _figure()
-    ends = [phase.begins.samples for phase in shown.phases[1:]]
-    ends.append(sum(phase.samples for phase in shown.phases))
-    places = [0.0, *(end / shown.samples for end in ends)]
-    axes.stairs([phase.size for phase in shown.phases], places, baseline=None, color="C0", linewidth=2)
-    axes.set(xlabel="epoch", ylabel="batch size", ylim=(0, None), xlim=(0, places[-1]))
-    if any(factor != 1 for factor in shown.factors):
-        right = axes.twinx()
-        rates = [factor * (shown.lr or 1.0) for factor in shown.factors]
-        right.stairs(rates, places, baseline=None, color="C1", linewidth=1.5)
-        right.set(ylabel="learning rate" if shown.lr else "factor of the learning rate", ylim=(0, None))
-        right.spines[["top"]].set_visible(False)
-        right.yaxis.label.set_color("C1")
-    if shown.room is not None:
-        fits = shown.room.largest * shown.world_size
-        axes.axhline(fits, color="0.4", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{fits:,} fit at once", (0, fits), xytext=(3, 3), textcoords="offset points", fontsize=8
-        )
-        axes.set_ylim(0, 1.08 * max(fits, *(phase.size for phase in shown.phases)))
-    axes.yaxis.label.set_color("C0")
-    axes.set_title(
-        f"{shown.config}: {shown.updates:,} updates, {shown.saved:.1%} fewer than at {shown.initial}"
-    )
-    _save(figure, path)
-
-
-def draw_charts(charts: Sequence[Chart], path: Path) -> None:
-    """The charts of a report, one below the other."""
+def draw_charts(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
+    """Draw charts, one below the other, under a title."""
     figure, rows = _figure(len(charts))
+    if title:
+        figure.suptitle(title)
     for chart, axes in zip(charts, rows, strict=True):
         for one in chart.series:
             _draw_series(axes, one)
@@ -225,26 +84,27 @@ def _draw_series(axes: Any, one: Series) -> None:
         markerfacecolor="none" if shape in ("ring", "square") else colour,
         drawstyle="steps-post" if one.line == "stairs" else "default",
     )
+    bars = [mark for mark in one.marks if mark.low is not None and mark.high is not None]
+    if bars:
+        spread = [[mark.y - (mark.low or 0) for mark in bars], [(mark.high or 0) - mark.y for mark in bars]]
+        places = [mark.x for mark in bars], [mark.y for mark in bars]
+        axes.errorbar(*places, yerr=spread, fmt="none", ecolor=colour, capsize=2)
     for mark in one.marks:
         if mark.label:
             axes.annotate(mark.label, (mark.x, mark.y), xytext=(6, 5), textcoords="offset points", fontsize=8)
 
 
-def _figure(rows: int | None = None) -> tuple[Any, Any]:
+def _figure(rows: int) -> tuple[Any, list[Any]]:
     # Not pyplot: it would look for a display, and keep the figure.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5 * (rows or 1)), layout="constrained")
-    grid = figure.subplots(rows or 1, squeeze=False)
-    for axes in grid[:, 0]:
+    figure = Figure(figsize=(8, 4.5 * rows), layout="constrained")
+    grid = figure.subplots(rows, squeeze=False)[:, 0]
+    for axes in grid:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
         axes.set_axisbelow(True)
-    return figure, grid[0, 0] if rows is None else list(grid[:, 0])
-
-
-def _unit(largest: int) -> tuple[int, str]:
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    return figure, list(grid)
 
 
 def _save(figure: Any, path: Path) -> None:

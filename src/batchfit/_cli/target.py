@@ -1,6 +1,6 @@
 """The target that a command is given: loaded once, and named in whatever its code raises.
 
-Rules: what is wrong with the name is said before torch is loaded. An error of the user's code is told with
+Rules: what is wrong with the name is said before torch is loaded. An error of the user's code is shown with
 the line it comes from; frames of libraries are left out unless they are asked for.
 """
 

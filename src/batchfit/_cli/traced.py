@@ -1,8 +1,8 @@
 """What `predict` and `explain` share: a target that is loaded and traced, and an answer that is delivered.
 
 Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
-flags or the target's name is said before torch is loaded. A target that cannot be built here is told how it
-can be. An error that is neither the user's nor about an argument is ours, and comes out with its traceback.
+flags or the target's name is said before torch is loaded. Where a target cannot be built here, the error says
+how it can be. An error that is neither the user's nor about an argument is ours: it comes with its traceback.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RenderedAnswer:
     code: Code = Code.FOUND
 
 
-def tell(
+def run_traced(
     text: str,
     work: Callable[[Workload, ProgressDisplay], RenderedAnswer],
     *,
@@ -92,20 +92,20 @@ def tell(
                 load_torch()
                 progress.doing(f"loading {text}")
                 workload = given.load(advise=True)
-                told = _answered(work, workload, progress, given, command=command, flags=flags)
+                answer = _answered(work, workload, progress, given, command=command, flags=flags)
         except KeyboardInterrupt as stop:
             code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
             raise CommandFailed(code, "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():
-                deliver(told, stdout, delivery)
-    return told.code
+                deliver(answer, stdout, delivery)
+    return answer.code
 
 
 def wrong_flag(error: Exception, command: str) -> CommandFailed:
     """A flag's value is refused."""
     where = (
-        "predict --list-gpus lists the cards"
+        "predict --list-gpus lists the GPUs"
         if str(error).startswith("gpu ")
         else f"{command} --help lists the flags"
     )
@@ -144,12 +144,12 @@ def _answered(
         raise
 
 
-def deliver(told: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
+def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
     """Save and draw, then show; where a file fails the answer is shown all the same, and then the failure."""
     saved, lost = [], []
     for path, write in (
-        (delivery.output, lambda path: write_atomically(path, told.json + "\n")),
-        (delivery.plot, told.draw),
+        (delivery.output, lambda path: write_atomically(path, answer.json + "\n")),
+        (delivery.plot, answer.draw),
     ):
         if path is None:
             continue
@@ -159,9 +159,9 @@ def deliver(told: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
         except OSError as error:
             lost.append(f"{path}: {error.strerror or error}")
     if delivery.as_json:
-        stdout.write(told.json + "\n")
+        stdout.write(answer.json + "\n")
         stdout.flush()
-    show(told.lines, sys.stderr if delivery.as_json else stdout, saved=saved)
+    show(answer.lines, sys.stderr if delivery.as_json else stdout, saved=saved)
     if lost:
         raise CommandFailed(Code.BROKEN, f"the result could not be saved to {'; '.join(lost)}")
 

@@ -3,8 +3,7 @@
 Rules:
 - The answer is read off a trace with fake tensors at the size that was asked for: what is live at its highest
   moment, by kind, module and source line. Each list adds up to the peak.
-- A what-if is a trace of the changed step, replayed like any prediction. Nothing comes from a rule of thumb,
-  and what brings less than 2 % is not told.
+- What-ifs come from traces of the changed step (`study.py`).
 - The user's objects are as they were afterwards; what cannot be traced is an `UntraceableError`.
 """
 
@@ -12,45 +11,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import final
+from typing import Any
 
 import torch
 from torch import nn
 
 import batchfit
-from batchfit._arguments import check_whole
 from batchfit._engine.allocator.caching import AllocatorSettings
-from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
-from batchfit._engine.allocator.gpus import Gpu, card_named
-from batchfit._engine.allocator.replay import largest, simulate
-from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.device.cuda import is_capped
-from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import TracedWorkload, rules_for, trace_workload, unseen
+from batchfit._engine.allocator.footprint import Footprint
+from batchfit._engine.allocator.gpus import Gpu
+from batchfit._engine.allocator.replay import simulate
+from batchfit._engine.trace.workload import rules_for, unseen
 from batchfit._engine.workload.placement import device_to_run
-from batchfit._engine.workload.reachable import parts_of
+from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
-from batchfit._explain.what_if import (
-    Change,
-    StepTraits,
-    checkpointing,
-    chunked_loss,
-    lower_precision,
-    shorter_sequence,
-    smaller_optimizer,
-    update_changes,
-)
-from batchfit._predict.oracle import Basis, Oracle, allocator_caveats, allocator_rules, held_beside, margin_of
-from batchfit._units import parse_bytes
-from batchfit.errors import UntraceableError
-from batchfit.results import Holder, MemoryExplanation, Moment, WhatIf
+from batchfit._explain.pure.options import ExplainOptions
+from batchfit._explain.study import Study
+from batchfit._predict.oracle import Basis
+from batchfit.results import Holder, MemoryExplanation, Moment
 from batchfit.workload import Workload, as_workload
-
-LEAST_GAIN = 1.02  # what brings less is not told
-_PAYS = 1.05  # what two changes must bring beyond the better one
-_HOST_BYTES = 2**28  # the largest batch that a trace of a change makes on the host: making it takes the time
-_FAR = 1.5  # lines are drawn anew where the answer is that many times beyond their last trace
 
 
 def explain_memory(
@@ -81,20 +60,23 @@ def explain_memory(
     Raises:
         UntraceableError: the step cannot be traced; names the operation and the line.
     """
+    return explain_with(
+        workload, ExplainOptions(batch_size=batch_size, budget=budget, gpu=gpu, what_if=what_if)
+    )
+
+
+def explain_with(workload: Workload | Callable[[int], object], options: ExplainOptions) -> MemoryExplanation:
+    """Explain the memory of a step as the options say."""
     begun = time.perf_counter()
-    work = as_workload(workload)
-    check_whole("batch_size", batch_size)
-    if not isinstance(what_if, bool):
-        raise TypeError(f"what_if must be True or False, not {what_if!r}")
-    card = None if gpu is None else card_named(gpu)
-    given = None if budget is None else parse_bytes(budget)
-    rules = rules_for(work, card)
+    work, batch_size, card = as_workload(workload), options.batch_size, options.card
+    reach = reach_of(work)
+    rules = rules_for(work, card, reach)
     here = rules.device.type == "cuda"
-    budget_bytes = _budget(given, card, work if here else None)
+    budget_bytes = _budget(options.budget_bytes, card, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    study = Study(work, rules, batch_size, budget_bytes, basis)
+    study = Study(reach, rules, batch_size, budget_bytes, basis)
     now = study.base
-    found = study.what_ifs() if what_if else ()
+    found = study.what_ifs() if options.what_if else ()
     peak = Peak.of(now.at_size)
     held = _reserved(Footprint.of(now.at_size), batch_size, budget_bytes, study.settings)
     return MemoryExplanation(
@@ -109,310 +91,21 @@ def explain_memory(
         card=rules.card.name,
         based_on=basis,
         kinds=_holders(by_kind(peak), peak.size),
-        modules=_holders(by_module(peak, classes_of(work), outside=_outside(work)), peak.size),
+        modules=_holders(by_module(peak, classes_of(reach.parts), outside=_outside(work)), peak.size),
         lines=_holders(by_line(peak), peak.size),
         what_ifs=tuple(found),
         timeline=tuple(Moment(at=at, phase=phase, kinds=kinds) for at, phase, kinds in timeline(now.at_size)),
-        unseen=(*unseen(work), *study.notes, *rules.card.caveats),
+        unseen=(*unseen(reach.parts), *study.notes, *rules.card.caveats),
         elapsed_s=time.perf_counter() - begun,
         batchfit_version=batchfit.__version__,
         torch_version=torch.__version__,
     )
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TracedOutcome:
-    """How the step fares, as it is or changed: its trace at the size in question, and the largest size."""
-
-    at_size: Trace
-    traced: TracedWorkload | None  # for any size; None without a budget
-    largest: int | None
-
-    @property
-    def peak_bytes(self) -> int:
-        return Peak.of(self.at_size).size
-
-
-@final
-class Study:
-    """Traces of one workload, as it is and changed; what several questions need is traced once."""
-
-    def __init__(
-        self, workload: Workload, rules: CudaRules, size: int, budget_bytes: int | None, basis: Basis
-    ) -> None:
-        self.workload = workload
-        self.rules = rules
-        self.size = size
-        self.budget_bytes = budget_bytes
-        self.capacity: int | None = None  # the budget less the margin that a prediction leaves free
-        beside = held_beside(workload, rules.card)[0] if basis == "GPU, not run" else 0
-        self.residual = (float(beside), 0.0)
-        capped = False
-        if basis == "GPU, not run" and budget_bytes is not None:
-            capped = is_capped(device_to_run(workload), budget_bytes)
-        self.settings = allocator_rules(capped=capped)
-        self.notes = allocator_caveats(self.settings)
-        self._watch = StepTraits()
-        self._at_size: dict[tuple[str, ...], Trace | None] = {}
-        self.base = self._as_it_is(basis)
-
-    def _as_it_is(self, basis: Basis) -> TracedOutcome:
-        traced = None
-        if self.budget_bytes is not None:
-            traced = trace_workload(self.workload, rules=self.rules, budget_bytes=self.budget_bytes)
-            self.capacity = round(self.budget_bytes * (1 - margin_of(traced, basis)))
-        else:  # a warm-up: the first trace in a process differs by a few operations that are done once
-            trace(self.workload, self.size, rules=self.rules, steps=1)
-        at_size = trace(self.workload, self.size, rules=self.rules, changes=(self._watch,))
-        try:
-            return TracedOutcome(at_size, traced, self._largest(traced, self.settings))
-        except UntraceableError as error:  # what holds the memory is known all the same
-            self.notes.append(f"the largest batch: {error}")
-            return TracedOutcome(at_size, traced, None)
-
-    def _largest(self, traced: TracedWorkload | None, settings: AllocatorSettings) -> int | None:
-        if traced is None or self.capacity is None:
-            return None
-        found = Oracle(traced, settings, self.residual).largest(self.capacity, None)
-        return 0 if found is None else found.size
-
-    # -- what would change it
-
-    def what_ifs(self) -> list[WhatIf]:
-        """Each change that brings something, the best first."""
-        if self.base.traced is not None and self.base.traced.footprint is None:
-            self.notes.append(
-                "what-ifs: the step allocates in another order at each size, so none was traced"
-            )
-            return []
-        tried = [(change, self._tried((change,))) for change in self._changes()]
-        single = [
-            (change, told, self._what_if((change,), told)) for change, told in tried if told is not None
-        ]
-        single.sort(key=lambda one: -one[2].gain)
-        found = (
-            [one for _, _, one in single]
-            + self._pairs(single)
-            + self._expandable()
-            + self._small_step_first()
-        )
-        return sorted((one for one in found if one.gain >= LEAST_GAIN), key=lambda one: -one.gain)
-
-    def _changes(self) -> list[Change]:
-        """Those that apply to this workload."""
-        found = self._best_level(checkpointing(self.workload, self._watch.learning))
-        found += lower_precision(self.workload, self.rules.card, uses_autocast=self._watch.autocast)
-        if self._loss_share() >= LEAST_GAIN - 1:
-            found += chunked_loss(self.workload)
-        if self._in_optimizer(self.base):
-            found += update_changes(self.workload)
-        if self._state_bytes() >= (LEAST_GAIN - 1) * (self.capacity or self.base.peak_bytes):
-            found += smaller_optimizer(self.workload)
-        found += shorter_sequence(self.workload, self._watch.length)
-        return found
-
-    def _best_level(self, levels: list[Change]) -> list[Change]:
-        """Of blocks within blocks, those whose checkpointing brings the most at the size in question."""
-        if len(levels) < 2:
-            return levels
-        traces = [(self._trace_at_size((level,)), level) for level in levels]
-        sizes = [Peak.of(one).size if one is not None else self.base.peak_bytes for one, _ in traces]
-        return [levels[sizes.index(min(sizes))]]
-
-    def _pairs(self, single: list[tuple[Change, TracedOutcome, WhatIf]]) -> list[WhatIf]:
-        """The best change together with the next best of another group, where that pays.
-
-        A change that moves the peak to the optimizer's step goes with another way through that step.
-        """
-        kept = [one for one in single if one[0].same_result and one[2].gain >= LEAST_GAIN]
-        if not kept:
-            return []
-        best, told, alone = kept[0]
-        partners = [change for change, _, _ in kept if change.group != best.group][:1]
-        if best.group != "optimizer" and not partners and self._in_optimizer(told):
-            partners = update_changes(self.workload)[:1]
-        found = []
-        for partner in partners:
-            both = self._tried((best, partner))
-            if both is not None:
-                found.append(self._what_if((best, partner), both))
-        return [one for one in found if one.gain >= _PAYS * alone.gain]
-
-    def _expandable(self) -> list[WhatIf]:
-        """The same trace in an allocator whose segments grow."""
-        if self.settings.expandable_segments or self.base.largest is None:
-            return []
-        after = self._largest(self.base.traced, replace(self.settings, expandable_segments=True))
-        return [
-            WhatIf(
-                change="expandable segments",
-                how="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-                largest_before=self.base.largest,
-                largest_after=after,
-                peak_bytes_before=self.base.peak_bytes,
-                peak_bytes_after=self.base.peak_bytes,
-                cost="next to nothing",
-            )
-        ]
-
-    def _small_step_first(self) -> list[WhatIf]:
-        """The same trace after a step of one sample.
-
-        What stays after a first full step (cuBLAS's workspaces, the optimizer's state) may lie in large
-        blocks, which can then not be handed back.
-        """
-        traced = self.base.traced
-        if traced is None or traced.footprint is None or self.base.largest is None or self.capacity is None:
-            return []
-        found = largest(
-            traced.footprint,
-            capacity_bytes=self.capacity,
-            rules=self.settings,
-            extra=self.residual,
-            first_size=1,
-            may_retry=traced.may_retry,
-        )
-        if found is None or found.size < LEAST_GAIN * self.base.largest:
-            return []
-        return [
-            WhatIf(
-                change="a step of one sample before the first full one",
-                how="train on one sample, then torch.cuda.empty_cache()",
-                largest_before=self.base.largest,
-                largest_after=found.size,
-                peak_bytes_before=self.base.peak_bytes,
-                peak_bytes_after=self.base.peak_bytes,
-                cost="one short step; what stays between steps then lies in no large block",
-            )
-        ]
-
-    def _what_if(self, changes: tuple[Change, ...], told: TracedOutcome) -> WhatIf:
-        return WhatIf(
-            change=" and ".join(one.name for one in changes),
-            how="; ".join(one.how for one in changes),
-            largest_before=self.base.largest,
-            largest_after=told.largest,
-            peak_bytes_before=self.base.peak_bytes,
-            peak_bytes_after=told.peak_bytes,
-            cost="; ".join(one.cost for one in changes if one.cost),
-        )
-
-    def _in_optimizer(self, told: TracedOutcome) -> bool:
-        """Whether another way through the optimizer's step could help, at this or the largest size."""
-        if outside_share(told.at_size, told.at_size.sizes, "optimizer") * LEAST_GAIN < 1:
-            return True
-        if told.traced is None or told.traced.footprint is None or not told.largest:
-            return False
-        footprint = told.traced.footprint
-        return outside_share(footprint, footprint.sizes_at(told.largest), "optimizer") * LEAST_GAIN < 1
-
-    def _loss_share(self) -> float:
-        """What a cross-entropy's log-probabilities and their gradient hold of the peak."""
-        peak = Peak.of(self.base.at_size)
-        origins = self.base.at_size.origins
-        own = (block for block in peak.live if "log_softmax" in origins[block].operation)
-        return sum(map(peak.size_of, own)) / max(peak.size, 1)
-
-    def _state_bytes(self) -> int:
-        """What the optimizer keeps: less of it cannot bring more."""
-        at_size = self.base.at_size
-        pairs = zip(at_size.sizes, at_size.origins, strict=True)
-        return sum(size for size, origin in pairs if origin.kind == "optimizer")
-
-    # -- traces of changed steps
-
-    def _tried(self, changes: tuple[Change, ...]) -> TracedOutcome | None:
-        """The changed step; None where it cannot be traced."""
-        first = self._trace_at_size(changes)
-        if first is None:
-            return None
-        if self.capacity is None:
-            return TracedOutcome(first, None, None)
-        try:
-            traced = self._lines(first, changes)
-        except (UntraceableError, ShapeChangedError) as error:
-            self._note(changes, error)
-            return None
-        return TracedOutcome(first, traced, self._largest(traced, self.settings))
-
-    def _trace_at_size(self, changes: tuple[Change, ...]) -> Trace | None:
-        key = tuple(one.name for one in changes)
-        if key not in self._at_size:
-            self._at_size[key] = None
-            try:
-                self._at_size[key] = self._trace(self.size, changes)
-            except UntraceableError as error:
-                self._note(changes, error)
-        return self._at_size[key]
-
-    def _trace(self, size: int, changes: tuple[Change, ...]) -> Trace:
-        contexts = tuple(context for one in changes for context in one.contexts)
-        return trace(self.workload, size, rules=self.rules, changes=contexts)
-
-    def _lines(self, first: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
-        """Lines through the trace at the size in question and one where the end may be.
-
-        With checkpointing the end moves far up: where it lies well beyond the second trace, it is traced
-        there, and the lines go through that.
-        """
-        assert self.capacity is not None
-        second = self._trace(self._other_size(first, expected_end(first, self.capacity)), changes)
-        try:
-            traced = self._through(first, second, changes)
-        except ShapeChangedError:  # one sample alone goes other ways through many programs
-            first = self._trace(second.size // 2 if second.size > 5 else second.size + 1, changes)
-            traced = self._through(first, second, changes)
-        end = self._largest(traced, self.settings) or 1
-        if end <= _FAR * max(first.size, second.size):
-            return traced
-        further = self._other_size(first, end)
-        return (
-            self._through(first, self._trace(further, changes), changes) if further != second.size else traced
-        )
-
-    def _through(self, first: Trace, second: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
-        contexts = tuple(context for one in changes for context in one.contexts)
-        return TracedWorkload(
-            self.workload,
-            self.rules,
-            Footprint.between(first, second),
-            (first.size, second.size),
-            check=0.0,
-            trace_s=0.0,
-            changes=contexts,
-        )
-
-    def _other_size(self, first: Trace, end: int) -> int:
-        """A size near `end` whose batch the host can make, well apart from the first trace's."""
-        sample = first.batch_bytes / first.size
-        most = end if sample <= 0 else min(end, int(_HOST_BYTES / sample))
-        if most >= 1 and abs(most - first.size) > first.size // 4:
-            return most
-        return first.size // 2 if first.size > 3 else 2 * first.size
-
-    def _note(self, changes: tuple[Change, ...], error: Exception) -> None:
-        self.notes.append(f"what-if {' and '.join(one.name for one in changes)}: {error}")
-
-
-def outside_share(stream: Trace | Footprint, sizes: Sequence[int], phase: str) -> float:
-    """The highest moment outside a phase as a share of the highest of all."""
-    live = peak = outside = 0
-    for event in stream.events:
-        if event < 0:
-            live -= sizes[~event]
-            continue
-        live += sizes[event]
-        peak = max(peak, live)
-        if stream.origins[event].phase != phase:
-            outside = max(outside, live)
-    return outside / max(peak, 1)
-
-
-def classes_of(workload: Workload) -> dict[str, str]:
+def classes_of(parts: Sequence[Any]) -> dict[str, str]:
     """The class of each module by its path, as traces name them; the first model's under "" ."""
     found: dict[str, str] = {}
-    for part in parts_of(workload):
+    for part in parts:
         if isinstance(part, nn.Module):
             for path, module in part.named_modules():
                 found.setdefault(path, type(module).__name__)

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType
 from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.batch.structure import children, rebuilt
 from batchfit._engine.trace.fake_state import Faked
-from batchfit._engine.workload.reachable import parts_of
+from batchfit._engine.workload.reachable import StepReach
+from batchfit._explain.step_variables import changed_variable, mapped, step_variable
 from batchfit.workload import Workload
 
 Group = Literal["checkpointing", "dtype", "loss", "optimizer", "length"]
@@ -66,15 +66,16 @@ class RepeatedBlocks:
     blocks: tuple[nn.Module, ...]
 
 
-def checkpointing(workload: Workload, learning: Container[int] | None = None) -> list[Change]:
+def checkpointing(reach: StepReach, learning: Container[int] | None = None) -> list[Change]:
     """Checkpointing of repeated blocks, from the outermost to the innermost; empty where it is on already.
 
     `learning` are the ids of the modules whose outputs need gradients in the step (`StepTraits.learning`): an
     EMA copy or a teacher keeps no activations, so there is nothing to save.
     """
+    workload = reach.workload
     if workload.kind in ("inference", "generation"):
         return []
-    roots = [part for part in parts_of(workload) if isinstance(part, nn.Module)]
+    roots = [part for part in reach.parts if isinstance(part, nn.Module)]
     if any(getattr(one, "gradient_checkpointing", False) for root in roots for one in root.modules()):
         return []
     found = []
@@ -153,15 +154,16 @@ class _Checkpointed:
 # -- dtypes
 
 
-def lower_precision(workload: Workload, card: Gpu, *, uses_autocast: bool) -> list[Change]:
+def lower_precision(reach: StepReach, card: Gpu, *, uses_autocast: bool) -> list[Change]:
     """Half precision by autocast and for parameters, where the program is in fp32.
 
     It is bf16 where the GPU has it. Before Ampere it is fp16, which needs a GradScaler to train with, and
     parameters in fp16 are for inference only.
     """
+    workload = reach.workload
     wide = any(
         tensor.dtype is torch.float32
-        for part in parts_of(workload)
+        for part in reach.parts
         if isinstance(part, nn.Module)
         for tensor in part.parameters()
     )
@@ -198,7 +200,7 @@ def lower_precision(workload: Workload, card: Gpu, *, uses_autocast: bool) -> li
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype, workload: Workload, faked: Any) -> Iterator[None]:
     kind = faked.device.type
-    with _step_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=dtype)):
+    with changed_variable(workload, "context", lambda _: lambda: torch.autocast(kind, dtype=dtype)):
         yield
 
 
@@ -214,13 +216,13 @@ def _parameters_in(dtype: torch.dtype, workload: Workload, faked: Faked) -> Iter
                 tensor.data = tensor.data.to(dtype)
 
     def lowered(source: Callable[[int], Any]) -> Callable[[int], Any]:
-        return lambda size: _mapped(
+        return lambda size: mapped(
             source(size), lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
         )
 
     with (
-        _step_variable(workload, "source", lowered),
-        _step_variable(workload, "context", lambda _: nullcontext),
+        changed_variable(workload, "source", lowered),
+        changed_variable(workload, "context", lambda _: nullcontext),
     ):
         yield
 
@@ -285,9 +287,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 # -- optimizers
 
 
-def update_changes(workload: Workload) -> list[Change]:
+def update_changes(reach: StepReach) -> list[Change]:
     """fused=True and foreach=False, for optimizers that know these and do not have them yet."""
-    optimizers = _optimizers(workload)
+    optimizers = _optimizers(reach)
     groups = [group for one in optimizers for group in one.param_groups]
     if not groups:
         return []
@@ -295,18 +297,28 @@ def update_changes(workload: Workload) -> list[Change]:
     found = []
     if all(group.get("fused", True) in (None, False) for group in groups):
         how = f"torch.optim.{kind}(..., fused=True)"
-        found.append(Change("a fused optimizer step", how, "nothing, and is faster", "optimizer", (_fused,)))
+        found.append(
+            Change(
+                "a fused optimizer step",
+                how,
+                "nothing, and is faster",
+                "optimizer",
+                (partial(_fused, optimizers),),
+            )
+        )
     many = all(group.get("foreach", False) is not False and not group.get("fused") for group in groups)
     if many:
         how = f"torch.optim.{kind}(..., foreach=False)"
         name = "an optimizer step parameter by parameter"
-        found.append(Change(name, how, "a slower optimizer step", "optimizer", (_one_by_one,)))
+        found.append(
+            Change(name, how, "a slower optimizer step", "optimizer", (partial(_one_by_one, optimizers),))
+        )
     return found
 
 
-def smaller_optimizer(workload: Workload) -> list[Change]:
+def smaller_optimizer(reach: StepReach) -> list[Change]:
     """One state in place of Adam's two, as advice: it trains otherwise."""
-    adams = [one for one in _optimizers(workload) if isinstance(one, _ADAMS)]
+    adams = [one for one in _optimizers(reach) if isinstance(one, _ADAMS)]
     if not adams:
         return []
     return [
@@ -315,16 +327,16 @@ def smaller_optimizer(workload: Workload) -> list[Change]:
             "torch.optim.SGD(model.parameters(), lr=..., momentum=0.9)",
             "a search for its learning rate; transformers train worse with it",
             "optimizer",
-            (_sgd,),
+            (partial(_sgd, adams),),
             same_result=False,
         )
     ]
 
 
 @contextlib.contextmanager
-def _fused(workload: Workload, faked: Faked) -> Iterator[None]:
-    """The flags are the fake groups'; `Faked` puts the real ones back."""
-    for optimizer in _optimizers(workload):
+def _fused(optimizers: Sequence[Optimizer], _: Workload, faked: Faked) -> Iterator[None]:
+    """The flags are the fake groups'; `Faked` restores the real ones."""
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = True, False
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -337,19 +349,17 @@ def _fused(workload: Workload, faked: Faked) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_by_one(workload: Workload, faked: Faked) -> Iterator[None]:
-    for optimizer in _optimizers(workload):
+def _one_by_one(optimizers: Sequence[Optimizer], _: Workload, __: Faked) -> Iterator[None]:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["foreach"] = False
     yield
 
 
 @contextlib.contextmanager
-def _sgd(workload: Workload, faked: Faked) -> Iterator[None]:
-    """Adam's `step` is SGD's for the trace, and what it kept is gone; `Faked` puts the optimizer back."""
-    for optimizer in _optimizers(workload):
-        if not isinstance(optimizer, _ADAMS):
-            continue
+def _sgd(adams: Sequence[Optimizer], _: Workload, faked: Faked) -> Iterator[None]:
+    """Adam's `step` is SGD's for the trace, and what it kept is gone; `Faked` restores the optimizer."""
+    for optimizer in adams:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
@@ -362,8 +372,8 @@ def _sgd(workload: Workload, faked: Faked) -> Iterator[None]:
     yield
 
 
-def _optimizers(workload: Workload) -> list[torch.optim.Optimizer]:
-    return [part for part in parts_of(workload) if isinstance(part, torch.optim.Optimizer)]
+def _optimizers(reach: StepReach) -> list[Optimizer]:
+    return [part for part in reach.parts if isinstance(part, Optimizer)]
 
 
 # -- the batch
@@ -382,7 +392,7 @@ def shorter_sequence(workload: Workload, length: int) -> list[Change]:
 
     @contextlib.contextmanager
     def shortened(workload: Workload, faked: Any) -> Iterator[None]:
-        with _step_variable(workload, "source", lambda source: lambda size: _mapped(source(size), cut)):
+        with changed_variable(workload, "source", lambda source: lambda size: mapped(source(size), cut)):
             yield
 
     return [
@@ -395,94 +405,3 @@ def shorter_sequence(workload: Workload, length: int) -> list[Change]:
             same_result=False,
         )
     ]
-
-
-def _is_tokens(leaf: Tensor) -> bool:
-    return leaf.dim() == 2 and not leaf.is_floating_point() and leaf.dtype is not torch.bool
-
-
-def _leaves(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-        return
-    for _, value in children(node) or ():
-        yield from _leaves(value)
-
-
-def _mapped(node: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with `function` done to each of its tensors; tensors that were one stay one."""
-    done: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            if id(node) not in done:
-                done[id(node)] = (node, function(node))
-            return done[id(node)][1]
-        items = children(node)
-        return node if items is None else rebuilt(node, [walk(value) for _, value in items])
-
-    return walk(node)
-
-
-# -- what a step does, seen from outside
-
-
-@final
-class StepTraits:
-    """Notes whether a traced step runs under autocast, how long its sequences are, and which modules' outputs
-    need gradients (`learning`, by their id). Changes nothing.
-    """
-
-    def __init__(self) -> None:
-        self.autocast = False
-        self.length = 0
-        self.learning: set[int] = set()
-
-    @contextlib.contextmanager
-    def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
-        entered = torch.autocast.__enter__
-
-        def enter(context: Any) -> Any:
-            self.autocast = self.autocast or bool(context._enabled)
-            return entered(context)  # type: ignore[no-untyped-call]
-
-        def ran(module: nn.Module, _: Any, output: Any) -> None:
-            if any(leaf.requires_grad for leaf in _leaves(output)):
-                self.learning.add(id(module))
-
-        hook = nn.modules.module.register_module_forward_hook(ran)
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-        try:
-            with _step_variable(workload, "source", lambda source: lambda size: self._seen(source(size))):
-                yield
-        finally:
-            hook.remove()
-            torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-
-    def _seen(self, batch: Any) -> Any:
-        lengths = [leaf.shape[1] for leaf in _leaves(batch) if _is_tokens(leaf)]
-        self.length = max([self.length, *lengths])
-        return batch
-
-
-def step_variable(workload: Workload, name: str) -> CellType | None:
-    """The variable of that name that the step of `training` or `inference` closes over."""
-    step = workload.step
-    if workload.kind == "step" or not isinstance(step, FunctionType) or step.__closure__ is None:
-        return None
-    return dict(zip(step.__code__.co_freevars, step.__closure__, strict=True)).get(name)
-
-
-@contextlib.contextmanager
-def _step_variable(workload: Workload, name: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """The step's variable with another value inside; nothing happens where it has no such variable."""
-    cell = step_variable(workload, name)
-    if cell is None:
-        yield
-        return
-    before = cell.cell_contents
-    cell.cell_contents = change(before)
-    try:
-        yield
-    finally:
-        cell.cell_contents = before

@@ -30,7 +30,7 @@ _TOO_LITTLE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """A prediction for a search on the GPU: where to look first, and what a look changes."""
+    """A prediction for a search on the GPU, which a run of a small size corrects."""
 
     oracle: Oracle
     budget_bytes: int
@@ -63,7 +63,7 @@ class Foresight:
         if traced.footprint is None:
             log.info("no %s: memory is no straight line in the batch size", name)
             return None
-        beside, unsure = held_beside(work, rules.card)
+        beside, unsure = held_beside(traced.reach.parts, rules.card)
         oracle = Oracle(traced, settings, (float(beside), 0.0))
         return cls(oracle, budget_bytes, MARGINS["calibrated"], unsure, name)
 
@@ -72,7 +72,7 @@ class Foresight:
         found = self.oracle.largest(round(self.budget_bytes * (1 - self.margin)), most)
         return None if found is None else found.size
 
-    def look_first(self) -> int | None:
+    def size_to_confirm(self) -> int | None:
         """A small size above the last knee, to compare the prediction with; None where none is small."""
         footprint = self.oracle.traced.footprint
         if footprint is None:

@@ -2,7 +2,7 @@
 
 Rules:
 - A stored size is an answer only after one trial here and now: the soak, in the same budget. The trial must
-  also look like the stored one; where it needs less, something has changed that the key does not show, and
+  also match the stored one; where it needs less, something has changed that the key does not show, and
   the search goes on.
 - A stored size is not even tried where it cannot be the answer: what it used exceeds the budget, or the
   budget has grown by more than half the tolerance.
@@ -19,18 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.store.describe import UndescribableError, digest_of
-from batchfit._engine.store.key import NoSampleError
+from batchfit._engine.store.key import NoKeyError, NoSampleError, digest_of
 from batchfit._find.pure.search import Observation, Request, Search
 from batchfit.results import FitResult
-from batchfit.workload import Workload
 
 if TYPE_CHECKING:
     from batchfit._engine.store.sqlite import Store, StoredAnswer
 
 log = logging.getLogger("batchfit")
 
-KEY_VERSION: Final = 1  # to be raised where a key means something else than it did
+KEY_VERSION: Final = 2  # to be raised where a key means something else than it did
 # Ends that would come again: another run with more time or trials could not do better.
 _OWN_ENDS: Final = frozenset(
     {"within_tolerance", "bracketed", "predicted", "max_size", "near_max_size", "attempts", "strategy"}
@@ -68,11 +66,11 @@ class Known:
         most = self.budget_bytes * (1 + _tolerance(search) / 2)
         return self.size in search.sizes and needed <= budget <= most
 
-    def looks_like(self, told: Observation, search: Search) -> bool:
+    def matches(self, trial: Observation, search: Search) -> bool:
         """A trial of the size takes no less memory than it did."""
-        if self.peak_bytes is None or told.allocated_bytes is None:
+        if self.peak_bytes is None or trial.allocated_bytes is None:
             return True
-        return told.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
+        return trial.allocated_bytes >= (1 - _tolerance(search)) * self.peak_bytes
 
 
 @final
@@ -86,8 +84,12 @@ class Recall:
     store: Store | None = None
 
     def keep(self, fit: FitResult) -> FitResult:
-        """Store the answer of a search that has ended; one from the store is there already."""
-        if self.store is None or self.key is None or fit.from_store or fit.stopped_because not in _OWN_ENDS:
+        """Store the answer of a search that has ended; one from the store is there already, and was used."""
+        if self.store is None or self.key is None:
+            return fit
+        if fit.from_store:
+            self.store.mark_used(self.key)
+        if fit.from_store or fit.stopped_because not in _OWN_ENDS:
             return fit
         if fit.trials_resumed == len(fit.trials):  # nothing was run now, so nothing says what is true now
             return fit
@@ -114,7 +116,7 @@ def recall(
         mine = make_digest()
     except NoSampleError:
         pass
-    except UndescribableError as error:
+    except NoKeyError as error:
         why = str(error)
     except Exception as error:  # noqa: BLE001  objects of the user's are read, and may raise anything
         why = f"reading it raised {type(error).__name__}: {error}"
@@ -132,8 +134,8 @@ def recall(
         usable = [known for one in store.get(key) if (known := Known.of(one)).may_answer(search)]
         budget = search.budget_bytes or 0
         best = min(usable, key=lambda known: abs(known.budget_bytes - budget), default=None)
-    told = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
-    return Recall(key=key, known=None if told is None else Known(**told), fresh=fresh, store=store)
+    held = ranks.gather(None if best is None else asdict(best), doing="what the store holds")[0]
+    return Recall(key=key, known=None if held is None else Known(**held), fresh=fresh, store=store)
 
 
 def _opened() -> Store | None:
@@ -148,7 +150,7 @@ def _opened() -> Store | None:
 def confirm(
     search: Search, known: Known | None, attempt: Callable[[Request], Observation | None]
 ) -> tuple[Search, bool]:
-    """One trial of the known size, told to the search; whether that size is the answer.
+    """One trial of the known size, observed by the search; whether that size is the answer.
 
     A resumed search has run that trial before, or was begun without one: none is run now.
     """
@@ -157,42 +159,17 @@ def confirm(
     if search.observations:
         before = [one for one in search.observations if one.size == search.best and one.soak == search.soak]
         return search, search.best == known.size and any(
-            one.fits and known.looks_like(one, search) for one in before
+            one.fits and known.matches(one, search) for one in before
         )
-    told = attempt(Request(known.size, search.soak))
-    if told is None:
+    trial = attempt(Request(known.size, search.soak))
+    if trial is None:
         return search, False
-    search = search.tell(told)
-    if told.fits:
-        return search, known.looks_like(told, search)
+    search = search.tell(trial)
+    if trial.fits:
+        return search, known.matches(trial, search)
     if search.strategy == "guided" and search.start is None:
         search = replace(search, start=known.size)  # it ran once: the answer is not far below
     return search, False
-
-
-def check_store(
-    store: bool, fresh: bool, key: object, work: Workload | None = None, *, isolate: bool = False
-) -> None:
-    """Refuse wrong settings of the store."""
-    for name, flag in (("store", store), ("fresh", fresh)):
-        if type(flag) is not bool:
-            raise TypeError(f"{name} must be True or False, not {flag!r}")
-    if key is not None and (not isinstance(key, str) or not key.strip()):
-        raise ValueError(f"key must be a name or None, not {key!r}")
-    if isolate:
-        for name, value, off in (("key", key, None), ("fresh", fresh, False), ("store", store, False)):
-            if value != off:
-                raise ValueError(
-                    f"{name} must be {off} with isolate=True, not {value!r}: the workload is made in a child "
-                    "process, so there is nothing here to make its key from"
-                )
-    if fresh and not store and key is None:
-        raise ValueError("fresh must be False without store=True or key, not True")
-    if store and key is None and work is not None and work.model is None:
-        raise ValueError(
-            "key must be given to store the answer of a step without a model, not None: "
-            'key="my-workload" names it'
-        )
 
 
 def _tolerance(search: Search) -> float:

@@ -1,7 +1,7 @@
 """A search kept in a file, so that a later run goes on where this one was.
 
 Rules:
-- The file is written whole after every trial, before anyone is told of it: what it holds has been run, and a
+- The file is written whole after every trial, before it is reported: what it holds has been run, and a
   process that is killed loses the trial it was in, no other.
 - A search goes on only with the settings it was begun with; what differs is named. Limits (`max_trials`,
   `time_limit_s`, `timeout_s`) and `isolate` may differ: they change how far a search gets, not what it finds.
@@ -92,11 +92,11 @@ class Kept:
         now = {**{name: getattr(search, name) for name in names}, **settings}
         differing = [name for name, value in now.items() if then.get(name) != value]
         if differing:
-            told = [
+            differences = [
                 f"{name}: {_shown(name, then.get(name))} then, {_shown(name, now[name])} now"
                 for name in differing
             ]
-            raise SettingsDifferError(path, told)
+            raise SettingsDifferError(path, differences)
 
 
 def _shown(name: str, value: object) -> str:

@@ -182,7 +182,7 @@ def _changed(
     models = [name for name in _models(tree) if name in used]
     if not models:
         raise _UnchangedError("no optimizer is given the parameters of a model by name")
-    if set(models) & names_in(top, ast.Store):  # made anew in the outer loop
+    if set(models) & names_in(top, ast.Store):  # made again in the outer loop
         top = loop
     if set(models) & names_in(loop, ast.Store):
         raise _UnchangedError("its model is made in it")

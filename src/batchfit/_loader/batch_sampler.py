@@ -3,7 +3,7 @@
 Rules
 - The size is asked for when a batch is dealt: a schedule is always followed, and a worker never collates a
   size that was not wanted when it began.
-- An order is a function of seed and epoch, or it is the user's sampler, of which what is in flight is kept.
+- An order is a function of seed and epoch, or the user's sampler, of which prefetched samples are kept.
 - What goes wrong while dealing (a schedule, a sampler) is kept until all that was dealt before is handed out.
 - No dealer refers to the loader, and a dealer lives for one epoch.
 """
@@ -123,7 +123,7 @@ class FixedOrder:
 class SampledOrder:
     """The order of a user's sampler.
 
-    To go on later: by the sampler's own `state_dict`, or by reading it anew up to the position, with torch's
+    To go on later: by the sampler's own `state_dict`, or by reading it again up to the position, with torch's
     random numbers (and those of its `generator`) where they were when it began.
     """
 
@@ -174,7 +174,7 @@ class Dealer(Iterator[Any]):
         settings: LoaderSettings,
         begun: Progress,
         ledger: DealtSamples,
-        void_below: Number,
+        discarded_below: Number,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings
@@ -185,8 +185,8 @@ class Dealer(Iterator[Any]):
         self.failure: Exception | None = None
         self.order: EpochOrder = FixedOrder(0, None)  # until the epoch begins
         self.saved = saved  # what the state of the order was, until then
-        self._void_below = void_below
-        void_below.value = ledger.void_below
+        self._discarded_below = discarded_below
+        discarded_below.value = ledger.discarded_below
 
     def progress_at(self, number: int, position: int) -> Progress:
         """How far the run has come when that batch of this epoch begins at that position."""
@@ -253,10 +253,10 @@ class Dealer(Iterator[Any]):
     def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
         """What goes to the user: one batch, or nothing where it is void."""
         ledger = self.ledger.arrived(serial)
-        if ledger.is_void(serial):
+        if ledger.is_discarded(serial):
             self.ledger = ledger.throw_away()
             return ()
-        self._note(ledger.in_flight[0])
+        self._note(ledger.prefetched[0])
         self.ledger = ledger.hand()
         self.order.forget(self.ledger.handed)
         return (data,)
@@ -265,12 +265,12 @@ class Dealer(Iterator[Any]):
         self.current, self.current_progress = deal, self.progress_at(deal.number, deal.start)
 
     def cancel(self) -> None:
-        """Make void what is in flight, if the sizes of now are not those that it was dealt with."""
+        """Discard the prefetched batches, if the sizes of now are not those that they were dealt with."""
         self.failure = None
         if all(self._still_wanted(deal) for deal in self.ledger.fresh):
             return
         self.ledger = self.ledger.cancel()
-        self._void_below.value = self.ledger.void_below
+        self._discarded_below.value = self.ledger.discarded_below
         self._rewind()
 
     def _still_wanted(self, deal: Deal) -> bool:
@@ -280,8 +280,8 @@ class Dealer(Iterator[Any]):
             return False
 
     def abandon(self) -> None:
-        """Nobody will see what is in flight: workers need not end it."""
-        self._void_below.value = max(self._void_below.value, self.ledger.serial)
+        """Discard the prefetched batches of a loop that was left: workers need not finish them."""
+        self._discarded_below.value = max(self._discarded_below.value, self.ledger.serial)
 
     def _rewind(self) -> None:
         self.order.rewind(self.ledger.handed)
@@ -300,10 +300,10 @@ class StreamDealer(Dealer):
         settings: LoaderSettings,
         begun: Progress,
         ledger: DealtSamples,
-        void_below: Number,
+        discarded_below: Number,
         places: Sequence[SampleLocation],
     ) -> None:
-        super().__init__(settings, begun, ledger, void_below)
+        super().__init__(settings, begun, ledger, discarded_below)
         self.places = list(places)
         self.run = ledger.serial
         self._ended: set[int] = set()
@@ -316,12 +316,14 @@ class StreamDealer(Dealer):
         start, stop = share(size, settings.rank, settings.world_size)
         handed = tuple(place.handed for place in self.places)
         self.ledger = ledger.deal(size)
-        return StreamTask(ledger.serial, self.begun.epoch, self.run, ledger.void_below, stop - start, handed)
+        return StreamTask(
+            ledger.serial, self.begun.epoch, self.run, ledger.discarded_below, stop - start, handed
+        )
 
     def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
         batch = StreamBatch(*data)
         ledger = self.ledger.arrived(serial)
-        if ledger.is_void(serial):
+        if ledger.is_discarded(serial):
             self.ledger = ledger.throw_away()
             return ()
         if batch.ended:
@@ -329,7 +331,7 @@ class StreamDealer(Dealer):
         if batch.place is None:
             self.ledger = ledger.hand_part(0)
             return ()
-        self._note(deal := ledger.in_flight[0])
+        self._note(deal := ledger.prefetched[0])
         self.places[batch.worker] = batch.place
         start, stop = share(deal.size, self.settings.rank, self.settings.world_size)
         # Other ranks are taken to be as far as this one: nobody can know.

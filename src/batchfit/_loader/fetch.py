@@ -42,7 +42,7 @@ class StreamTask(NamedTuple):
     serial: int
     epoch: int
     run: int  # a new one for each pass over the dataset
-    void_below: int
+    discarded_below: int
     wanted: int
     handed: tuple[int, ...]  # samples that were handed to the user, of each worker
 
@@ -90,17 +90,17 @@ class StartWorker:
 class IndexFetch:
     """Batches of a map-style dataset, seen by DataLoader as a dataset."""
 
-    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], void_below: Number) -> None:
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], discarded_below: Number) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
-        self._void_below = void_below
+        self._discarded_below = discarded_below
         self._pace = 1  # samples between two looks
 
     def __getitems__(self, task: IndexTask) -> Arrived:
         serial, indices = task
         try:
             samples = self._samples(serial, indices)
-            if samples is None or serial < self._void_below.value:
+            if samples is None or serial < self._discarded_below.value:
                 return serial, None
             return serial, self._collate_fn(samples)
         except StopIteration as error:
@@ -110,11 +110,11 @@ class IndexFetch:
     def _samples(self, serial: int, indices: Sequence[int]) -> Any:
         dataset = self.dataset
         if getattr(dataset, "__getitems__", None):
-            return None if serial < self._void_below.value else dataset.__getitems__(list(indices))
+            return None if serial < self._discarded_below.value else dataset.__getitems__(list(indices))
         samples: list[Any] = []
         done, pace = 0, self._pace
         while done < len(indices):
-            if serial < self._void_below.value:
+            if serial < self._discarded_below.value:
                 return None
             began = time.perf_counter()
             samples += [dataset[index] for index in indices[done : done + pace]]
@@ -136,7 +136,7 @@ class StreamFetch:
         self,
         dataset: Iterable[Any],
         collate_fn: Callable[[Any], Any],
-        void_below: Number,
+        discarded_below: Number,
         *,
         drop_last: bool,
         places: Sequence[SampleLocation],
@@ -144,7 +144,7 @@ class StreamFetch:
     ) -> None:
         self.dataset = dataset
         self._collate_fn = collate_fn
-        self._void_below = void_below
+        self._discarded_below = discarded_below
         self._drop_last = drop_last
         self._places = places  # where to begin in that run; other runs begin at the beginning
         self._placed_run = run
@@ -158,19 +158,19 @@ class StreamFetch:
     def _batch(self, task: StreamTask) -> StreamBatch:
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        if task.serial < self._void_below.value:
+        if task.serial < self._discarded_below.value:
             return StreamBatch(worker)
         if task.run != self._run:
             self._begin(task, worker)
         tape = self._tape
-        if task.void_below > self._seen_void:
+        if task.discarded_below > self._seen_void:
             # What was read for void batches comes again, in batches of the new size.
             tape.rewind(task.handed[worker])
-            self._seen_void = task.void_below
+            self._seen_void = task.discarded_below
         tape.forget(task.handed[worker])
         ready = 0
         while ready < task.wanted and not tape.ended:
-            if task.serial < self._void_below.value:
+            if task.serial < self._discarded_below.value:
                 return StreamBatch(worker)  # what was read stays on the tape
             ready = min(task.wanted, ready + _AT_A_TIME)
             tape.ready(ready)
@@ -190,7 +190,7 @@ class StreamFetch:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(task.epoch)
         self._tape = open_stream(self.dataset, place)
-        self._run, self._seen_void = task.run, task.void_below
+        self._run, self._seen_void = task.run, task.discarded_below
 
 
 def open_stream(dataset: Iterable[Any], place: SampleLocation) -> Tape[Any]:
@@ -210,5 +210,5 @@ def open_stream(dataset: Iterable[Any], place: SampleLocation) -> Tape[Any]:
 
 
 def keeps_state(thing: object) -> bool:
-    """Whether it can tell where it is, and go there."""
+    """Whether it can save its position, and go back to it."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))

@@ -5,7 +5,7 @@ Rules
   decides what goes into a batch at the moment when a worker is to begin with it (`_loader/batch_sampler.py`).
 - `batch_size` is the size over all ranks; each rank loads its part of every batch (`_loader/pure/deal.py`).
 - A size that a schedule gives is known when a batch is dealt, so it costs nothing. A size that is set counts
-  from the next batch on: what is in flight is void, workers drop it, and its samples are dealt again.
+  from the next batch on: prefetched batches are discarded, and their samples re-batched.
 - The order of a map-style dataset is a function of seed and epoch alone. The position in it is what was
   handed to the user, in samples: it says everything, whatever the sizes, workers and ranks were or will be.
 - Nothing refers back to the iterator that a `for` loop holds: when the loop lets go, the workers go.
@@ -42,8 +42,8 @@ from batchfit._loader.checks import (
     look_ahead,
     place_among_ranks,
 )
+from batchfit._loader.epoch_iterator import CurrentDealer, EpochIterator
 from batchfit._loader.fetch import (
-    Arrived,
     IndexFetch,
     Number,
     SampleLocation,
@@ -75,7 +75,7 @@ class ResizableLoader:
       any object with `size_at(progress) -> int`.
     - `rank`, `world_size`: those of `torch.distributed`, or one process, if they are not given.
     - `seed`: of the shuffled order, which is a function of seed and epoch alone; the same on all ranks.
-    - `defer`: a size that is set waits until what workers have in flight was handed out.
+    - `defer`: a size that is set waits until the prefetched batches were handed out.
     - `tokens_per_sample`: lets a schedule count tokens.
     """
 
@@ -138,11 +138,11 @@ class ResizableLoader:
             **({"pin_memory_device": pin_memory_device} if pin_memory_device else {}),
         }
         self._lock = threading.RLock()
-        # A number that workers see; with none there is nobody in flight to see it.
-        self._void_below = cast(
+        # A number that workers see; without workers nothing is prefetched.
+        self._discarded_below = cast(
             Number, multiprocessing.RawValue("q", 0) if num_workers else SimpleNamespace(value=0)
         )
-        self._deals = _Deals()
+        self._deals = CurrentDealer()
         self._dealer = self._new_dealer(Progress(), DealtSamples())
         self._begun = False
         self._next_epoch: int | None = None
@@ -161,7 +161,7 @@ class ResizableLoader:
         self.resize(size)
 
     def resize(self, batch_size: int, *, defer: bool | None = None) -> None:
-        """Set the size from the next batch on; with `defer`, after what workers have in flight.
+        """Set the size from the next batch on; with `defer`, after the prefetched batches.
 
         On several ranks, all of them must do so between the same two batches.
         """
@@ -220,7 +220,7 @@ class ResizableLoader:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss must be multiplied with, so that DDP's mean over ranks is the batch's.
+        """The factor of this rank's mean loss with which DDP's mean over ranks is the batch's.
 
         1.0 where all ranks have equally many samples.
         """
@@ -267,7 +267,7 @@ class ResizableLoader:
             dealer, settings = self._dealer, self._settings
             ledger, world_size = dealer.ledger, settings.world_size
             left = self._length() - ledger.handed
-            if isinstance(dealer, StreamDealer):  # each rank's dataset tells a length of its own
+            if isinstance(dealer, StreamDealer):  # each rank's dataset has a length of its own
                 left, world_size = self._length() - sum(place.handed for place in dealer.places), 1
 
             def wanted(number: int, position: int) -> int:
@@ -286,7 +286,7 @@ class ResizableLoader:
     # Going through an epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch that was loaded, or else a new epoch."""
+        """Iterate over the rest of the epoch that was loaded, or over a new epoch."""
         with self._lock:
             if self._begun:  # and not ended: somebody has left the loop
                 self._renew()
@@ -300,12 +300,13 @@ class ResizableLoader:
                     stack.callback(undo)
                 if not self._streams:
                     dealer.order = self._new_order(dealer)
-                iteration = _Iteration(self, dealer, iter(self._loader), self._lock)
+                batches = iter(self._loader)
+                iteration = EpochIterator(dealer, batches, self._lock, lambda: self._dealer, self._renew)
             self._begun = True
             return iteration
 
     def _renew(self, epoch: int | None = None) -> None:
-        """Another epoch comes next."""
+        """Begin another epoch with the next `for` loop."""
         done = self._dealer.progress
         if epoch is None:
             epoch = done.epoch + 1 if self._next_epoch is None else self._next_epoch
@@ -324,11 +325,11 @@ class ResizableLoader:
     ) -> Dealer:
         state = {} if state is None else state
         if not self._streams:
-            return Dealer(self._settings, begun, ledger, self._void_below, state.get("sampler"))
+            return Dealer(self._settings, begun, ledger, self._discarded_below, state.get("sampler"))
         places = [SampleLocation(**place) for place in state.get("workers", ())] or [SampleLocation()] * max(
             1, self.num_workers
         )
-        return StreamDealer(self._settings, begun, ledger, self._void_below, places)
+        return StreamDealer(self._settings, begun, ledger, self._discarded_below, places)
 
     def _new_order(self, dealer: Dealer) -> FixedOrder | SampledOrder:
         epoch = dealer.begun.epoch
@@ -343,13 +344,13 @@ class ResizableLoader:
             fetch = StreamFetch(
                 self.dataset,
                 self._collate_fn,
-                self._void_below,
+                self._discarded_below,
                 drop_last=self._settings.drop_last,
                 places=tuple(self._dealer.places),
                 run=self._dealer.run,
             )
         else:
-            fetch = IndexFetch(self.dataset, self._collate_fn, self._void_below)
+            fetch = IndexFetch(self.dataset, self._collate_fn, self._discarded_below)
         return DataLoader(fetch, batch_sampler=self._deals, collate_fn=as_it_is, **self._keywords)
 
     def _length(self) -> int:
@@ -377,7 +378,7 @@ class ResizableLoader:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called; the next `for` loop begins in the midst of that epoch.
+        """Go on where `state_dict` was called; the next `for` loop begins in the middle of that epoch.
 
         The numbers of workers and of ranks may differ; for an iterable dataset that of workers may not.
         """
@@ -411,7 +412,7 @@ class ResizableLoader:
             ledger = self._dealer.ledger.resumed(handed, batches)
             self._dealer = self._new_dealer(begun, ledger, state)
             self._begun, self._next_epoch = False, None
-            if self._streams:  # workers that live must begin anew
+            if self._streams:  # workers that live must start again
                 self._loader = self._new_loader()
 
     @property
@@ -419,53 +420,3 @@ class ResizableLoader:
         if self._streams:
             return "iterable"
         return "sampled" if self.sampler is not None else "shuffled" if self._shuffle else "sequential"
-
-
-class _Deals:
-    """The batch sampler that DataLoader gets: whoever deals now."""
-
-    dealer: Dealer
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.dealer
-
-
-@final
-class _Iteration(Iterator[Any]):
-    """One pass: hands out what DataLoader brings, unless it was made void meanwhile."""
-
-    def __init__(
-        self,
-        loader: ResizableLoader,
-        dealer: Dealer,
-        batches: Iterator[Arrived],
-        lock: threading.RLock,
-    ) -> None:
-        self._loader = loader
-        self._dealer = dealer
-        self._batches: Iterator[Arrived] | None = batches
-        self._lock = lock
-
-    def __next__(self) -> Any:
-        with self._lock:
-            if self._batches is None:
-                raise StopIteration
-            dealer = self._dealer
-            if self._loader._dealer is not dealer:
-                self._batches = None
-                raise RuntimeError(
-                    "this iterator has ended: its loader was iterated anew, or got another state or epoch. "
-                    "Use two loaders to read the data twice at the same time."
-                )
-            for serial, data in self._batches:
-                if handed := dealer.arrive(serial, data):
-                    return handed[0]
-            self._batches = None
-            if dealer.failure is not None:
-                raise dealer.failure
-            self._loader._renew()
-            raise StopIteration
-
-    def __del__(self) -> None:
-        if self._batches is not None:
-            self._dealer.abandon()

@@ -1,284 +1,230 @@
-"""Forward and backward of a batch on this rank, in tries, until it has run; then all ranks together.
+"""`Microbatcher.backward`: forward and backward of each microbatch, weighed by its share of the batch.
 
 Rules
-- A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
-  ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
-- A batch that ran is never repeated; what it taught (`Sizing`, `Packing`) is for the next one.
-- A rank that raises tells the others first (`sync`); ranks in step (`lockstep`) try and fail together.
+- A pass is called and either ends or raises; what it leaves in gradients, buffers and generators is undone
+  by `BatchRun`. It holds views of the batch, and no tensor of the user's once it has raised.
+- The user's function is called in a frame that is gone before the next microbatch is touched.
+- Losses stay on the device: nothing here synchronizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, final
 
-from batchfit._engine.batch.padding import Lengths
+import torch
+from torch import nn
+
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.data_parallel.ddp import Outcome
-from batchfit._engine.data_parallel.fsdp import FsdpBatch as InStep
-from batchfit._engine.data_parallel.fsdp import FsdpRanks, code_of
-from batchfit._engine.data_parallel.fsdp_batch import FsdpWork, sample_of
+from batchfit._engine.batch.structure import mapped
+from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device.oom_guard import run_guarded
-from batchfit._engine.device.readings import read, recover
-from batchfit._engine.sizing.watch import NOBODY, PassWatch
-from batchfit._engine.snapshot.coverage import modules_held
-from batchfit._engine.snapshot.rewind import Rewind
-from batchfit._engine.workload.checks import check_loss, loss_and_outputs
-from batchfit._microbatch.batch_norm import norms_in
-from batchfit._microbatch.checks import check_callable
-from batchfit._microbatch.context import CHANGED, AnyCall, MicrobatchContext, PreparedBatch
-from batchfit._microbatch.loss_check import LossCheck, LossLook
-from batchfit._microbatch.passes import Around, PlannedPass
-from batchfit.errors import BatchfitError
-
-Examine = Callable[[Sequence[Piece]], None]
+from batchfit._engine.device.readings import recover
+from batchfit._engine.sizing.interface import NO_WATCH
+from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph
+from batchfit._microbatch.batch_norm import ExactStatistics, norms_in
+from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
+from batchfit._microbatch.loss_check import LossCheck, LossInspection
+from batchfit._microbatch.weights import Weighing
+from batchfit._noise.gradient_noise import GradientNoise
+from batchfit.results import StepReport
 
 
-def run_batch(
-    setting: MicrobatchContext,
-    batch: Any,
-    kind: Literal["backward", "cached"],
-    fns: Mapping[str, Callable[[Any], Any]],
-    *,
-    lengths: Lengths | None,
-    scaler: Any,
-    make: Callable[[Batch, Sequence[Piece], Around], tuple[Any, float]],
-    weigh_one: Callable[[Any], float],
-    check: LossCheck | None = None,
-) -> tuple[PreparedBatch, tuple[Piece, ...], Any, Outcome]:
-    """A batch on this rank, in tries that `make` makes; then all ranks together (`sync`).
+@final
+class BackwardCall(MicrobatchCall):
+    """One call of `Microbatcher.backward`."""
 
-    `check` looks at the loss before the batch is cut, where this function has not been looked at.
-    """
-    plan: tuple[Piece, ...] = ()
-    done, weight = None, 0.0
-    with setting.sync.turn(setting.device) as turn:
-        for name, fn in fns.items():
-            check_callable(fn, name)
-        if scaler is not None and not callable(getattr(scaler, "scale", None)):
-            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, not {scaler!r:.80}")
-        if setting.sync.in_step and kind == "cached":
-            raise BatchfitError(
-                "backward_cached is not supported for models under FSDP2: each chunk runs forward twice, "
-                "and ranks with other numbers of chunks would have other collectives. Use DDP"
-            )
-        opened = setting.open(batch, kind, list(fns.values()), lengths)
-        call, leaves, shared = opened.call, opened.leaves, opened.leaves[: opened.shared]
-        look = setting.coverage.look(list(fns.values()), leaves, kind)
-        if look is not None and not setting.sync.in_step:
-            setting.sync.check_reached(modules_held(fns.values()))
-            look = turn.looking(look)
-        with setting.rewinding(opened, leaves, scaler) as rewind:
-            finish = partial(turn.reserve, rewind, shared)
+    kind = "backward"
 
-            def weigh() -> float:
-                prepare(setting.sizer(call).plan(call))
-                return weight
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        *,
+        scaler: Any,
+        weighing: Weighing,
+        loss_check: LossCheck,
+        noise: GradientNoise | None,
+    ) -> None:
+        self.functions = {"fn": fn}
+        self.scaler = scaler
+        self._fn = fn
+        self._weighing = weighing
+        self._loss_check = loss_check
+        self._noise = noise
+        self._is_measured = False  # the last pass was prepared for `noise`
 
-            def prepare(plan: Sequence[Piece]) -> Any:
-                nonlocal weight
-                assert call is not None
-                layers = setting.layers(call, opened.modules, plan)
-                watch: PassWatch = call.watch or NOBODY
-                if isinstance(turn, InStep):
-                    watch = turn.watching(watch)
-                around = Around(
-                    device=setting.target,
-                    rewind=rewind,
-                    finish=finish,
-                    scale=turn.guess,
-                    last=turn.last,
-                    is_local=not turn.overlapped,
-                    scaler=scaler,
-                    layers=layers,
-                    look=None if setting.sync.in_step else look,
-                    watch=watch,
-                    in_step=setting.sync.in_step,
-                    alone=turn.is_alone,
-                )
-                made, weight = make(call.whole, plan, around)
-                if made is None:
-                    finish()
-                return made
+    def weigh(self, whole: Batch, plan: Sequence[Piece]) -> float:
+        return self._weighing.shares(whole.micros(plan), plan)[1]
 
-            examine: Examine | None = None
-            if check is not None and call is not None and not isinstance(turn, InStep):
-                examine = _examining(setting, opened, fns["fn"], rewind, turn.refuse_sent, check)
+    def weigh_sample(self, micro: Any) -> float:
+        return self._weighing.weight_of(micro)
 
-            with turn.quiet():
-                if isinstance(turn, InStep):
-                    work = work_in_step(setting, opened, kind, fns["fn"], rewind, prepare, weigh, weigh_one)
-                    plan, done = turn.run(work)
-                elif turn.overlaps(
-                    rewind, shared, weigh if _is_proven(setting, call, kind, examine) else None
-                ):
-                    plan, done = _overlapped(setting, call, prepare, turn)
-                elif call is None:
-                    finish()
-                else:
-                    plan, done = _until_it_fits(setting, call, rewind, prepare, examine)
-            outcome = turn.settle(rewind, weight, shared)
-    return opened, plan, done, outcome
+    def prepare(
+        self, whole: Batch, plan: Sequence[Piece], terms: PassTerms
+    ) -> tuple[BackwardPass | None, float]:
+        micros = whole.micros(plan)
+        shares, weight = self._weighing.shares(micros, plan)
+        if shares is None:
+            return None, weight
+        self._is_measured = self._noise is not None and terms.ranks.collectives == "none"
+        if self._is_measured:
+            terms = self._measured(plan, shares, terms)
+        return BackwardPass(self._fn, whole, plan, micros, shares, terms), weight
 
-
-def _examining(
-    setting: MicrobatchContext,
-    opened: PreparedBatch,
-    fn: Callable[[Any], Any],
-    rewind: Rewind,
-    refuse_sent: Callable[[], None],
-    check: LossCheck,
-) -> Examine | None:
-    """What to call before the batch is cut; None where this function's loss is known."""
-    # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
-    if not check.is_due(fn) or any(layer.running_mean is None for layer in norms_in(opened.modules)):
-        return None
-    return partial(_examine, setting, opened, fn, rewind, refuse_sent, check)
-
-
-def _examine(
-    setting: MicrobatchContext,
-    opened: PreparedBatch,
-    fn: Callable[[Any], Any],
-    rewind: Rewind,
-    refuse_sent: Callable[[], None],
-    check: LossCheck,
-    plan: Sequence[Piece],
-) -> None:
-    """Before a batch is cut: is its loss one that can be? What that moved is restored."""
-    assert opened.call is not None
-    whole = opened.call.whole
-    # A wrong cut is refused before `fn` sees any of it. One that does not fit is for the try itself.
-    note = "batchfit: raised while the batch was cut"
-    if (
-        run_guarded(lambda: whole.micros(plan), device=setting.device, last=False, note=lambda: note)
-        is not None
-    ):
-        recover(setting.device)
-    check.run(
-        LossLook(
-            fn=fn,
-            whole=whole,
-            plan=plan,
-            modules=opened.modules,
-            compiled=opened.call.compiled,
-            target=setting.target,
-            device=setting.device,
-            weigh=check.weigh,
-            check=refuse_sent,
+    def _measured(self, plan: Sequence[Piece], shares: Sequence[float], terms: PassTerms) -> PassTerms:
+        """With a watch that measures gradient noise: gradients are this rank's alone during a pass."""
+        assert self._noise is not None
+        sizes = [piece.size for piece in plan]
+        parts = sizes if self._weighing.sums else shares
+        factors = [part * terms.ranks.scale for part in parts]
+        return replace(
+            terms, watch=self._noise.watching(terms.watch or NO_WATCH, sizes, factors, self.scaler)
         )
-    )
-    rewind.back()
-    setting.sizing.retries_seen = read(setting.device).retries  # those of the look are not the batch's
 
+    def report(self, run: BatchRun) -> StepReport:
+        """What the call did, once the batch has run on all ranks."""
+        events, is_skipped = run.context.events, run.outcome == "nothing"
+        if is_skipped:
+            self._weighing.check_zero()
+            size = run.plan[0].size if run.plan else 0
+            events.report("skipped", size, size, "the batch has no weight")
+        if not run.has_run:
+            return run.report()
+        is_sorted = run.whole.trimmer is not None
+        if self._is_measured and self._noise is not None:
+            self._noise.keep(is_sorted=is_sorted)
+        if len(run.plan) > 1:
+            advice = self._weighing.advice(run.whole.batch, is_ragged=is_sorted)
+            if advice:
+                events.once("tokens", advice)
+        return run.report()
 
-def _until_it_fits(
-    setting: MicrobatchContext,
-    call: AnyCall,
-    rewind: Rewind,
-    make: Callable[[Sequence[Piece]], Any],
-    examine: Examine | None,
-) -> tuple[tuple[Piece, ...], Any]:
-    """Try smaller and smaller until the batch ran: (its plan, the try), or (..., None) for no work."""
-    sizer, loss_failed = setting.sizer(call), False
-    with setting.inside(call):
-        while True:
-            plan = sizer.plan(call)
-            if examine is not None and len(plan) > 1:
-                examine(plan)
-                examine = None
-            versions = call.whole.versions()
-            run = PlannedPass(make, plan)
-            failure = sizer.attempt(call, run)
-            if failure is None:
-                if run.made is not None:
-                    sizer.finish(call, plan)
-                return plan, run.made
-            at, in_loss = max(run.at, 0), run.in_loss and failure.verdict != "ambiguous"
-            del run
-            if versions != call.whole.versions():
-                raise BatchfitError(CHANGED)
-            rewind.back()
-            if in_loss:
-                size = max(piece.size for piece in plan)
-                setting.sizing.loss_ran_out(call, size, failure, again=loss_failed)
-                loss_failed = True
-            else:
-                sizer.shrink(call, failure, at)
+    def needs_inspection(self, modules: Sequence[nn.Module]) -> bool:
+        # BatchNorm without running statistics compares samples in every mode, which is said elsewhere.
+        return self._loss_check.is_due(self._fn) and not any(
+            layer.running_mean is None for layer in norms_in(modules)
+        )
 
-
-def _overlapped(
-    setting: MicrobatchContext, call: Any, make: Callable[[Sequence[Piece]], Any], turn: Any
-) -> tuple[tuple[Piece, ...], Any]:
-    """Once, in sizes that have run before, with the collectives of the models in the last microbatch."""
-    sizer = setting.sizer(call)
-    plan = sizer.plan(call)
-    run = PlannedPass(make, plan)
-    with setting.inside(call), turn.overlapping():
-        failure = sizer.attempt(call, run)
+    def inspect(self, run: BatchRun, plan: Sequence[Piece]) -> None:
+        whole, device = run.whole, run.context.device
+        # A wrong cut is refused before `fn` gets any of it. One that does not fit is for the pass itself.
+        note = "batchfit: raised while the batch was cut"
+        failure = run_guarded(lambda: whole.micros(plan), device=device, last=False, note=lambda: note)
         if failure is not None:
-            raise turn.cut_off(failure.message)
-    sizer.finish(call, plan)
-    return plan, run.made
+            recover(device)
+        self._loss_check.run(
+            LossInspection(
+                fn=self._fn,
+                whole=whole,
+                plan=plan,
+                modules=run.opened.modules,
+                compiled=run.sized is not None and run.sized.compiled,
+                target=run.device,
+                device=device,
+                weigh=self._loss_check.weigh,
+                check=run.check_collectives,
+            )
+        )
 
 
-def _is_proven(setting: MicrobatchContext, call: AnyCall | None, kind: str, examine: Examine | None) -> bool:
-    """Whether a batch can be trusted to run without a second try."""
-    if kind != "backward" or call is None:
-        return False
-    plan = setting.sizer(call).plan(call)  # a split in equal parts may be smaller than what may be tried
-    if examine is not None and len(plan) > 1:
-        return False
-    return bool(setting.sizer(call).is_proven(call))
+@final
+class BackwardPass:
+    """Forward and backward of each microbatch, each loss scaled by its share of the batch's weight.
+
+    A microbatch whose loss has no graph (all its rows are masked) adds nothing, where another one has one.
+    """
+
+    in_loss = False
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        whole: Batch,
+        plan: Sequence[Piece],
+        micros: Sequence[Any],
+        shares: Sequence[float],
+        terms: PassTerms,
+    ) -> None:
+        # A microbatch without weight adds nothing to the result, and its mean would be 0/0.
+        self._indices = [index for index, share in enumerate(shares) if share]
+        self._micros = micros
+        self._whole = whole
+        self._plan = plan
+        self._shares = shares
+        self._fn = fn
+        self._terms = terms
+        self._check_graph = terms.check_graph
+        self._parts: dict[int, Any] = {}  # outputs, by microbatch
+        self._graphs = 0  # losses that had one
+        self.at = -1
+        self.count = len(self._indices)
+        self.loss: Any = None
+        self.outputs: Any = None
+
+    def __call__(self) -> None:
+        terms = self._terms
+        total: torch.Tensor | None = None
+        micros = [self._micros[index] for index in self._indices]
+        with ExactStatistics(terms.layers) if terms.layers else nullcontext() as exact:
+            for index, micro in zip(self._indices, feed(micros, terms.device), strict=True):
+                self.at = index
+                if exact is not None:
+                    exact.next_microbatch()
+                terms.begin(index)
+                if index == self._indices[-1]:
+                    with terms.ranks.last_microbatch():
+                        loss = self._run_one(micro, index)
+                else:
+                    loss = self._run_one(micro, index)
+                terms.ended(index)
+                del micro  # or it would stay allocated while the next one is copied
+                total = loss if total is None else total + loss
+            if exact is not None:
+                exact.apply()
+        if terms.ranks.is_alone and not self._graphs:
+            raise without_graph("fn")
+        if self._parts:
+            self.outputs = self._joined()
+        self.loss = terms.end_with(total)
+
+    def _run_one(self, micro: Any, index: int) -> torch.Tensor:
+        terms = self._terms
+        loss, outputs = loss_and_outputs(self._fn(micro))
+        # Other ranks wait for the collectives of this backward, so there must be one.
+        collectives = terms.ranks.collectives
+        sends = collectives == "every" or (collectives == "last" and index == self._indices[-1])
+        (check_loss if sends else check_scalar)(loss, "fn")
+        if outputs is not None:
+            self._parts[index] = mapped(outputs, detached)
+        self._graphs += loss.requires_grad
+        check_graph = self._check_graph
+        if loss.requires_grad:
+            self._check_graph = None
+        return terms.backward(loss, share=self._shares[index], check_graph=check_graph)
+
+    def _joined(self) -> Any:
+        """The outputs of all microbatches, in order; microbatches without weight run now, for theirs."""
+        left = [index for index in range(len(self._plan)) if index not in self._indices]
+        if left and self._terms.ranks.collectives == "every":
+            raise ValueError(
+                f"fn must return the loss alone where {len(left)} of {len(self._plan)} microbatches have no "
+                "weight under FSDP2, not (loss, outputs): they are not run"
+            )
+        with torch.no_grad():
+            for index in left:
+                (micro,) = feed([self._micros[index]], self._terms.device)
+                self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], detached)
+        if len(self._parts) < len(self._plan):
+            raise ValueError(
+                f"fn must return (loss, outputs) for all {len(self._plan)} microbatches or for none, not for "
+                f"{len(self._parts)}"
+            )
+        parts = [self._parts.pop(index) for index in range(len(self._plan))]
+        return self._whole.joined(parts, self._plan, "fn's outputs")
 
 
-def work_in_step(
-    setting: MicrobatchContext,
-    opened: PreparedBatch,
-    kind: str,
-    fn: Callable[[Any], Any],
-    rewind: Rewind,
-    prepare: Callable[[Sequence[Piece]], Any],
-    weigh: Callable[[], float],
-    weigh_one: Callable[[Any], float] | None = None,
-) -> FsdpWork:
-    """A batch as ranks run it that are in step; `weigh_one` weighs a sample, where there are gradients."""
-    call, everybody = opened.call, setting.sync
-    trains = kind != "map"
-    shared = opened.leaves[: opened.shared]
-    least = 2 if setting.training_norms(opened.modules) else 1
-
-    def idle(micro: Any) -> None:
-        found = fn(micro)
-        if not trains:
-            return
-        found, _ = loss_and_outputs(found)
-        check_loss(found, "fn")
-        if isinstance(everybody, FsdpRanks):
-            # Parameters that are known exist in a graph by their twins only.
-            look = setting.coverage.look([fn], [*opened.leaves, *everybody.twins()], kind)
-            if look is not None:
-                look([found])
-        (found * 0.0).backward()
-
-    def spare() -> Any:
-        return None if call is None else sample_of(call.whole, weigh_one, times=least)
-
-    return FsdpWork(
-        key=(setting.mode(kind), len(shared), code_of(fn)),
-        call=call,
-        sizer=setting.sizer(call),
-        sizing=setting.sizing,
-        rewind=rewind,
-        prepare=prepare,
-        weigh=weigh,
-        spare=spare,
-        idle=idle,
-        check=lambda: everybody.check_reached(modules_held([fn])),
-        inside=lambda: nullcontext() if call is None else setting.inside(call),
-        device=setting.target,
-        least=least,
-    )
+def detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -4,9 +4,9 @@ Rules
 - What normalises a sample is always the statistics of its own microbatch: that is what splitting changes, and
   nothing here can undo it. The running statistics, which evaluation uses, can be made exact.
 - Exact: during the call each layer runs with momentum 1, so that its running buffers hold the statistics of
-  the last microbatch; those are put together over all microbatches, and the layer's own momentum is applied
+  the last microbatch; those are combined over all microbatches, and the layer's own momentum is applied
   once. A layer that runs several times in one forward has one set of statistics for each of its runs.
-- A forward that activation checkpointing repeats inside backward is not counted again.
+- A forward that activation checkpointing repeats inside backward is not counted twice.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def batch_norms(layers: Iterable[BatchNorm]) -> list[BatchNorm]:
     return [layer for layer in layers if layer.training or layer.running_mean is None]
 
 
-def told(sizes: Sequence[int], total: int, layers: int) -> str:
+def warning(sizes: Sequence[int], total: int, layers: int) -> str:
     """What splitting a batch of `total` into these sizes means for so many layers, and what to do."""
     least, most = min(sizes), max(sizes)
     return (
         f"{layers} BatchNorm {'layer sees' if layers == 1 else 'layers see'} microbatches of "
         f"{most if least == most else f'{least} to {most}'} instead of the batch of {total}, which changes "
-        f"the result: other statistics normalise, and running ones are updated {len(sizes)} times a batch. "
+        f"the result: other statistics normalise, and running ones are updated {len(sizes)} times per batch. "
         "Use GroupNorm, a smaller batch, or batch_norm='exact' for exact running statistics"
     )
 
@@ -53,7 +53,7 @@ class _Run:
         self.squares: Any = None
 
     def add(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Chan's rule for putting two sets together; `variance` is the unbiased one that torch keeps."""
+        """Chan's rule for combining two sets; `variance` is the unbiased one that torch keeps."""
         squares = variance * (count - 1)
         if self.mean is None:
             self.count, self.mean, self.squares = count, mean.clone(), squares
@@ -69,7 +69,7 @@ class _Run:
 class ExactStatistics:
     """Inside, running statistics are gathered; `apply` writes those of the full batch.
 
-    Each microbatch begins with `next_microbatch`. Buffers are the caller's to put back (`Rewind`).
+    Each microbatch begins with `next_microbatch`. The caller restores buffers (`BatchUndo`).
     """
 
     def __init__(self, layers: Iterable[BatchNorm]) -> None:
@@ -93,12 +93,12 @@ class ExactStatistics:
         return self
 
     def next_microbatch(self) -> None:
-        """The layers begin with their first run again."""
+        """A microbatch begins: each layer is before its first run."""
         self._calls = [0] * len(self._layers)
 
     def _gather(self, index: int) -> Any:
         def hook(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-            # -1: not inside a backward, where checkpointing runs forward again
+            # -1: not inside a backward, where checkpointing repeats forward
             if not layer.training or torch._C._current_graph_task_id() != -1:
                 return
             run = self._calls[index]

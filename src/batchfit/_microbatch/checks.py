@@ -1,8 +1,8 @@
 """What may be run in microbatches: models and options that allow it, and what models bring along.
 
 Rules
-- Refused, with the reason: whatever talks to other ranks in forward or backward. One rank alone that tries
-  again would leave the others waiting for ever. FSDP2 is let through: its ranks run in step (`lockstep`).
+- Refused, with the reason: whatever has collectives in forward or backward. One rank alone that retries
+  would leave the others waiting. FSDP2 is allowed: its ranks run the same number of microbatches.
 - Nothing here touches a device.
 """
 
@@ -23,11 +23,11 @@ from batchfit._engine.snapshot import rng
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit.errors import BatchfitError
 
-_ALONE = "one rank alone that tries again would leave the others waiting"
+_ALONE = "one rank alone that retries would leave the others waiting"
 
 
 def check_models(models: Sequence[Any]) -> None:
-    """Refuse what is no model, and models that cannot be tried again."""
+    """Refuse what is no model, and models that cannot be retried."""
     if not models:
         raise TypeError("models must be at least one module, not none")
     for model in models:
@@ -42,10 +42,10 @@ def check_models(models: Sequence[Any]) -> None:
             raise BatchfitError(f"{type(module).__name__} is not supported by Microbatcher so far: {_ALONE}")
         if isinstance(module, nn.SyncBatchNorm):
             raise BatchfitError(
-                f"SyncBatchNorm talks to the other ranks in forward: {_ALONE}. Use BatchNorm or GroupNorm"
+                f"SyncBatchNorm has collectives in forward: {_ALONE}. Use BatchNorm or GroupNorm"
             )
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    # What `fully_shard` has made of its modules' parameters is looked at in `sharded`.
+    # Parameters of modules under `fully_shard` are checked in `data_parallel/fsdp_models.py`.
     if sharded is not None and not in_step and any(isinstance(leaf, sharded) for leaf in leaves):
         raise BatchfitError(f"parameters are spread over ranks (DTensor): {_ALONE}")
 
@@ -72,10 +72,10 @@ def generators_of(models: Sequence[Any]) -> list[object]:
 def check_generators(generators: Any) -> None:
     """Refuse what is no generator of random numbers."""
     if isinstance(generators, str) or not isinstance(generators, Sequence):
-        raise TypeError(f"generators must be a list of generators, not {_brief(generators)}")
+        raise TypeError(f"generators must be a list of generators, not {brief(generators)}")
     for one in generators:
         if not rng.is_generator(one):
-            raise TypeError(f"generators must be generators of torch, NumPy or random, not {_brief(one)}")
+            raise TypeError(f"generators must be generators of torch, NumPy or random, not {brief(one)}")
 
 
 def check_options(
@@ -92,11 +92,11 @@ def check_options(
     """Refuse options of `Microbatcher` that mean nothing."""
     if weight is not None and not isinstance(weight, str) and not callable(weight):
         raise TypeError(
-            f"weight must be a callable, the name of a part of the batch or None, not {_brief(weight)}"
+            f"weight must be a callable, the name of a part of the batch or None, not {brief(weight)}"
         )
     for name, value in (("split", split), ("count", count), ("on_event", on_event)):
         if value is not None and not callable(value):
-            raise TypeError(f"{name} must be a callable or None, not {_brief(value)}")
+            raise TypeError(f"{name} must be a callable or None, not {brief(value)}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         raise TypeError(f"microbatch_size must be a positive integer or None, not {size!r}")
     if size is not None and size < 1:
@@ -127,13 +127,7 @@ def check_ragged(lengths: Any, split: Any, pad_keys: Any, pad_dim: Any, padding_
     check_padding(pad_keys, pad_dim, padding_side)
 
 
-def check_callable(fn: Any, name: str) -> None:
-    """Refuse what cannot be called with a microbatch."""
-    if not callable(fn):  # its signature is not looked at: that takes as long as all else before a batch
-        raise TypeError(f"{name} must be a callable {name}(micro), not {_brief(fn)}")
-
-
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """As text that fits into a line: not all the numbers of a tensor."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

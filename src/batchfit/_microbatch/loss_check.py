@@ -1,4 +1,4 @@
-"""A look at the user's loss before a batch is cut for the first time: can it be cut at all?
+"""Inspects the user's loss before a batch is cut for the first time: can it be cut at all?
 
 Rules
 - `fn` runs without gradients on a few samples of the batch, alone and joined; `_microbatch.pure.loss_kind`
@@ -55,8 +55,8 @@ _MOST_READINGS: Final = 32
 # keep, no two samples of one class), or no number (no label counts).
 _FEW: Final = 2
 _MORE: Final = 8
-# Batches that are looked at where nothing is seen, and functions that are remembered.
-_MOST_LOOKS: Final = 8
+# Batches that are inspected where nothing is seen, and functions that are remembered.
+_MOST_INSPECTIONS: Final = 8
 _MOST_FUNCTIONS: Final = 64
 
 OnCompared = Literal["error", "warn", "ignore"]
@@ -65,8 +65,8 @@ Weigh = Callable[[Sequence[Any], Sequence[Piece]], Sequence[float] | None]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """What a look at the loss has shown."""
+class InspectedLoss:
+    """What an inspection of the loss has shown."""
 
     kind: Kind
     samples: int = 0  # in both sets together
@@ -76,7 +76,7 @@ class Looked:
 
 @final
 class LossCheck:
-    """Which functions have been looked at, and what is said of what was seen."""
+    """Which functions have been inspected; warns of a loss or refuses it."""
 
     def __init__(
         self, weighing: Weighing, *, reduction: str, on_compared: OnCompared, advice: Mapping[str, str]
@@ -85,12 +85,12 @@ class LossCheck:
         self._reduction = reduction
         self._on_compared = on_compared
         self._advice = advice
-        self._left: dict[object, int] = {}  # looks that are left, for each function
+        self._left: dict[object, int] = {}  # inspections that are left, for each function
         self.is_off = on_compared == "ignore"
 
     def is_due(self, fn: Any) -> bool:
-        """Whether a batch of this function is to be looked at before it is cut."""
-        return not self.is_off and self._left.get(loss_key(fn), _MOST_LOOKS) > 0
+        """Whether a batch of this function is to be inspected before it is cut."""
+        return not self.is_off and self._left.get(loss_key(fn), _MOST_INSPECTIONS) > 0
 
     @property
     def weigh(self) -> Weigh | None:
@@ -99,16 +99,16 @@ class LossCheck:
             return None
         return lambda micros, plan: self._weighing.shares(micros, plan)[0]
 
-    def run(self, look: LossLook) -> None:
-        """Look at the loss; refuse one that cannot be cut, and warn of one that is not what it should be."""
-        found, key = look.look(), loss_key(look.fn)
+    def run(self, inspection: LossInspection) -> None:
+        """Inspect the loss; refuse one that cannot be cut, and warn of one that is not what it should be."""
+        found, key = inspection.inspect(), loss_key(inspection.fn)
         if len(self._left) >= _MOST_FUNCTIONS:
             self._left.clear()
-        self._left[key] = self._left.get(key, _MOST_LOOKS) - 1 if found.kind == "unclear" else 0
+        self._left[key] = self._left.get(key, _MOST_INSPECTIONS) - 1 if found.kind == "unclear" else 0
         if found.kind == "compared" and self._on_compared == "warn":
             log.warning("%s", self._why(found))
         elif found.kind == "compared":
-            del self._left[key]  # it is refused again where it comes again
+            del self._left[key]  # a later batch of the function is refused too
             raise BatchfitError(self._why(found))
         elif found.kind in ("mean", "sum") and found.kind != self._reduction:
             log.warning(
@@ -129,7 +129,7 @@ class LossCheck:
                 *found.losses[:2],
             )
 
-    def _why(self, found: Looked) -> str:
+    def _why(self, found: InspectedLoss) -> str:
         more = f", and {found.losses[3]:.4g} where more samples are joined to them" * (len(found.losses) > 3)
         return (
             "fn's loss is neither a mean nor a sum over its samples, so microbatches do not add up to the "
@@ -142,8 +142,8 @@ class LossCheck:
 
 @final
 @dataclass(frozen=True, slots=True)
-class LossLook:
-    """Looks at one function with samples of one batch."""
+class LossInspection:
+    """Inspects one function with samples of one batch."""
 
     fn: Callable[[Any], Any]
     whole: Batch
@@ -153,35 +153,35 @@ class LossLook:
     target: torch.device | None  # where microbatches go
     device: Device
     weigh: Weigh | None  # the shares of microbatches in the batch's mean; None: losses are sums
-    check: Callable[[], None]  # called after each call of `fn`: it refuses one that sends to other ranks
+    check: Callable[[], None]  # called after each call of `fn`: refuses one with collectives
 
-    def look(self) -> Looked:
+    def inspect(self) -> InspectedLoss:
         """What kind of loss it is; "unclear" where nothing could be seen."""
         most = self.whole.length // 2
         few = min(_FEW, most)
         found = self._with(few)
         if found is None and few > 1:
-            return self._with(1) or Looked("unclear")
+            return self._with(1) or InspectedLoss("unclear")
         if found is not None and found.kind == "unclear" and most > few:
             found = self._with(min(_MORE, most)) or found
-        return found or Looked("unclear")
+        return found or InspectedLoss("unclear")
 
-    def _with(self, count: int) -> Looked | None:
-        """A look at two sets of `count` samples; None: out of memory."""
+    def _with(self, count: int) -> InspectedLoss | None:
+        """Inspect two sets of `count` samples; None: out of memory."""
         for only in (None, (BatchNorm, _DropoutNd)):
-            found: list[Looked] = []
+            found: list[InspectedLoss] = []
             try:
                 with _in_eval_mode(self.modules, only), _eagerly(self.compiled), torch.no_grad():
                     failure = run_guarded(
-                        lambda into=found: into.append(self._looked(count)),  # type: ignore[misc]
+                        lambda into=found: into.append(self._inspected(count)),  # type: ignore[misc]
                         device=self.device,
                         last=False,
-                        note=lambda: "batchfit: raised while the loss of a few samples was looked at",
+                        note=lambda: "batchfit: raised while the loss of a few samples was inspected",
                     )
             except CollectivesError:
                 raise
             except Exception as error:  # noqa: BLE001 - in eval mode, say, it returns no loss
-                log.debug("the loss of a few samples could not be looked at: %r", error)
+                log.debug("the loss of a few samples could not be inspected: %r", error)
                 continue
             finally:
                 torch.clear_autocast_cache()
@@ -189,9 +189,9 @@ class LossLook:
                 recover(self.device)
                 return None
             return found[0]
-        return Looked("unclear")
+        return InspectedLoss("unclear")
 
-    def _looked(self, count: int) -> Looked:
+    def _inspected(self, count: int) -> InspectedLoss:
         sets = self._sets(count)
         values: dict[str, list[float]] = {name: [] for name in sets}
 
@@ -215,7 +215,7 @@ class LossLook:
                 weighed = (
                     wanted if differs(LossReading(tuple(values["ab"])), wanted, scale_of(joins)) else None
                 )
-        return Looked(kind, 2 * count, losses, weighed)
+        return InspectedLoss(kind, 2 * count, losses, weighed)
 
     def _sets(self, count: int) -> dict[str, Callable[[], Any]]:
         """Microbatches by name; made for each call, since `fn` may write into what it gets."""
@@ -289,7 +289,7 @@ def _in_eval_mode(modules: Sequence[nn.Module], only: tuple[type, ...] | None) -
 
 
 def _eagerly(compiled: bool) -> AbstractContextManager[Any]:
-    """Compiled code as it was written: it would be compiled again for sizes that are never needed."""
+    """Compiled code as it was written: or torch would compile it for sizes that are never needed."""
     if not compiled or "torch._dynamo" not in sys.modules:
         return nullcontext()
     eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

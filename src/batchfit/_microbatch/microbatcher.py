@@ -1,19 +1,17 @@
-"""Microbatcher: a batch of any size, in pieces that fit, with the gradients of the whole.
+"""Microbatcher: a batch of any size, in microbatches that fit, with the gradients of the whole batch.
 
 Rules
 - `backward` adds to `.grad` what the full batch would have added. The weights of all microbatches are known
   before the first backward.
-- A try that runs out of memory is taken back as a whole (`Rewind`) and done again smaller: a retried call
-  ends as one that began at that size. It is handled outside `except`, with no frame of the user's alive.
-- Nothing waits for the device in the steady state: no `.item()`, no `empty_cache`, one reading a batch.
-- A batch that ran is never repeated; what it taught (`UniformSizer`) is for the next one.
+- A pass that fails with an OOM is undone as a whole and retried smaller (`batch_run`): a retried call ends
+  as one that began at that size.
+- Nothing synchronizes in the steady state: no `.item()`, no `empty_cache`, one memory reading per batch.
 - Where splitting would change the result, that is said (BatchNorm) or refused (collectives, captured graphs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -21,25 +19,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from batchfit._engine.batch.padding import Lengths
-from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.sample_count import Count
-from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.user_split import Cutter, Split
-from batchfit._engine.data_parallel.ddp import together
-from batchfit._engine.data_parallel.fsdp import FsdpRanks
+from batchfit._engine.data_parallel.strategy import data_parallel_of
 from batchfit._engine.device.resolve import Device, check_budget, resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.memory_budget import MemoryBudget
+from batchfit._engine.sizing.pure.events import EventLog, MicrobatchEvent
 from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.shortage import owned_bytes
 from batchfit._engine.sizing.uniform import UniformSizer
-from batchfit._microbatch.backward import run_batch
+from batchfit._microbatch.backward import BackwardCall
+from batchfit._microbatch.batch_run import BatchRun
+from batchfit._microbatch.cached import CachedCall
 from batchfit._microbatch.checks import check_generators, check_models, check_options, check_ragged, where
-from batchfit._microbatch.context import AnyCall, MicrobatchContext
-from batchfit._microbatch.evaluate import map_batch
+from batchfit._microbatch.context import MicrobatchContext
+from batchfit._microbatch.evaluate import MapCall
 from batchfit._microbatch.loss_check import LossCheck
-from batchfit._microbatch.passes import Around, BackwardPass, CachedBackwardPass
 from batchfit._microbatch.weights import Weighing, Weight, checked_advice
 from batchfit._noise.gradient_noise import GradientNoise
 from batchfit._units import parse_bytes
@@ -57,17 +54,17 @@ class Microbatcher:
             report = mb.backward(lambda micro: loss_fn(model, micro), batch)   # batch of any size
             mb.step(optimizer)
 
-    Pass every model (or parameter) that gets gradients in `backward`: what is not passed could not be put
-    back when a try runs out of memory, so that is an error. The device's peak counters are begun anew when a
-    size runs for the first time.
+    Pass every model (or parameter) that gets gradients in `backward`: gradients of a model that
+    is not passed could not be undone after an OOM, so that is an error. The device's peak memory counters
+    are reset when a size runs for the first time.
 
     Args:
         models: the modules that `fn` runs; single parameters too (a learned temperature).
         weight: what a microbatch counts in the batch's mean: `weight(micro) -> number`, or the name of a part
             of the batch whose sum it is. Count what the loss divides by: for a causal language model
             `lambda micro: (micro["labels"][:, 1:] != -100).sum()`, since the first token has no target.
-            Evaluated where the batch is, before anything moves: keep batches on the host, or each batch waits
-            for the device once. Default: its samples.
+            Evaluated where the batch is, before it is copied: keep batches on the host, or each batch forces
+            one synchronization. Default: its samples.
         split: `split(batch, sizes) -> list of microbatches`, for batches that cannot be cut by rows. The
             first ones are checked: together they are the batch.
         count: `count(batch) -> number of samples`, where a batch can be read in two ways (an error names
@@ -77,7 +74,7 @@ class Microbatcher:
             trimmed to it, in few shapes. A mean over tokens needs `weight` too. Keep batches on the host,
             padded to multiples of 64.
         pad_keys, pad_dim, padding_side: the names of the padded parts, their padded dimension, and "left" or
-            "right", where shapes and masks do not tell.
+            "right", where shapes and masks do not show them.
         microbatch_size: the most samples a microbatch may have; default: the whole batch.
         budget: bytes that the program may use ("20GiB"). Enforced while a size is new, trusted afterwards.
         reduction: what `fn` returns for a microbatch, the "mean" or the "sum" of its losses.
@@ -85,22 +82,22 @@ class Microbatcher:
         batch_norm: "warn" once, "error", "exact" (running statistics of the full batch; normalisation is
             still that of each microbatch), or "ignore".
         compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
-            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a look.
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check.
         on_event: called with each `MicrobatchEvent` (a size changed, and why), for TensorBoard or W&B.
         noise: a `GradientNoise` that measures the noise scale from the microbatches of `backward`.
         device: where microbatches go and whose memory counts; default: where the models are.
-        sync: under DDP, "safe": an out-of-memory on any rank is survived; gradients are reduced once all
+        sync: under DDP, "safe": an OOM on any rank is survived; gradients are reduced once all
             ranks have theirs. "overlap": a batch whose sizes have run before is reduced while the last
-            microbatch is in backward, and running out there is an error on all ranks.
+            microbatch is in backward, and an OOM there is an error on all ranks.
         timeout_s: under DDP or FSDP2, how long this rank waits for others' work on a batch; default: 600.
         generators: `torch.Generator`s of your own that `fn` draws from (of NumPy and `random` too), so that
-            they are restored when a batch is tried again. Those that `fn` or the models hold are found.
+            they are restored when a batch is retried. Those that `fn` or the models hold are found.
         advice: for frameworks whose users set other things: what to do where a loss is found to be a "mean"
-            or a "sum" against `reduction`, or "compared" between samples, in place of what is said here.
+            or a "sum" against `reduction`, or "compared" between samples, in place of the texts here.
 
     Models wrapped in DistributedDataParallel: each rank calls with its local batch, and gradients are those
     of one process with the joined batch, whatever the sizes. A rank without samples passes None. Models under
-    FSDP2 too: all ranks then run as many microbatches, and do a batch again together.
+    FSDP2 too: all ranks then run the same number of microbatches, and retry a batch together.
     """
 
     def __init__(
@@ -139,42 +136,40 @@ class Microbatcher:
         self._device = resolve_device(device, near=models)
         if budget_bytes is not None:
             check_budget(self._device, budget_bytes)
-        self._reduction = reduction
         self._weighing = Weighing(weight, reduction=reduction, skips=on_zero_weight == "skip")
         self._noise = noise
-        self._target = where(device, models)
-        self._sizing = UniformSizer(
-            self._device,
-            budget_bytes=budget_bytes,
-            most=microbatch_size,
-            on_event=on_event,
-            models_bytes=lambda: owned_bytes(models, "cpu" if self._target is None else self._target.type),
-        )
-        self._packing = RaggedSizer(
-            self._sizing,
+        target = where(device, models)
+        kind = "cpu" if target is None else target.type
+        memory = MemoryBudget(self._device, budget_bytes, models_bytes=lambda: owned_bytes(models, kind))
+        events = EventLog(on_event)
+        self._uniform = UniformSizer(memory, events, most=microbatch_size)
+        self._ragged = RaggedSizer(
+            memory,
+            events,
             most=microbatch_size,
             pad_keys=pad_keys,
             pad_dim=pad_dim,
             padding_side=padding_side,
         )
-        all_ranks = together(leaves_of(models)[2], sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
-        if isinstance(all_ranks, FsdpRanks):
-            self._sizing.shards = all_ranks.ranks.world_size
-        if noise is not None and all_ranks.in_step:
+        modules = leaves_of(models)[2]
+        ranks = data_parallel_of(modules, sums=reduction == "sum", sync=sync, timeout_s=timeout_s)
+        if ranks.shards is not None:
+            self._uniform.shards = ranks.shards
+        if noise is not None and ranks.shards is not None:
             raise BatchfitError(
                 "noise is not measured under FSDP2: each rank holds a part of each gradient, and no rank the "
                 "norm of its own batch's"
             )
-        self._setting = MicrobatchContext(
+        self._context = MicrobatchContext(
             models,
             device=self._device,
-            target=self._target,
+            target=target,
             cutter=Cutter(split, count),
             lengths=lengths,
             batch_norm=batch_norm,
-            sizing=self._sizing,
-            packing=self._packing,
-            sync=all_ranks,
+            uniform=self._uniform,
+            ragged=self._ragged,
+            ranks=ranks,
             generators=generators,
         )
         self._loss_check = LossCheck(
@@ -191,7 +186,7 @@ class Microbatcher:
         `fn(micro)` gets a part of the batch, on the device, and returns its loss, or `(loss, outputs)`: those
         of all microbatches are joined in the batch's order in `report.outputs`, without a graph, and each
         sample is there once. A microbatch whose loss has no graph (all its rows are masked) adds nothing.
-        `fn` may be called again with the same samples: after an out-of-memory the whole batch begins again,
+        `fn` may be called twice with the same samples: after an OOM the whole batch is retried,
         with gradients, random numbers, buffers and scaler where they were. Before the first batch is cut,
         `fn` is also called without gradients, with models in eval mode, for sets of up to 8 samples: ten
         times, more where the loss is random. A loss that is neither a mean nor a sum over samples is refused
@@ -199,44 +194,12 @@ class Microbatcher:
         everything as the call found it. `lengths`, those of this batch's samples, goes before that of
         `Microbatcher`.
         """
-
-        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[BackwardPass | None, float]:
-            micros = whole.micros(plan)
-            shares, weight = self._weighing.shares(micros, plan)
-            if shares is None:
-                return None, weight
-            if self._noise is not None and around.is_local:
-                sizes = [piece.size for piece in plan]
-                factors = [part * around.scale for part in (sizes if self._reduction == "sum" else shares)]
-                watch = self._noise.watching(around.watch, sizes, factors, scaler)
-                around = replace(around, watch=watch)
-            return BackwardPass(fn, whole, plan, micros, shares, around), weight
-
-        opened, plan, done, outcome = run_batch(
-            self._setting,
-            batch,
-            "backward",
-            {"fn": fn},
-            lengths=lengths,
-            scaler=scaler,
-            make=make,
-            weigh_one=self._weighing.weight_of,
-            check=self._loss_check,
+        call = BackwardCall(
+            fn, scaler=scaler, weighing=self._weighing, loss_check=self._loss_check, noise=self._noise
         )
-        call = opened.call
-        if outcome == "nothing":
-            self._weighing.check_zero()
-            size = plan[0].size if plan else 0
-            self._sizing.tell("skipped", size, size, "the batch has no weight")
-        if call is None or done is None:
-            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
-        if self._noise is not None:
-            self._noise.keep(is_sorted=call.whole.trimmer is not None)
-        if len(plan) > 1:
-            advice = self._weighing.advice(batch, is_ragged=call.whole.trimmer is not None)
-            if advice:
-                self._sizing.warn_once("tokens", advice)
-        return _report(call, plan, done)
+        run = BatchRun(self._context, call, batch, lengths=lengths)
+        run.execute()
+        return call.report(run)
 
     def backward_cached(
         self,
@@ -257,25 +220,9 @@ class Microbatcher:
         `loss_fn` may return `(loss, outputs)`, for `report.outputs`. Parameters of `loss_fn` get gradients
         too: pass them to `Microbatcher`.
         """
-
-        def make(whole: Batch, plan: Sequence[Piece], around: Around) -> tuple[CachedBackwardPass, float]:
-            again = _encoded_again(encode, whole, plan)
-            return CachedBackwardPass(again, loss_fn, whole, plan, around), float(whole.length)
-
-        fns = {"encode": encode, "loss_fn": loss_fn}
-        opened, plan, done, outcome = run_batch(
-            self._setting,
-            batch,
-            "cached",
-            fns,
-            lengths=lengths,
-            scaler=scaler,
-            make=make,
-            weigh_one=self._weighing.weight_of,
-        )
-        if opened.call is None:
-            return StepReport(torch.zeros((), device=self._target), (), skipped=outcome == "nothing")
-        return _report(opened.call, plan, done)
+        run = BatchRun(self._context, CachedCall(encode, loss_fn, scaler=scaler), batch, lengths=lengths)
+        run.execute()
+        return run.report()
 
     def map(self, fn: Callable[[Any], Any], batch: Any, *, lengths: Lengths | None = None) -> Any:
         """`fn` of each microbatch under `torch.inference_mode`, the outputs joined in the batch's order.
@@ -285,12 +232,14 @@ class Microbatcher:
 
         The mode of the model is yours to set. Tensors are joined along their first dimension, in any
         structure; lists have one item per sample; a value of the whole batch (a mean, a number) is an error,
-        also for a batch that is not cut; outputs stay where `fn` left them. After an out-of-memory
-        only what has not been done is done again, so nothing is counted twice. Sizes are learned apart from
-        those of training, so they may be larger. With `lengths`, outputs with one value a token are filled
+        also for a batch that is not cut; outputs stay where `fn` left them. After an OOM
+        only microbatches that have not run are run, so nothing is counted twice. Sizes are learned apart from
+        those of training, so they may be larger. With `lengths`, outputs with one value per token are filled
         with zeros up to the batch's width.
         """
-        return map_batch(self._setting, fn, batch, lengths)
+        call = MapCall(fn)
+        BatchRun(self._context, call, batch, lengths=lengths).execute()
+        return call.joined
 
     def step(
         self,
@@ -300,67 +249,44 @@ class Microbatcher:
         clip_norm: float | None = None,
         rollback: bool = False,
     ) -> torch.Tensor | None:
-        """An optimizer step that running out of memory cannot leave half done; returns the gradient norm.
+        """An optimizer step that an OOM cannot leave half done; returns the gradient norm.
 
             norm = mb.step(optimizer, scaler=scaler, clip_norm=1.0)
 
-        Unscales, clips, steps and updates the scaler; several optimizers step together. Running out before
+        Unscales, clips, steps and updates the scaler; several optimizers step together. An OOM before
         anything has moved is a `torch.OutOfMemoryError` that says so, and otherwise a `StepInterruptedError`.
-        `rollback=True` copies what a step moves to host memory first, so that it can always be undone.
+        `rollback=True` copies what a step changes to host memory first, so that it can always be undone.
         """
-        ranks: Any = self._setting.sync
+        ranks = self._context.ranks
         norm = step(optimizer, scaler=scaler, clip_norm=clip_norm, rollback=rollback, ranks=ranks)
         gathered: Any = getattr(norm, "full_tensor", None)  # of shards: a sum over the ranks, on all of them
         return norm if gathered is None else gathered()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as plain data."""
-        return {**self._sizing.state_dict(), "ragged": self._packing.to_dict()}
+        return {**self._uniform.state_dict(), "ragged": self._ragged.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned; on another device or budget it is learned anew, and that is logged.
+        """Load what was learned; on another device or budget nothing is loaded, and that is logged.
 
         Under FSDP2 with another number of ranks too: each then holds other shards.
         """
-        before = self._sizing.learned
+        before = self._uniform.learned
         try:
-            if self._sizing.load_state_dict(state):
-                self._packing.load(state.get("ragged", {}))
+            if self._uniform.load_state_dict(state):
+                self._ragged.load(state.get("ragged", {}))
             else:
-                self._packing.forget()
+                self._ragged.forget()
         except (KeyError, TypeError, AttributeError) as error:
-            self._sizing.learned = before
+            self._uniform.learned = before
             raise ValueError(
                 f"state must be what state_dict() returned, not one that is damaged ({error!r:.80})"
             ) from None
 
     def _also_restores(self, take: Callable[[], Callable[[], None]]) -> None:
-        """For frameworks: `take()` at each call's beginning, what it returns where a try is undone."""
-        self._setting.also.append(take)
+        """For frameworks: `take()` is called when a call begins, what it returns where a pass is undone."""
+        self._context.also_restores.append(take)
 
     def _nothing_larger(self) -> None:
         """For frameworks that have searched: what ran so far is the largest that fits."""
-        self._sizing.learned.nothing_larger()
-
-
-def _encoded_again(encode: Callable[[Any], Any], whole: Batch, plan: Sequence[Piece]) -> Callable[[Any], Any]:
-    """`encode`, which chunks call a second time: that must see the same batch."""
-    if len(plan) == 1:
-        return encode
-
-    def encoded(micro: Any) -> Any:
-        before = whole.versions()
-        found = encode(micro)
-        if before != whole.versions():
-            raise BatchfitError(
-                "encode changed the batch in place, and each chunk is encoded twice: the second time it "
-                "would see the changed batch. Clone what encode writes into"
-            )
-        return found
-
-    return encoded
-
-
-def _report(call: AnyCall, plan: Sequence[Piece], done: Any) -> StepReport:
-    sizes = tuple(piece.size for piece in plan)
-    return StepReport(done.loss, sizes, call.retries, call.peak_bytes, outputs=done.outputs)
+        self._uniform.learned.nothing_larger()

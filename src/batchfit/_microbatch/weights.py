@@ -3,7 +3,8 @@
 Rules
 - All shares are known before the first backward, and add up to one: what the microbatches add to the
   gradients is then what the batch would have added.
-- Weights that are on a device are fetched together: at most one wait a batch, and none for host batches.
+- Weights that are on a device are fetched together: at most one synchronization per batch, and
+  none for host batches.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from batchfit.errors import BatchfitError
 log = logging.getLogger("batchfit")
 
 _IGNORED = -100  # the label that torch's and Hugging Face's losses leave out
-# How many batches are looked at for it: labels on a device are waited for.
-_HOST_LOOKS = 8
-_DEVICE_LOOKS = 2
-# What to do, by what a look at the loss has shown.
+# How many batches are checked for it: to read labels on a device synchronizes.
+_HOST_CHECKS = 8
+_DEVICE_CHECKS = 2
+# What to do, by what an inspection of the loss has shown.
 _ADVICE = {
     "compared": "Use backward_cached(encode, loss_fn, batch), which is exact for any loss over the outputs "
     "of a batch, or a batch that fits whole. compared='warn' cuts it all the same",
@@ -42,20 +43,20 @@ class Weighing:
 
     def __init__(self, weight: Weight | None, *, reduction: Reduction, skips: bool) -> None:
         self._weight = weight
-        self._reduction = reduction
+        self.sums = reduction == "sum"  # losses are sums over samples, not means
         self._skips = skips
-        self._looks = 0  # of `advice`
+        self._checks = 0  # of `advice`
 
     def advice(self, batch: Any, *, is_ragged: bool) -> str:
-        """What to say of the first batches that were split, once; "" for nothing."""
-        if self._weight is not None or self._reduction == "sum" or self._looks > _HOST_LOOKS:
+        """Advice on the first batches that were cut; "" for none."""
+        if self._weight is not None or self.sums or self._checks > _HOST_CHECKS:
             return ""
-        self._looks += 1
-        return _advice_on_tokens(batch, is_ragged=is_ragged, looks=self._looks)
+        self._checks += 1
+        return _advice_on_tokens(batch, is_ragged=is_ragged, checks=self._checks)
 
     def shares(self, micros: Sequence[Any], plan: Sequence[Piece]) -> tuple[list[float] | None, float]:
         """The share of each microbatch in the batch's mean, None where it has no weight; and that weight."""
-        if self._reduction == "sum" or (self._weight is None and len(plan) == 1):
+        if self.sums or (self._weight is None and len(plan) == 1):
             return [1.0] * len(plan), float(sum(piece.size for piece in plan))
         if self._weight is None:
             weights = [float(piece.size) for piece in plan]
@@ -112,15 +113,15 @@ def _number(weight: Any) -> float:
         raise TypeError(f"weight must be a number, not {weight!r:.80}") from None
 
 
-def _advice_on_tokens(batch: Any, *, is_ragged: bool, looks: int) -> str:
+def _advice_on_tokens(batch: Any, *, is_ragged: bool, checks: int) -> str:
     """For samples that count alike and a loss that is likely a mean over tokens."""
     labels: Any = batch.get("labels") if hasattr(batch, "get") else getattr(batch, "labels", None)
     shown = "batches are ragged"
     has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 0
-    if has_rows and looks <= (_HOST_LOOKS if labels.device.type == "cpu" else _DEVICE_LOOKS):
+    if has_rows and checks <= (_HOST_CHECKS if labels.device.type == "cpu" else _DEVICE_CHECKS):
         if bool((labels == _IGNORED).any()):
             shown, is_ragged = f"labels hold {_IGNORED}", True
-        elif labels.dim() == 1:  # one a sample
+        elif labels.dim() == 1:  # one per sample
             is_ragged = False
     elif has_rows:
         return ""

@@ -1,10 +1,10 @@
 """GradientNoise: the gradient noise scale of a training run, measured while it trains.
 
 Rules
-- Gradients are looked at as the loss makes them: unscaled, and before they are clipped. Cheap mode takes two
-  norms a step, of the first microbatch's gradient and of the whole one; nothing is copied, no hook is needed.
-- Nothing waits for the device before `reading()`.
-- A try that is done again leaves nothing here: only the try that stayed counts.
+- Gradients are measured as the loss makes them: unscaled, and before they are clipped. Cheap mode takes two
+  norms per step, of the first microbatch's gradient and of the whole one; no copy and no hook is needed.
+- Nothing forces a CUDA synchronization before `reading()`.
+- A pass that an OOM retry repeats leaves nothing here: only the pass that stayed counts.
 - An estimate comes with how sure it is (`_noise.pure.estimate`); where there is nothing to compare, that is
   said.
 """
@@ -24,7 +24,7 @@ from batchfit._noise.gradient_norms import Later, Parts, RankNorms, together
 from batchfit._noise.pure.estimate import MIN_STEPS, NoiseReading, NoiseState, joined_reading, observe
 
 if TYPE_CHECKING:
-    from batchfit._engine.sizing.watch import PassWatch
+    from batchfit._engine.sizing.interface import PassWatch
 
 log = logging.getLogger("batchfit")
 
@@ -105,9 +105,9 @@ class GradientNoise:
             self._parts.begin(self._leaves())
         self._open.append((samples, share))
         if self._ranks is None:
-            self._parts.look(scaler)
+            self._parts.measure(scaler)
         else:  # what is in `.grad` is of all ranks by now
-            self._ranks.look(scaler)
+            self._ranks.measure(scaler)
 
     def total(self, *, norm: torch.Tensor | float | None = None, scaler: Any = None) -> None:
         """Call when the whole gradient is there, before it is clipped.
@@ -125,11 +125,11 @@ class GradientNoise:
         sizes = [samples for samples, _ in given]
         whole = self._parts.whole(scaler, norm)
         if self._ranks is not None:
-            self._tell_of_ranks(given, whole)
+            self._observe_ranks(given, whole)
             return
         shares = [share for _, share in given if share is not None]
         factors = shares or [size / sum(sizes) for size in sizes]
-        self._tell(sizes, factors, together(self._parts.take(), whole))
+        self._send(sizes, factors, together(self._parts.take(), whole))
 
     def discard(self) -> None:
         """Forget the step that runs: its gradients are not used."""
@@ -148,7 +148,7 @@ class GradientNoise:
             noise.total()
 
         Registers a communication hook, of which DDP allows one, that takes the norm of each bucket before it
-        is reduced. Costs one small all-reduce a step. Readings are equal on all ranks.
+        is reduced. Costs one small all-reduce per step. Readings are equal on all ranks.
         """
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             raise TypeError(f"model must be a DistributedDataParallel, not {type(model).__name__}")
@@ -187,12 +187,12 @@ class GradientNoise:
     def watching(
         self, inner: PassWatch, sizes: Sequence[int], factors: Sequence[float], scaler: Any
     ) -> Watching:
-        """Who looks at one try of a batch, in place of who looked at the try before."""
+        """What watches one pass over a batch, in place of what watched the pass before."""
         self._watched = Watching(self, inner, sizes, factors, scaler)
         return self._watched
 
     def keep(self, *, is_sorted: bool) -> None:
-        """The try that was watched last is the one that counts."""
+        """Count the pass that was watched last."""
         seen, self._watched = self._watched, None
         if seen is None:
             return
@@ -203,29 +203,29 @@ class GradientNoise:
                 "noise too, so the noise scale comes out too large"
             )
         if seen.values is not None:
-            self._tell(seen.sizes, seen.factors, seen.values)
+            self._send(seen.sizes, seen.factors, seen.values)
 
     def _leaves(self) -> list[torch.Tensor]:
         return leaves_of(self._models)[0]
 
-    def _tell(self, sizes: Sequence[int], factors: Sequence[float], values: torch.Tensor) -> None:
-        """A step's squared norms, the whole one last, each with the factor that its gradient has."""
+    def _send(self, sizes: Sequence[int], factors: Sequence[float], values: torch.Tensor) -> None:
+        """Send a step's squared norms to the host, the whole one last, each with its gradient's factor."""
         if len(sizes) < 2:
-            self._state = self._state.told_single()
+            self._state = self._state.with_single()
             return
         full = math.fsum(factors)
 
         def use(numbers: list[float]) -> None:
             means = [number / factor**2 for number, factor in zip(numbers[:-1], factors, strict=False)]
-            self._told(sizes, means, numbers[-1] / full**2, factors)
+            self._observe(sizes, means, numbers[-1] / full**2, factors)
 
         self._later.send(values, use)
 
-    def _tell_of_ranks(self, given: Sequence[tuple[int, float | None]], whole: torch.Tensor) -> None:
+    def _observe_ranks(self, given: Sequence[tuple[int, float | None]], whole: torch.Tensor) -> None:
         assert self._ranks is not None
         count = self._ranks.world_size
         if count < 2:
-            self._state = self._state.told_single()
+            self._state = self._state.with_single()
             self._ranks.take()
             return
         samples = float(sum(size for size, _ in given))
@@ -239,19 +239,19 @@ class GradientNoise:
             sizes, factors, norms = (numbers[row * count : (row + 1) * count] for row in range(3))
             means = [norm / factor**2 for norm, factor in zip(norms, factors, strict=True)]
             # DDP averages ranks, whatever they hold.
-            self._told(sizes, means, numbers[-1] / (math.fsum(factors) / count) ** 2, factors)
+            self._observe(sizes, means, numbers[-1] / (math.fsum(factors) / count) ** 2, factors)
 
         self._later.send(together([gathered], whole), use)
 
-    def _told(
+    def _observe(
         self, sizes: Sequence[float], norms: Sequence[float], whole: float, weights: Sequence[float]
     ) -> None:
         try:
             seen = observe(sizes, norms, whole, weights=weights)
         except ValueError:  # one microbatch has nearly all the weight: it is no smaller a part than the batch
-            self._state = self._state.told_single()
+            self._state = self._state.with_single()
         else:
-            self._state = self._state.told(seen)
+            self._state = self._state.with_step(seen)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -265,7 +265,7 @@ def _is_number(value: object) -> bool:
 
 @final
 class Watching:
-    """Looks at the gradients of one try: after the first microbatch (or each), and at its end."""
+    """Measures the gradients of one pass: after the first microbatch (or each), and at its end."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class Watching:
         pairs = [(size, factor) for size, factor in zip(sizes, factors, strict=True) if factor]
         self.sizes = [size for size, _ in pairs]
         self.factors = [factor for _, factor in pairs]
-        self.values: torch.Tensor | None = None  # made while the try runs: they take memory, if little
+        self.values: torch.Tensor | None = None  # made while the pass runs: they take memory, if little
         self._inner = inner
         self._scaler = scaler
         self._ended = 0
@@ -293,7 +293,7 @@ class Watching:
         self._inner.end(index)
         self._ended += 1
         if len(self.sizes) > 1:
-            self._parts.look(self._scaler)
+            self._parts.measure(self._scaler)
         if self._ended == len(self.sizes):
             whole = self._parts.whole(self._scaler) if len(self.sizes) > 1 else torch.zeros(())
             self.values = together(self._parts.take(), whole)

@@ -161,7 +161,7 @@ class Parts:
         self._live.clear()
         self._norms = []
 
-    def look(self, scaler: Any) -> None:
+    def measure(self, scaler: Any) -> None:
         """A microbatch has added its part."""
         if self._copies is None and self._norms:
             return
@@ -232,7 +232,7 @@ class RankNorms:
         hook.__annotations__ = {}  # DDP compares them with its types, and here they are text
         model.register_comm_hook(self._group, hook)
 
-    def look(self, scaler: Any) -> None:
+    def measure(self, scaler: Any) -> None:
         """A backward is done; the loss was scaled by `scaler`, if there is one."""
         raw, self._raw = self._raw, []
         self._norms += [_unscaled(norm, scaler) for norm in raw]

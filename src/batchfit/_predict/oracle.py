@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,8 +21,6 @@ from batchfit._engine.allocator.replay import Simulation, largest, simulate
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 from batchfit._engine.trace.trace import uncollected
 from batchfit._engine.trace.workload import TracedWorkload, trace_workload
-from batchfit._engine.workload.reachable import parts_of
-from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
 
@@ -124,7 +122,12 @@ class Oracles:
         if traced.footprint is None or not traced.is_off_at(0 if found is None else found.size, budget_bytes):
             return found
         again = trace_workload(
-            traced.workload, rules=traced.rules, budget_bytes=budget_bytes, most=most, small=traced.small
+            traced.workload,
+            rules=traced.rules,
+            budget_bytes=budget_bytes,
+            most=most,
+            small=traced.small,
+            reach=traced.reach,
         )
         self.all.append(replace(whole, traced=again))
         return self.all[-1].largest_of(budget_bytes, margin, most)
@@ -148,13 +151,13 @@ def is_recurrent(traced: TracedWorkload) -> bool:
     return footprint is not None and any("_cudnn_rnn" in one.operation for one in footprint.origins)
 
 
-def held_beside(work: Workload, card: Gpu) -> tuple[int, int]:
+def held_beside(parts: tuple[Any, ...], card: Gpu) -> tuple[int, int]:
     """Bytes that the program holds on the workload's GPU besides the workload's own state: known, and unsure.
 
-    What cuBLAS has taken already cannot be told from the rest, and a trace counts it: it is taken off. Where
-    more is held than that, it is unsure how much of it this was.
+    `parts` are as the trace has them: a teacher that nobody declared is among them. What cuBLAS has taken
+    already cannot be distinguished from the rest, and a trace counts it: it is subtracted. Where more is held
+    than that, it is unsure how much of it this was.
     """
-    parts = tuple(parts_of(work))  # as the trace has them: a teacher that nobody declared is in it
     device = next((one.device for one in tensors_in(parts) if one.device.type == "cuda"), None)
     if device is None:
         return 0, 0

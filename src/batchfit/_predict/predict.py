@@ -12,15 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu, card_named
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.device.tensors import tensors_in
@@ -29,6 +27,7 @@ from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.workload.placement import device_to_run
+from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
     Basis,
     Oracle,
@@ -39,8 +38,9 @@ from batchfit._predict.oracle import (
     is_recurrent,
     margin_of,
 )
+from batchfit._predict.pure.options import Budget, PredictOptions
 from batchfit._predict.ranks import joint
-from batchfit._units import format_bytes, parse_bytes
+from batchfit._units import format_bytes
 from batchfit.errors import NothingFitsError
 from batchfit.results import Answer, Point, Prediction, Trial
 from batchfit.workload import Workload, as_workload
@@ -48,8 +48,6 @@ from batchfit.workload import Workload, as_workload
 log = logging.getLogger("batchfit")
 _MUCH = 0.05  # of a budget, beside the margin: unused, it is explained
 _SMALL_GAP = 0.005  # of the peak: half of what a calibrated prediction leaves free
-
-Budget = int | str
 
 
 def predict_batch_size(
@@ -88,34 +86,41 @@ def predict_batch_size(
         UntraceableError: the step cannot be traced; names the operation and the line.
         NothingFitsError: not even one sample fits (with one budget).
     """
-    work = as_workload(workload)
-    _check_arguments(max_size, margin, calibrate, expandable_segments)
-    card = None if gpu is None else card_named(gpu)
-    asked = partial(_predicted, work, budget, card, max_size, margin, calibrate, expandable_segments)
-    return joint(asked, Ranks.current())
+    return predict_with(
+        workload,
+        lambda: PredictOptions(
+            budget=budget,
+            gpu=gpu,
+            max_size=max_size,
+            margin=margin,
+            calibrate=calibrate,
+            expandable_segments=expandable_segments,
+        ),
+    )
 
 
-def _predicted(
-    work: Workload,
-    budget: Budget | Sequence[Budget] | None,
-    card: Gpu | None,
-    max_size: int | None,
-    margin: float | None,
-    calibrate: bool | None,
-    expandable_segments: bool | None,
+def predict_with(
+    workload: Workload | Callable[[int], object], make_options: Callable[[], PredictOptions]
 ) -> Prediction:
+    """Predict the largest batch size; an error of `make_options` on one rank is an error on all ranks."""
+    return joint(lambda: _predicted(as_workload(workload), make_options()), Ranks.current())
+
+
+def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     """What this process predicts."""
     begun = time.perf_counter()
-    rules = rules_for(work, card)
+    card, max_size, margin, calibrate = options.card, options.max_size, options.margin, options.calibrate
+    reach = reach_of(work)
+    rules = rules_for(work, card, reach)
     here = rules.device.type == "cuda"
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
-    budgets = _budgets(budget, card, work if here else None)
+    budgets = options.budgets_bytes or [_default_budget(card, work if here else None)]
     capped = here and is_capped(device_to_run(work), min(budgets))
-    settings = allocator_rules(expandable_segments, capped=capped)
-    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size)
+    settings = allocator_rules(options.expandable_segments, capped=capped)
+    traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
-    residual = (float(held_beside(work, rules.card)[0]) if here else 0.0, 0.0)
+    residual = (float(held_beside(reach.parts, rules.card)[0]) if here else 0.0, 0.0)
     trials: tuple[Trial, ...] = ()
     if here and (work.declared if calibrate is None else calibrate):
         measured, trials = calibration(traced, settings, budget_bytes=max(budgets))
@@ -299,26 +304,10 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
     return (*notes, *traced.rules.card.caveats)
 
 
-def _budgets(budget: Any, card: Gpu | None, on_gpu: Workload | None) -> list[int]:
-    if budget is None:
-        if card is not None:
-            return [card.usable_bytes]
-        if on_gpu is None:
-            raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-        return [device_to_run(on_gpu).budget_bytes()]
-    if isinstance(budget, str | int) or not isinstance(budget, Sequence):
-        return [parse_bytes(budget)]
-    found = [parse_bytes(one) for one in budget]
-    if not found:
-        raise ValueError("budget must name at least one budget, not an empty list")
-    return found
-
-
-def _check_arguments(max_size: Any, margin: Any, calibrate: Any, expandable_segments: Any) -> None:
-    if max_size is not None and (type(max_size) is not int or max_size < 1):
-        raise ValueError(f"max_size must be a positive integer or None, not {max_size!r}")
-    if margin is not None and (type(margin) not in (int, float) or not 0 <= margin < 1):
-        raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
-    for name, value in (("calibrate", calibrate), ("expandable_segments", expandable_segments)):
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True, False or None, not {value!r}")
+def _default_budget(card: Gpu | None, on_gpu: Workload | None) -> int:
+    """All of the GPU that is named, or what is free on the one that is here."""
+    if card is not None:
+        return card.usable_bytes
+    if on_gpu is None:
+        raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
+    return device_to_run(on_gpu).budget_bytes()

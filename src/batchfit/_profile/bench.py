@@ -33,7 +33,7 @@ from batchfit._engine.trial.guarded_steps import Step, guarded_steps
 from batchfit._engine.trial.in_process import FrozenGarbage, collect_garbage
 from batchfit._engine.trial.trial import run_trial
 from batchfit._engine.virtual_memory.eager import eagerly
-from batchfit._find.pure.memory_curve import Curve, Reading, rests_return
+from batchfit._find.pure.memory_curve import Curve, MemoryReading, cache_is_releasable
 from batchfit._profile.model_inputs import InputsSeen, watched_inputs
 from batchfit._profile.pure.steady import Timing
 from batchfit._profile.readings import flops_of, refuses_to_count
@@ -59,7 +59,7 @@ class Bench:
         self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model
         self._memory: dict[int, TimedRun] = {}
-        self._readings: list[Reading] = []
+        self._readings: list[MemoryReading] = []
         self._held_bytes: int | None = None  # the least that any size has held between steps
         self._stack = ExitStack()
 
@@ -209,12 +209,12 @@ class Bench:
     def _learn(self, run: TimedRun) -> None:
         if not run.fits or run.peaks is None:
             return
-        reading = Reading.of(
+        reading = MemoryReading.of(
             run.size,
             run.peaks.allocated_bytes,
             reserved_bytes=run.peaks.reserved_bytes,
             split_bytes=run.peaks.split_bytes,
-            releases=rests_return(run.peaks.allocated_bytes, retries=run.alloc_retries),
+            releases=cache_is_releasable(run.peaks.allocated_bytes, retries=run.alloc_retries),
         )
         if run.held_bytes is not None:
             known = (run.held_bytes, self._held_bytes)

@@ -4,8 +4,8 @@ Rules:
 - Arguments are checked before any device work.
 - The search for the knee decides (`_profile.pure.knee`), the bench measures (`_profile.bench`), the rules of
   `_profile.pure.diagnose` judge; this file only drives.
-- The recommended size has been timed. A size that runs out of memory is out, and the profile goes on.
-- State is put back after every size and every reading, bit for bit.
+- The recommended size has been timed. A size with an OOM is too large, and the profile goes on.
+- State is restored after every size and every reading, bit for bit.
 - Under `torch.distributed` all ranks time the same sizes together, and all get rank 0's result.
 """
 
@@ -15,14 +15,13 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import batchfit
-from batchfit._arguments import check_callback, check_whole
 from batchfit._engine.device.budget import usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.oom import needs_two_samples
@@ -32,20 +31,18 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._profile.bench import Bench
 from batchfit._profile.diagnosis import Diagnosis, diagnosed
-from batchfit._profile.pure.knee import Knee, Timed, TimingRequest, marginal_gains
+from batchfit._profile.pure.knee import Timed, TimingRequest, marginal_gains
+from batchfit._profile.pure.options import OnPoint, ProfileOptions
 from batchfit._profile.pure.peak_flops import peak_flops
 from batchfit._profile.pure.steady import BRIEF, FINE, Timing, fine_after, is_fine, verdict
 from batchfit._profile.readings import PATIENCE_S, loader_pace
 from batchfit._profile.reasons import KnownSizes, accumulation, notes, reason
 from batchfit._profile.timing import TimedRun
-from batchfit._units import parse_bytes
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.results import Bottleneck, ThroughputPoint, ThroughputProfile
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
-
-OnPoint = Callable[[ThroughputPoint], object]
 
 
 def profile_throughput(
@@ -75,7 +72,7 @@ def profile_throughput(
     Args:
         workload: what one step is; a plain `step(batch_size)` is accepted, with its state undeclared.
         smallest: the size to begin with, where a batch of 1 does not run (BatchNorm).
-        largest: the largest size to look at, such as `find_batch_size` has found; default: what memory
+        largest: the largest size to time, such as `find_batch_size` has found; default: what memory
             readings at small sizes allow.
         sizes: time exactly these sizes, finely, instead of looking for the knee.
         within: how far from the best throughput the recommended size may be.
@@ -87,116 +84,96 @@ def profile_throughput(
         loader: the program's own data loader: it is timed alone and with the step.
         target_batch_size: a batch that the training wants (over all ranks); where it does not fit, the result
             says how to accumulate it.
-        diagnose: look for what holds throughput back: a few more steps at the recommended size.
+        diagnose: look for the bottleneck: a few more steps at the recommended size.
         on_point: called with each point as it is measured.
 
     Raises:
         NothingFitsError: not even a batch of 1 (or the smallest of `sizes`) fits.
         SearchStoppedError: `time_limit_s` was over before any size was timed.
     """
-    begun = time.perf_counter()
-    ranks = Ranks.current()
+    return profile_with(
+        workload,
+        lambda: ProfileOptions(
+            smallest=smallest,
+            largest=largest,
+            sizes=sizes,
+            within=within,
+            budget=budget,
+            time_limit_s=time_limit_s,
+            device=device,
+            tokens_per_sample=tokens_per_sample,
+            loader=loader,
+            target_batch_size=target_batch_size,
+            diagnose=diagnose,
+            on_point=on_point,
+        ),
+    )
+
+
+def profile_with(
+    workload: Workload | Callable[[int], object], make_options: Callable[[], ProfileOptions]
+) -> ThroughputProfile:
+    """Measure throughput; an error of `make_options` on one rank ends the profile on all ranks."""
+    begun_s, ranks = time.perf_counter(), Ranks.current()
     with Interrupts(is_open=True), telling_others(ranks):
-        work = as_workload(workload)
-        knee = _checked(smallest, largest, sizes, within)
-        _check(time_limit_s, tokens_per_sample, loader, target_batch_size, diagnose, on_point)
-        asked_bytes = None if budget is None else parse_bytes(budget)
-        place = device_to_run(work, device)
-        ranks.same([knee.to_json(), target_batch_size, diagnose, loader is None], doing="the settings")
-        held_bytes = ram_held_bytes(work)
-        usable = usable_bytes(place, budget, asked_bytes, held_bytes=held_bytes, says=ranks.is_main)
-        budget_bytes = ranks.minimum(usable, doing="the budget")
-        if not work.declared and ranks.is_main:
-            warnings.warn(
-                "the step's state is not declared, so timing changes the model and optimizer that it uses. "
-                "Pass batchfit.Workload(step, state=[model, optimizer]) to have them put back afterwards.",
-                stacklevel=2,
-            )
-        deadline_s = None if time_limit_s is None else begun + time_limit_s
-        with Bench(work, place, ranks, budget_bytes=budget_bytes, deadline_s=deadline_s) as bench:
-            measuring = _Measuring(bench, knee, largest, tokens_per_sample, on_point)
-            if loader is not None:
-                # First, so that a loader that cannot be used is told at once; with a small part of the time.
-                patience_s = PATIENCE_S if time_limit_s is None else min(PATIENCE_S, time_limit_s / 5)
-                measuring.pace = bench.briefly(lambda: loader_pace(loader, patience_s=patience_s))
+        work, options = as_workload(workload), make_options()
+        with _bench(work, options, ranks, begun_s) as bench:
+            measuring = _Measuring(bench, options)
+            measuring.time_loader()
             try:
                 measuring.to_the_end()
-                told = measuring.diagnosed(loader) if diagnose else ()
+                found = measuring.diagnosed() if options.diagnose else ()
             except KeyboardInterrupt as stop:
-                measuring.hand_over(stop, target_batch_size, elapsed_s=time.perf_counter() - begun)
+                measuring.hand_over(stop, elapsed_s=time.perf_counter() - begun_s)
                 raise
-        profile = measuring.result(told, target_batch_size, elapsed_s=time.perf_counter() - begun)
+        profile = measuring.result(found, elapsed_s=time.perf_counter() - begun_s)
         texts = ranks.gather(profile.to_json() if ranks.is_main else "", doing="the profile")
         ranks.settle()
         return profile if ranks.is_main else ThroughputProfile.from_json(texts[0])
 
 
-def _checked(smallest: int, largest: int | None, sizes: Sequence[int] | None, within: float) -> Knee:
-    """The search that the arguments ask for."""
-    Knee(smallest=smallest)
-    if largest is not None and (type(largest) is not int or largest < 1):
-        raise ValueError(f"largest must be a positive integer or None, not {largest!r}")
-    if sizes is None:
-        if largest is not None and largest < smallest:
-            raise ValueError(f"largest must be at least smallest ({smallest}), not {largest!r}")
-        return Knee(limit=largest, within=within, smallest=smallest)
-    given: Any = sizes
-    try:
-        named: tuple[int, ...] | None = None if isinstance(given, str) else tuple(given)
-    except TypeError:
-        named = None
-    if named is None:
-        raise TypeError(f"sizes must be a list of batch sizes, not {sizes!r}")
-    if not named:
-        raise ValueError(f"sizes must name at least one batch size, not {sizes!r}")
-    if largest is not None:
-        raise ValueError(f"largest must be None where sizes are given, not {largest!r}")
-    if smallest != 1:
-        raise ValueError(f"smallest must be left out where sizes are given, not {smallest!r}")
-    Knee(sizes=named)
-    return Knee(within=within, sizes=tuple(dict.fromkeys(named)))
-
-
-def _check(
-    time_limit_s: object,
-    tokens_per_sample: object,
-    loader: object,
-    target_batch_size: object,
-    diagnose: object,
-    on_point: object,
-) -> None:
-    if time_limit_s is not None and (
-        isinstance(time_limit_s, bool) or not isinstance(time_limit_s, int | float) or not time_limit_s > 0
-    ):
-        raise ValueError(f"time_limit_s must be a positive number of seconds, not {time_limit_s!r}")
-    for name, value in (("tokens_per_sample", tokens_per_sample), ("target_batch_size", target_batch_size)):
-        check_whole(name, value, optional=True)
-    if loader is not None and (not isinstance(loader, Iterable) or isinstance(loader, Iterator)):
-        raise TypeError(f"loader must be something that can be iterated again and again, not {loader!r}")
-    if type(diagnose) is not bool:
-        raise TypeError(f"diagnose must be True or False, not {diagnose!r}")
-    if loader is not None and not diagnose:
-        raise ValueError(
-            "diagnose must be True where a loader is given, which nothing else looks at, not False"
+def _bench(work: Workload, options: ProfileOptions, ranks: Ranks, begun_s: float) -> Bench:
+    """Where sizes are timed, within a budget that all ranks have agreed on."""
+    device = device_to_run(work, options.device)
+    settings = [options.knee().to_json(), options.target_batch_size, options.diagnose, options.loader is None]
+    ranks.same(settings, doing="the settings")
+    usable = usable_bytes(
+        device, options.budget, options.budget_bytes, held_bytes=ram_held_bytes(work), says=ranks.is_main
+    )
+    budget_bytes = ranks.minimum(usable, doing="the budget")
+    if not work.declared and ranks.is_main:
+        warnings.warn(
+            "the step's state is not declared, so timing changes the model and optimizer that it uses. "
+            "Pass batchfit.Workload(step, state=[model, optimizer]) to have them restored afterwards.",
+            stacklevel=4,  # the caller of `profile_throughput`
         )
-    check_callback("on_point", on_point, "point")
+    deadline_s = None if options.time_limit_s is None else begun_s + options.time_limit_s
+    return Bench(work, device, ranks, budget_bytes=budget_bytes, deadline_s=deadline_s)
 
 
 class _Measuring:
     """The sizes of one profile, timed one after another."""
 
-    def __init__(
-        self, bench: Bench, knee: Knee, largest: int | None, tokens: int | None, on_point: OnPoint | None
-    ) -> None:
-        self.bench, self.knee, self._largest = bench, knee, largest
+    def __init__(self, bench: Bench, options: ProfileOptions) -> None:
+        self.bench, self.options, self.knee = bench, options, options.knee()
+        self._largest = options.largest
         self.runs: dict[int, TimedRun] = {}  # the finest run of each size
         self.pace: Any = None  # a loader's, where there is one
         self._too_large: list[TimedRun] = []
-        self._tokens_per_sample, self._on_point = tokens, on_point
         self._first_s: dict[int, float] = {}
         self._begun = time.perf_counter()
         self._stopped = "measured"
-        self._aside: Sequence[str] = ()  # what the diagnosis could not look at
+        self._aside: Sequence[str] = ()  # what the diagnosis could not measure
+
+    def time_loader(self) -> None:
+        """Time the loader alone, where there is one.
+
+        First, so that an error of the loader comes at once; with a small part of the time.
+        """
+        loader, limit_s = self.options.loader, self.options.time_limit_s
+        if loader is not None:
+            patience_s = PATIENCE_S if limit_s is None else min(PATIENCE_S, limit_s / 5)
+            self.pace = self.bench.briefly(lambda: loader_pace(loader, patience_s=patience_s))
 
     def to_the_end(self) -> None:
         """Ask, time and tell until there is nothing more to learn, or the time is over."""
@@ -231,12 +208,12 @@ class _Measuring:
         if any(run.stopped == "time" for run in self.runs.values()):
             self._stopped = "time_limit"
 
-    def diagnosed(self, loader: Iterable[Any] | None) -> tuple[Bottleneck, ...]:
+    def diagnosed(self) -> tuple[Bottleneck, ...]:
         """What holds the recommended size back, from a few more steps, or without them where time is over."""
-        found = Diagnosis(self.bench, self.knee, self.runs, loader, self.pace, self.is_cut_off)
-        told = diagnosed(found, self.points(), may_step=not self._is_late())
-        self._aside = told.notes
-        return told.bottlenecks
+        found = Diagnosis(self.bench, self.knee, self.runs, self.options.loader, self.pace, self.is_cut_off)
+        diagnosis = diagnosed(found, self.points(), may_step=not self._is_late())
+        self._aside = diagnosis.notes
+        return diagnosis.bottlenecks
 
     def _keep(self, run: TimedRun, *, fine: bool) -> None:
         interval = run.interval
@@ -253,8 +230,8 @@ class _Measuring:
             self.runs[run.size] = run
         point = self._point(run, None)
         log.info("batch size %d: %.4g samples/s", point.size, point.samples_per_s)
-        if self._on_point is not None and self.bench.ranks.is_main:
-            self._on_point(point)
+        if (on_point := self.options.on_point) is not None and self.bench.ranks.is_main:
+            on_point(point)
 
     def _timing(self, ask: TimingRequest) -> Timing:
         if self.knee.sizes:
@@ -295,11 +272,11 @@ class _Measuring:
             advice="" if last.size == 1 else "Name smaller sizes, or shrink the model.",
         )
 
-    def hand_over(self, stop: KeyboardInterrupt, target: int | None, *, elapsed_s: float) -> None:
+    def hand_over(self, stop: KeyboardInterrupt, *, elapsed_s: float) -> None:
         """What was timed until an interrupt goes along with it, as its attribute `profile`."""
         if self.runs:
             self._stopped = "interrupted"
-            vars(stop)["profile"] = self.result((), target, elapsed_s=elapsed_s)
+            vars(stop)["profile"] = self.result((), elapsed_s=elapsed_s)
 
     @property
     def is_cut_off(self) -> bool:
@@ -317,7 +294,7 @@ class _Measuring:
     def _point(self, run: TimedRun, gain: float | None) -> ThroughputPoint:
         interval, world_size = run.interval, self.bench.ranks.world_size
         seen = self.bench.seen[run.size]
-        tokens = self._tokens_per_sample
+        tokens = self.options.tokens_per_sample
         passes = self.bench.work._passes  # a step accumulates the gradients of this many times `size` samples
         per_s = run.size * passes * world_size / interval.median
         per_sample = self.bench.flops_per_sample
@@ -348,9 +325,7 @@ class _Measuring:
             gain=gain,
         )
 
-    def result(
-        self, diagnosis: tuple[Bottleneck, ...], target: int | None, *, elapsed_s: float
-    ) -> ThroughputProfile:
+    def result(self, diagnosis: tuple[Bottleneck, ...], *, elapsed_s: float) -> ThroughputProfile:
         """The profile."""
         points, bench, room = self.points(), self.bench, self._room()
         chosen = self.knee.recommended
@@ -363,7 +338,9 @@ class _Measuring:
             within=self.knee.within,
             reason=reason(points, chosen, within=self.knee.within),
             diagnosis=diagnosis,
-            accumulation=accumulation(points, chosen, target, room, world_size=bench.ranks.world_size),
+            accumulation=accumulation(
+                points, chosen, self.options.target_batch_size, room, world_size=bench.ranks.world_size
+            ),
             too_large=tuple(sorted(run.size for run in self._too_large)),
             stopped_because=self._stopped,
             budget_bytes=bench.budget_bytes,
@@ -377,9 +354,9 @@ class _Measuring:
         )
 
 
-def device_model(place: Device) -> str:
+def device_model(device: Device) -> str:
     """`NVIDIA H200`; empty where torch does not tell."""
-    if isinstance(place, CudaDevice):
+    if isinstance(device, CudaDevice):
         with contextlib.suppress(RuntimeError, AssertionError):
-            return torch.cuda.get_device_name(place.index)
+            return torch.cuda.get_device_name(device.index)
     return ""

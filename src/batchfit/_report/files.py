@@ -1,7 +1,7 @@
 """Result files, read whatever kind they are of.
 
 Rules: a file says what it is in its field `kind`; a file that cannot be read names itself, the field and why;
-nothing is guessed. A list of results, as `batchfit predict --json` writes for several cards, is several.
+nothing is guessed. A list of results, as `batchfit predict --json` writes for several GPUs, is several.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SchedulePlan(Result):
 
 
 class NothingFits(Result):
-    """A card on which not even one sample fits, as `batchfit predict --json` lists it."""
+    """A GPU on which not even one sample fits, as `batchfit predict --json` lists it."""
 
     kind: Literal["nothing_fits"]
     card: str

@@ -1,4 +1,4 @@
-"""Pieces of the page: figures with their switches and tables, lists, facts.
+"""Parts of the page: figures with their switches and tables, lists, facts.
 
 Rules: every text that comes in is escaped here; there are no style attributes and no scripts in what goes
 out, so the page's policy can forbid both. A figure stands with JavaScript off: its table is a `<details>`.
@@ -103,7 +103,7 @@ def facts(found: Sequence[Fact]) -> str:
 
 
 def card(*parts: str) -> str:
-    """A frame round some pieces."""
+    """A frame round some parts."""
     return f'<div class="card">{"".join(parts)}</div>'
 
 

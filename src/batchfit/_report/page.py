@@ -30,26 +30,26 @@ def page(sources: Sequence[Source], *, title: str | None = None) -> str:
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    told = verdict(results)
+    headline = verdict(results)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{escaped(policy)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
-        f"<title>{escaped(title or told)}</title><style>{style}</style></head>\n<body>"
-        f'<header><p class="brand">batchfit report</p>{_head(told, title)}</header>\n'
+        f"<title>{escaped(title or headline)}</title><style>{style}</style></head>\n<body>"
+        f'<header><p class="brand">batchfit report</p>{_head(headline, title)}</header>\n'
         f"<main>{facts(facts_of(results))}{sections(sources)}</main>\n"
         f"<footer>Made by batchfit {escaped(batchfit.__version__)}.</footer>"
         f'<div id="tip" role="status" hidden></div><script>{script}</script></body></html>\n'
     )
 
 
-def _head(told: str, title: str | None) -> str:
+def _head(headline: str, title: str | None) -> str:
     """Title and verdict; without a title the verdict is the page's first heading."""
-    name = "verdict long" if len(told) > 130 else "verdict"
+    name = "verdict long" if len(headline) > 130 else "verdict"
     if title is None:
-        return f'<p class="{name}" role="heading" aria-level="1">{escaped(told)}</p>'
-    return f'<h1>{escaped(title)}</h1><p class="{name}">{escaped(told)}</p>'
+        return f'<p class="{name}" role="heading" aria-level="1">{escaped(headline)}</p>'
+    return f'<h1>{escaped(title)}</h1><p class="{name}">{escaped(headline)}</p>'
 
 
 def _hash(text: str) -> str:

@@ -1,6 +1,6 @@
 """`batchfit.report`: results as one HTML file.
 
-Rules: an output that cannot be written and an input that cannot be read are told before anything is written;
+Rules: an output that cannot be written and an input that cannot be read are errors before any writing;
 the file is there whole or not at all; torch is not needed. Charts are drawn by `batchfit._charts.svg`, which
 says why no plotting library is in the file: a report has about 100 KB at most.
 """

@@ -15,8 +15,8 @@ _MOST_MARKS = 40  # phases that get a mark each; more would be a caterpillar
 def schedule_sections(name: str, plan: SchedulePlan, number: int) -> Iterator[str]:
     """Stairs, the phases as numbers, and where the plan asks for more than fits, or than an epoch has."""
     yield f"<h2>{escaped(name)}Schedule</h2>"
-    told = (*plan.more_than_fits, *plan.more_than_an_epoch)
-    yield from (f'<p class="warn">{escaped(text)}</p>' for text in told)
+    warnings = (*plan.more_than_fits, *plan.more_than_an_epoch)
+    yield from (f'<p class="warn">{escaped(text)}</p>' for text in warnings)
     yield figure(size_chart(plan), _table(plan), name=f"schedule-{number}", note=plan.schedule)
     if has_rates(plan):
         yield figure(rate_chart(plan), _table(plan), name=f"rate-{number}")

@@ -47,12 +47,12 @@ def sections(sources: Sequence[Source]) -> str:
     """All sections, in the order in which people ask: how fast, how large, why, when."""
     fits = _named(sources, FitResult)
     profiles = _named(sources, ThroughputProfile)
-    told = _named(sources, MemoryExplanation)
+    explanations = _named(sources, MemoryExplanation)
     predictions = _named(sources, Prediction)
     plans = _named(sources, SchedulePlan)
     sweeps = _named(sources, SweepResult)
     nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
-    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
     return "".join(
         [
             *(
@@ -64,7 +64,11 @@ def sections(sources: Sequence[Source]) -> str:
             *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
             *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
-            *(part for number, (name, one) in enumerate(told) for part in _explained(name, one, number)),
+            *(
+                part
+                for number, (name, one) in enumerate(explanations)
+                for part in _explained(name, one, number)
+            ),
             *(
                 part
                 for number, (name, plan) in enumerate(plans)
@@ -79,21 +83,21 @@ def sections(sources: Sequence[Source]) -> str:
 def charts(sources: Sequence[Source]) -> list[Chart]:
     """The figures alone, in the same order."""
     fits, profiles = _named(sources, FitResult), _named(sources, ThroughputProfile)
-    told, predictions = _named(sources, MemoryExplanation), _named(sources, Prediction)
+    explanations, predictions = _named(sources, MemoryExplanation), _named(sources, Prediction)
     plans = [plan for _, plan in _named(sources, SchedulePlan)]
-    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(told))
+    memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
     found = [throughput_chart(profiles)] if any(one.points for _, one in profiles) else []
     found += [memory_chart(group) for group in of_one_order(memory)]
     found += [chart for _, one in _named(sources, SweepResult) for chart in sweep_charts(one)]
     found += [path_chart(fit) for _, fit in fits]
-    found += [timeline_chart(one) for _, one in told if one.timeline]
+    found += [timeline_chart(one) for _, one in explanations if one.timeline]
     found += [size_chart(plan) for plan in plans]
     found += [rate_chart(plan) for plan in plans if has_rates(plan)]
     return [chart for chart in found if any(one.marks for one in chart.series)]
 
 
 def _named(sources: Sequence[Source], kind: type[OneResult]) -> list[tuple[str, OneResult]]:
-    """Results of one kind; where there are several, each with a name that tells it from the others."""
+    """Results of one kind; where there are several, each with a name of its own."""
     found = [(source, source.result) for source in sources if isinstance(source.result, kind)]
     if len(found) < 2:
         return [("", result) for _, result in found]
@@ -225,9 +229,9 @@ def _search(name: str, fit: FitResult, number: int) -> Iterator[str]:
     for count, trial in enumerate(fit.trials, 1):
         why = f"{trial.phase}: {trial.message}" if trial.phase and trial.message else trial.message
         rows.append((str(count), *trial_row(trial, fit.budget_bytes), why))
-    told = any(trial.message for trial in fit.trials)
-    columns = ("trial", *TRIAL_COLUMNS, *(("message",) if told else ()))
-    cut = tuple(row if told else row[:-1] for row in rows)
+    has_message = any(trial.message for trial in fit.trials)
+    columns = ("trial", *TRIAL_COLUMNS, *(("message",) if has_message else ()))
+    cut = tuple(row if has_message else row[:-1] for row in rows)
     yield f"<h2>{escaped(name)}Search</h2>"
     yield figure(
         path_chart(fit),
@@ -250,32 +254,32 @@ def _asides(fit: FitResult) -> str:
     return "".join(parts)
 
 
-def _explained(name: str, told: MemoryExplanation, number: int) -> Iterator[str]:
-    yield f"<h2>{escaped(name)}What holds the peak at batch size {told.batch_size:,}</h2>"
-    where = f", at {told.peak_source}" if told.peak_source else ""
-    doing = f", {operation_name(told.peak_operation)}" if told.peak_operation else ""
-    peak = f"{format_bytes(told.peak_bytes)} in {told.peak_phase}{doing}{where}"
-    traced = f"traced for {told.card}, {told.based_on}"
+def _explained(name: str, explanation: MemoryExplanation, number: int) -> Iterator[str]:
+    yield f"<h2>{escaped(name)}What holds the peak at batch size {explanation.batch_size:,}</h2>"
+    where = f", at {explanation.peak_source}" if explanation.peak_source else ""
+    doing = f", {operation_name(explanation.peak_operation)}" if explanation.peak_operation else ""
+    peak = f"{format_bytes(explanation.peak_bytes)} in {explanation.peak_phase}{doing}{where}"
+    traced = f"traced for {explanation.card}, {explanation.based_on}"
     yield card(
         f'<h3>By kind</h3><p class="dim">{escaped(peak)}; {escaped(traced)}.</p>',
-        bars("kind", _rows(told.kinds)),
+        bars("kind", _rows(explanation.kinds)),
     )
-    if told.timeline:
-        kinds = sorted({kind for moment in told.timeline for kind in moment.kinds})
-        every = max(1, len(told.timeline) // 20)
+    if explanation.timeline:
+        kinds = sorted({kind for moment in explanation.timeline for kind in moment.kinds})
+        every = max(1, len(explanation.timeline) // 20)
         rows = tuple(
             (str(m.at), m.phase, *(format_bytes(m.kinds.get(kind, 0)) for kind in kinds))
-            for m in told.timeline[::every]
+            for m in explanation.timeline[::every]
         )
         table = HtmlTable(("event", "phase", *kinds), rows, words=("phase",))
-        yield figure(timeline_chart(told), table, name=f"timeline-{number}")
+        yield figure(timeline_chart(explanation), table, name=f"timeline-{number}")
     yield card(
         '<div class="columns">',
-        f"<div>{bars('module', _rows(told.modules))}</div>",
-        f"<div>{bars('source line', _rows(told.lines))}</div></div>",
+        f"<div>{bars('module', _rows(explanation.modules))}</div>",
+        f"<div>{bars('source line', _rows(explanation.lines))}</div></div>",
     )
-    if told.what_ifs:
-        yield card(_changes(told))
+    if explanation.what_ifs:
+        yield card(_changes(explanation))
 
 
 def _rows(holders: Sequence[Holder]) -> list[tuple[str, float, str, str]]:
@@ -292,10 +296,10 @@ def _rows(holders: Sequence[Holder]) -> list[tuple[str, float, str, str]]:
     return rows
 
 
-def _changes(told: MemoryExplanation) -> str:
+def _changes(explanation: MemoryExplanation) -> str:
     """What would change it, the most first."""
     items = []
-    for one in sorted(told.what_ifs, key=lambda one: -one.gain):
+    for one in sorted(explanation.what_ifs, key=lambda one: -one.gain):
         if one.largest_before is not None and one.largest_after is not None:
             numbers = f"{one.largest_before:,} → {one.largest_after:,}"
         else:
@@ -306,7 +310,7 @@ def _changes(told: MemoryExplanation) -> str:
             f'<li><span class="gain">{escaped(numbers)} ({times})</span> <b>{escaped(one.change)}</b>'
             f'<br><span class="dim">{escaped(one.how)}{cost}</span></li>'
         )
-    what = "the largest batch" if told.largest is not None else "the peak"
+    what = "the largest batch" if explanation.largest is not None else "the peak"
     return f'<h3>What would change {what}</h3><ul class="list">{"".join(items)}</ul>'
 
 

@@ -1,7 +1,7 @@
 """`run_largest`: a whole program, run at the largest batch size at which it reaches its end.
 
 Rules
-- The program (`function(batch_size)`) is run again from its start after it ran out of memory;
+- The program (`function(batch_size)`) is run again from its start after an OOM;
   `_rerun.pure.rerun` says at which size. One that has reached its end is never run again.
 - Before it is run again, its memory is given back: outside of `except`, with the frames of its traceback
   cleared, garbage collected and caches emptied.
@@ -11,7 +11,7 @@ Rules
   unchanged where it was raised, and ends the others.
 - Only texts of errors are kept.
 - A program that is run again in this process (the same function, start and device) begins with the size at
-  which it ended before. A function that is made anew for each call is another program: what it closes over
+  which it ended before. A function that is made for each call is another program: what it closes over
   may be another model.
 """
 
@@ -38,7 +38,7 @@ from batchfit._engine.distributed.collectives import is_lost_connection
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.store.describe import digest_of
+from batchfit._engine.store.key import digest_of
 from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest
 from batchfit._rerun.step_counter import EnoughSeen, counted
 from batchfit.errors import CollectivesError, NothingFitsError
@@ -92,9 +92,9 @@ def run_largest(
     print(ran.batch_size, ran.value)
     ```
 
-    `train` is a whole program that begins anew when it is called: it makes its loader, trains, returns. The
+    `train` is a whole program that starts over when it is called: it makes its loader, trains, returns. The
     first run is at `start`, or at the size with which the same function ended before in this process. Where
-    that runs out of memory, smaller sizes are probed: the program runs until
+    that is out of memory, smaller sizes are probed: the program runs until
     its optimizers have stepped `probe_steps` times and is stopped there. The largest size that survives is
     then run to its end, and what that run returns is the answer. For a single step use `find_batch_size`,
     which measures, and for an out-of-memory that must not lose the training so far a `Microbatcher`.
@@ -106,7 +106,7 @@ def run_largest(
             only evaluates); 0: no probes, the size is halved until the program reaches its end.
         tolerance: probes end when about this share could still be gained.
         reduce: says the next size instead, after each out-of-memory; no probes then.
-        state: modules, optimizers and the like that were made outside of the program: put back before each
+        state: modules, optimizers and the like that were made outside of the program: restored before each
             further run, from copies in host memory.
         key: a name under which the size is kept for later programs on such a device, which begin with it.
         fresh: begin with `start`, whatever was kept under `key` or found before in this process.
@@ -115,63 +115,86 @@ def run_largest(
         on_run: called on rank 0 with each run, as a `Trial`; one that was stopped by us has fitted so far.
 
     Raises:
-        NothingFitsError: the program ran out of memory at size 1.
-        CollectivesError: a rank ran out alone, while others were inside a collective with it.
+        NothingFitsError: the program was out of memory at size 1.
+        CollectivesError: a rank was out of memory alone, while others were inside a collective with it.
     """
     _check(function, start, probe_steps, tolerance, reduce, key, fresh, before_retry, on_run)
     ranks = Ranks.current()
-    place = resolve_device(_own_device(ranks) if device is None else device, near=(state,))
-    begun, call = time.perf_counter(), next(_calls)
+    own = resolve_device(_own_device(ranks) if device is None else device, near=(state,))
+    begun_s, call = time.perf_counter(), next(_calls)
     with telling_others(ranks) as everyone:
         everyone.meet()
         ranks.same(
             [start, probe_steps, tolerance, key, fresh, reduce is None], doing="the settings of the run"
         )
-        kept = _Kept.of(key, None if reduce is not None else function, start, place, ranks)
+        kept = _Kept.of(key, None if reduce is not None else function, start, own, ranks)
         known = None if fresh else kept.size()
         runs = Rerun(start=known or start, probe_steps=probe_steps, tolerance=tolerance)
         snapshot = Snapshot.take(Workload(function, state=state).state)
+        program = _Program(function, own, ranks, snapshot, reduce, before_retry, on_run, call)
+        found = program.run_to_end(runs)
+        kept.keep(list(found.trials), time.perf_counter() - begun_s)
+        ranks.settle()
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Program(Generic[T]):
+    """A program, and what it needs to be run from its start again."""
+
+    function: Callable[[int], T]
+    device: Device
+    ranks: Ranks
+    snapshot: Snapshot
+    reduce: Callable[[], int] | None
+    before_retry: Callable[[], object] | None
+    on_run: Callable[[Trial], object] | None
+    call: int  # which call of `run_largest` in this process
+
+    def run_to_end(self, runs: Rerun) -> LargestRun[T]:
+        """Run the program at the sizes that `runs` asks for, until it reaches its end."""
+        ranks = self.ranks
         trials: list[Trial] = []
-        while (ask := _next(runs, reduce, ranks)) is not None:
+        while (request := _next(runs, self.reduce, ranks)) is not None:
             if trials:
-                if before_retry is not None:
-                    before_retry()
-                _give_back(place)
-                snapshot.restore()
-            ended = _agreed(_run(function, ask, ranks, f"{call}: {len(trials)} ran out"), ask, ranks)
-            trials.append(_as_trial(ask, ended))
+                if self.before_retry is not None:
+                    self.before_retry()
+                _release(self.device)
+                self.snapshot.restore()
+            flag = f"{self.call}: {len(trials)} ran out"
+            ended = _agreed(_run(self.function, request, ranks, flag), request, ranks)
+            trials.append(_as_trial(request, ended))
             assert ended.ending != "broken"  # all ranks have raised by then
-            runs = runs.tell(RunObservation(ask, ended.ending, ended.steps))
-            if on_run is not None and ranks.is_main:
-                on_run(trials[-1])
+            runs = runs.tell(RunObservation(request, ended.ending, ended.steps))
+            if self.on_run is not None and ranks.is_main:
+                self.on_run(trials[-1])
             if ended.ending == "done":
-                kept.keep(trials, time.perf_counter() - begun)
-                ranks.settle()
-                return LargestRun(ended.value, ask.size, tuple(trials))
+                return LargestRun(ended.value, request.size, tuple(trials))
             if ranks.is_main:
-                _tell(ask, ended, None if reduce is not None else runs.ask())
+                _report(request, ended, None if self.reduce is not None else runs.ask())
             del ended
-        _give_back(place)
+        _release(self.device)
         raise NothingFitsError(
             trials[-1].size,
-            device=place.name,
-            budget_bytes=place.total_bytes(),
+            device=self.device.name,
+            budget_bytes=self.device.total_bytes(),
             detail=trials[-1].message,
         )
 
 
-def _run(function: Callable[[int], Any], ask: RunRequest, ranks: Ranks, flag: str) -> _Ended:
+def _run(function: Callable[[int], Any], request: RunRequest, ranks: Ranks, flag: str) -> _Ended:
     """One run; running out of memory is a value, and the frames that held the tensors are cleared.
 
-    `flag` is raised by a rank that ran out, for those whose collectives break off because of it.
+    `flag` is raised by a rank with an OOM, for those whose collectives break off because of it.
     """
     ambient = sys.exception()
     begun = time.perf_counter()
     ending: Ending | Literal["broken"] = "done"
     value, message = None, ""
-    with counted(ask.steps, forwards=ask.forwards) as steps:
+    with counted(request.steps, forwards=request.forwards) as steps:
         try:
-            value = function(ask.size)
+            value = function(request.size)
         except EnoughSeen as enough:
             if enough.by is not steps:  # a probe around this whole call
                 raise
@@ -190,8 +213,8 @@ def _run(function: Callable[[int], Any], ask: RunRequest, ranks: Ranks, flag: st
             elif verdict == "error" and steps.raised and not lost:
                 pass  # it caught ours, and stumbled over what it had not done
             # An ambiguous error counts as too big only where a smaller size can prove it.
-            elif verdict in ("error", "fatal") or (verdict == "ambiguous" and ask.size == 1):
-                error.add_note(f"batchfit: raised at batch size {ask.size}")
+            elif verdict in ("error", "fatal") or (verdict == "ambiguous" and request.size == 1):
+                error.add_note(f"batchfit: raised at batch size {request.size}")
                 raise
             else:
                 ending = "oom"
@@ -221,17 +244,17 @@ def _links(error: BaseException) -> list[BaseException]:
     return links
 
 
-def _agreed(mine: _Ended, ask: RunRequest, ranks: Ranks) -> _Ended:
+def _agreed(mine: _Ended, request: RunRequest, ranks: Ranks) -> _Ended:
     """How the run ended on all ranks together."""
-    told = ranks.gather([mine.ending, mine.steps, mine.message], doing="how the run ended")
-    endings = {one[0] for one in told}
-    failed = [(one[1], rank, one[2]) for rank, one in enumerate(told) if one[0] == "oom"]
+    reports = ranks.gather([mine.ending, mine.steps, mine.message], doing="how the run ended")
+    endings = {one[0] for one in reports}
+    failed = [(one[1], rank, one[2]) for rank, one in enumerate(reports) if one[0] == "oom"]
     if "broken" in endings:
         _, rank, message = min(failed, default=(0, None, ""))
         raise CollectivesError(
-            f"rank {rank} ran out of memory at batch size {ask.size} while others were inside a collective "
-            f"with it, which broke off: the process group is lost ({message}). Begin again with a smaller "
-            "size, find one by a workload before, or train with a Microbatcher."
+            f"rank {rank} ran out of memory at batch size {request.size} while others were inside a "
+            f"collective with it, which broke off: the process group is lost ({message}). Begin again with a "
+            "smaller size, find one by a workload before, or train with a Microbatcher."
         )
     if ranks.world_size == 1:
         return mine
@@ -239,7 +262,7 @@ def _agreed(mine: _Ended, ask: RunRequest, ranks: Ranks) -> _Ended:
         steps, rank, message = min(failed)  # the others may have gone on meanwhile
         return _Ended("oom", None, steps, mine.elapsed_s, f"rank {rank}: {message}")
     if "cut" in endings:
-        return _Ended("cut", None, max(one[1] for one in told), mine.elapsed_s, "")
+        return _Ended("cut", None, max(one[1] for one in reports), mine.elapsed_s, "")
     return mine
 
 
@@ -266,16 +289,16 @@ def _own_device(ranks: Ranks) -> str | None:
     return "cuda"
 
 
-def _give_back(place: Device) -> None:
+def _release(device: Device) -> None:
     torch.clear_autocast_cache()
     gc.collect()
-    if place.name != "cpu":
-        place.reset()
+    if device.name != "cpu":
+        device.reset()
 
 
-def _as_trial(ask: RunRequest, ended: _Ended) -> Trial:
+def _as_trial(request: RunRequest, ended: _Ended) -> Trial:
     return Trial(
-        size=ask.size,
+        size=request.size,
         outcome="oom" if ended.ending == "oom" else "fits",
         steps_run=ended.steps,
         elapsed_s=ended.elapsed_s,
@@ -284,7 +307,7 @@ def _as_trial(ask: RunRequest, ended: _Ended) -> Trial:
     )
 
 
-def _tell(ask: RunRequest, ended: _Ended, follows: RunRequest | None) -> None:
+def _report(request: RunRequest, ended: _Ended, follows: RunRequest | None) -> None:
     what = "before its first optimizer step"
     if ended.steps:
         what = f"after {ended.steps} optimizer step{'s' * (ended.steps > 1)}"
@@ -293,10 +316,10 @@ def _tell(ask: RunRequest, ended: _Ended, follows: RunRequest | None) -> None:
         how = "running it from the start" if follows.steps is None else "probing"
         then = f"; {how} with {follows.size}"
     if ended.ending == "cut":
-        log.info("batch size %d has run for long enough%s", ask.size, then)
+        log.info("batch size %d has run for long enough%s", request.size, then)
         return
     why = ended.message.partition(". ")[0]
-    log.warning("batch size %d ran out of memory %s%s (%s)", ask.size, what, then, why)
+    log.warning("batch size %d ran out of memory %s%s (%s)", request.size, what, then, why)
 
 
 @final
@@ -307,18 +330,20 @@ class _Kept:
     digest: str
     named: bool  # by a key: on disk too
     here: dict[str, int] | None  # of this function in this process; None where it cannot be remembered
-    place: Device
+    device: Device
     ranks: Ranks
 
     @classmethod
     def of(
-        cls, key: str | None, function: Callable[[int], Any] | None, start: int, place: Device, ranks: Ranks
+        cls, key: str | None, function: Callable[[int], Any] | None, start: int, device: Device, ranks: Ranks
     ) -> _Kept:
-        kind = place.name.partition(":")[0]
+        kind = device.name.partition(":")[0]
         method = getattr(getattr(function, "__func__", None), "__qualname__", "")
-        about = ["run_largest", 1, key, start, kind, place.total_bytes(), ranks.world_size]
+        about = ["run_largest", 1, key, start, kind, device.total_bytes(), ranks.world_size]
         here = None if function is None or key is not None else _remembered(function)
-        return cls(digest_of([*about, method] if key is None else about), key is not None, here, place, ranks)
+        return cls(
+            digest_of([*about, method] if key is None else about), key is not None, here, device, ranks
+        )
 
     def size(self) -> int | None:
         """What was kept, on all ranks; None where nothing was."""
@@ -346,9 +371,9 @@ class _Kept:
             trials=tuple(trials),
             survived_steps=last.steps_run,
             stopped_because="strategy",
-            budget_bytes=self.place.total_bytes(),
+            budget_bytes=self.device.total_bytes(),
             peak_bytes=None,
-            device=self.place.name,
+            device=self.device.name,
             strategy="rerun",
             elapsed_s=elapsed_s,
         )
@@ -356,7 +381,7 @@ class _Kept:
 
 
 def _remembered(function: Callable[[int], Any]) -> dict[str, int] | None:
-    """The sizes with which a function has ended; None for one that cannot be told from others."""
+    """The sizes with which a function has ended; None for one that cannot be distinguished from others."""
     try:
         return _ended.setdefault(getattr(function, "__self__", function), {})
     except TypeError:  # neither hashed nor referred to weakly

@@ -1,10 +1,10 @@
-"""The loader that follows a schedule: it is given the plan, or told each size.
+"""The loader that follows a schedule: it gets the plan, or each new size.
 
 Rules
 - A loader that takes a plan (it has an attribute `schedule`) gets it, and changes sizes by itself; any other
-  is told at the change. What somebody else sets stays until the schedule changes the size again.
+  gets the size at the change. What somebody else sets stays until the schedule changes the size again.
 - What a loader counts (`progress`) goes before what the caller says, for its batches are dealt by that.
-- A loader and a caller that are at different places are told, once each.
+- A loader and a caller that are at different epochs or sizes get one warning each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FollowingLoader:
         _check(loader)
         self._loader = loader
         self._plan: Plan | None = None
-        self._epochs_told = self._late_told = False
+        self._warned_of_epochs = self._warned_of_late_rate = False
 
     @property
     def batch_size(self) -> Any:
@@ -74,18 +74,18 @@ class FollowingLoader:
             self.move(size)
 
     def move(self, size: int) -> None:
-        """The size has changed: a loader that follows no plan is told."""
+        """Set the changed size on a loader that follows no plan."""
         if self._loader is None or self.has_plan:
             return
         if self._loader.batch_size != size:
             self._loader.batch_size = size
 
     def restore(self, size: int) -> None:
-        """A size that somebody else had set, until the schedule changes the size again."""
+        """Set a size that somebody else had set before; the schedule's next change replaces it."""
         if self._loader is not None:
             self._loader.batch_size = size
 
-    def told_by_others(self, size: int) -> int | None:
+    def set_by_others(self, size: int) -> int | None:
         """The size that somebody else has given it, if it has another one than the schedule's `size`."""
         loader = self._loader
         if loader is None or getattr(loader, "schedule", None) is not None or loader.batch_size == size:
@@ -95,10 +95,10 @@ class FollowingLoader:
     def compare_epochs(self, epoch: int | None) -> None:
         """One that asks the plan by its own count must not be at another epoch than the caller."""
         counted = self.progress
-        if epoch is None or counted is None or self._epochs_told or not self.has_plan:
+        if epoch is None or counted is None or self._warned_of_epochs or not self.has_plan:
             return
         if epoch - counted.epoch not in (0, 1):
-            self._epochs_told = True
+            self._warned_of_epochs = True
             log.warning(
                 "%s",
                 f"step({epoch}) was called, and the loader is at epoch {counted.epoch}: it takes its sizes "
@@ -108,10 +108,10 @@ class FollowingLoader:
     def compare_sizes(self, before: int) -> None:
         """One that changes by itself must not have had another size than `before`, which the rates are of."""
         began = self.last_began
-        if self._late_told or self._plan is None or not self.has_plan or began is None:
+        if self._warned_of_late_rate or self._plan is None or not self.has_plan or began is None:
             return
         if (size := self._plan.size_at(began)) != before:
-            self._late_told = True
+            self._warned_of_late_rate = True
             log.warning(
                 "%s",
                 f"the loader was at a batch size of {size} before step() was called: until now the learning "

@@ -203,8 +203,8 @@ class LRClock:
             self._warned = True
             log.warning(
                 "%s",
-                f"{type(lr_scheduler).__name__} is stepped once a batch, and the batch size changes: it will "
-                "get another number of steps than with a constant size. Step it once an epoch, or make it "
-                "for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), and "
-                "say so with updates_known=True",
+                f"{type(lr_scheduler).__name__} is stepped once per batch, and the batch size changes: it "
+                "will get another number of steps than with a constant size. Step it once per epoch, or make "
+                "it for the number of steps that there will be, scheduler.updates(samples=..., epochs=...), "
+                "and say so with updates_known=True",
             )

@@ -1,9 +1,9 @@
-"""The batch size that the gradient noise asks for, looked at every few steps.
+"""The batch size that the gradient noise asks for, checked every few steps.
 
 Rules: the decision is `_noise/pure/goodput.py`'s; here it is asked, with the numbers of this run, and all
-ranks go on with the same answer. The noise is looked at every `LOOK_EVERY` steps, and once for a step. A
-reading to which nothing was added since the last look changes nothing: it is of another time, and of another
-size. Where none is measured at all, that is said once, since the size would stay for ever without a word.
+ranks go on with the same answer. The noise is checked every `CHECK_EVERY` steps, and once per step. A
+reading to which nothing was added since the last check changes nothing: it is of another time, and of another
+size. Where none is measured at all, one warning says so: the size would never change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchfit.schedules import NoiseBatchSizeConfig
 
 log = logging.getLogger("batchfit")
 
-LOOK_EVERY: Final = 10
+CHECK_EVERY: Final = 10
 SAY_AFTER: Final = 50  # steps of which none was measured
 
 
@@ -63,16 +63,16 @@ class NoiseChoice:
         self._noise = noise
         self._throughput = throughput
         self._changed_at: int | None = None
-        self._looked_at = -1
+        self._checked_at = -1
         self._measured: int | None = None  # steps that the last reading was made from
         self._measured_at = 0  # when that number last changed
         self._said = False
 
     def choose(self, size: int, at: Progress) -> tuple[int, str]:
         """(the size from now on, why); no reason where nobody looked."""
-        if self._looked_at >= 0 and 0 <= at.step - self._looked_at < LOOK_EVERY:
+        if self._checked_at >= 0 and 0 <= at.step - self._checked_at < CHECK_EVERY:
             return size, ""
-        self._looked_at = at.step
+        self._checked_at = at.step
         from batchfit._noise.pure.goodput import DecideSettings, decide
 
         config = self._config
@@ -115,15 +115,15 @@ class NoiseChoice:
         log.warning(
             "%s",
             f"the noise was not measured in {step - self._measured_at} steps, and the batch size stays "
-            f"{size}. A batch must come in two parts or more, and be told: Microbatcher(model, noise=noise, "
-            "microbatch_size=...) with at most half of what a rank gets, or noise.microbatch(...) and "
-            "noise.total()",
+            f"{size}. A batch must come in two microbatches or more, and be reported: "
+            "Microbatcher(model, noise=noise, microbatch_size=...) with at most half of what a rank gets, "
+            "or noise.microbatch(...) and noise.total()",
         )
 
     def state_dict(self) -> dict[str, Any]:
         """When it last changed the size."""
-        return {"changed_at": self._changed_at, "looked_at": self._looked_at}
+        return {"changed_at": self._changed_at, "looked_at": self._checked_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
-        self._changed_at, self._looked_at = state["changed_at"], state["looked_at"]
+        self._changed_at, self._checked_at = state["changed_at"], state["looked_at"]

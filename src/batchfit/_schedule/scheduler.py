@@ -4,7 +4,7 @@ Rules
 - The size is a function of progress. Asking twice changes nothing; a run that goes on from a checkpoint has
   the sizes and learning rates of one that was never stopped.
 - Every change is one line (`Epoch 20: Updating batch size from 256 to 512`) and one event, on rank 0.
-- What is wrong with sizes, ranks and limits is told before training, where it can be known.
+- Wrong sizes, ranks and limits are errors before training, where they can be known.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class BatchSizeScheduler:
         lr: how the learning rate follows: "none", "linear", "sqrt", "seesaw", "power(0.6)", or one for each
             parameter group. A group with a key "batchfit_lr_rule" has its own.
         optimizer: whose learning rates follow; needs `lr`.
-        lr_scheduler: torch's LR scheduler (or several) of that optimizer: our factor is taken out before it
-            steps, and put back after.
+        lr_scheduler: torch's LR scheduler (or several) of that optimizer: our factor is removed before it
+            steps, and multiplied in after.
         largest: the largest batch that fits. A schedule is capped there; an increase past it is left out.
         world_size, microbatch_size: where given, sizes are multiples of the first, and of the second on every
             rank. The number of ranks is otherwise the loader's, or that of `torch.distributed`.
@@ -218,7 +218,7 @@ class BatchSizeScheduler:
             yield
 
     def close(self) -> None:
-        """Take our factor out of the learning rates, and let go of the LR schedulers."""
+        """Remove our factor from the learning rates, and our wrappers from the LR schedulers."""
         if self._lr is not None:
             self._lr.close()
             self._lr = None
@@ -231,8 +231,8 @@ class BatchSizeScheduler:
             "batch_size": self._size,
             "progress": asdict(self._progress),
         }
-        if (told := self._loader.told_by_others(self._size)) is not None:
-            state["loader_batch_size"] = told
+        if (others := self._loader.set_by_others(self._size)) is not None:
+            state["loader_batch_size"] = others
         if isinstance(self._plan, Increases):
             state["sizes"] = self._plan.runs(before_epoch=self._progress.epoch + 1)
         if self._noise is not None:
@@ -246,7 +246,7 @@ class BatchSizeScheduler:
         if state["initial_batch_size"] != self.initial_batch_size:
             raise ValueError(
                 f"initial_batch_size must be {state['initial_batch_size']}, as in the checkpoint, since "
-                f"learning rates are told against it, not {self.initial_batch_size}"
+                f"learning rates are relative to it, not {self.initial_batch_size}"
             )
         self._progress = Progress(**state["progress"])
         size = int(state["batch_size"])
@@ -265,7 +265,7 @@ class BatchSizeScheduler:
         factors = self._follow()
         if size != state["batch_size"]:
             why = "the schedule or its limits are others than in the checkpoint"
-            self._tell("changed", int(state["batch_size"]), self._progress, why, factors)
+            self._report("changed", int(state["batch_size"]), self._progress, why, factors)
 
     def __repr__(self) -> str:
         kind = "constant" if self.config is None else self.config.type
@@ -308,9 +308,9 @@ class BatchSizeScheduler:
                 self._loader.compare_sizes(before)
         factors = self._follow()
         if size != before:
-            self._tell("changed", before, at, why or self._limit(at) or "as planned", factors)
+            self._report("changed", before, at, why or self._limit(at) or "as planned", factors)
         else:
-            self._tell_limit(at, why, factors)
+            self._report_limit(at, why, factors)
         return size, size != before
 
     def _give_plan(self) -> None:
@@ -329,26 +329,28 @@ class BatchSizeScheduler:
 
     def _limit(self, at: Progress) -> str:
         if isinstance(self._plan, Increases):
-            return self._plan.told_at(at.epoch).why
+            return self._plan.at_epoch(at.epoch).why
         return "" if self._noise is not None else self._plan.limited_at(at)
 
-    def _tell_limit(self, at: Progress, why: str, factors: tuple[float, ...]) -> None:
+    def _report_limit(self, at: Progress, why: str, factors: tuple[float, ...]) -> None:
         """Say once that the schedule wants another size than it gets."""
         limit = why or self._limit(at)
         if limit and limit != self._said:
             kind: EventKind = "limited" if isinstance(self._plan, BoundPlan) else "skipped"
-            self._tell("kept" if self._noise is not None else kind, self._size, at, limit, factors)
+            self._report("kept" if self._noise is not None else kind, self._size, at, limit, factors)
         self._said = limit
 
-    def _tell(self, kind: EventKind, before: int, at: Progress, why: str, factors: tuple[float, ...]) -> None:
+    def _report(
+        self, kind: EventKind, before: int, at: Progress, why: str, factors: tuple[float, ...]
+    ) -> None:
         event = ScheduleEvent(kind, before, self._size, at, why, self._unit, factors)
-        if kind != "kept":  # a decision to do nothing comes with every look at the noise
+        if kind != "kept":  # a decision to do nothing comes with every check of the noise
             say(str(event))
         if self._on_event is not None:
             self._on_event(event)
 
     def _lr_stepped(self, lr_scheduler: Any) -> None:
-        # A constant size makes as many steps as ever.
+        # A constant size does not change the number of steps.
         if self.config is not None and not self._updates_known:
             # Of the last batch: a loop that ends leaves the loader at the next epoch, a `break` does not.
             now = self._loader.last_began or self._now()

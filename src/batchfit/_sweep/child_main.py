@@ -1,12 +1,12 @@
-"""The child's side of a sweep on several processes: it runs one configuration after the other, as it is told.
+"""The child's side of a sweep on several processes: it runs the configurations that it is sent.
 
 Rules:
 - What runs here is what runs in one process (`_sweep.configuration`); only where differs. Events and records
   go to the parent as they come, and the parent alone logs and writes.
-- It ends with its parent, and where the machine's memory runs out the kernel takes it first
+- It ends with its parent, and where the machine is out of memory the kernel ends it first
   (`_engine.trial.child_main`).
 - A record with an error is an answer like another one. Only what ends the process is none.
-- A job that cannot be loaded here is told, and is no failure of a configuration.
+- A job that cannot be loaded here is reported, and is no failure of a configuration.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
                 leave()
             continue
 
-        def tell(event: SweepEvent) -> None:
+        def report(event: SweepEvent) -> None:
             if event.kind != "record":
                 say("event", event=packed(event))
 
-        record = job.run(unpacked(request["configuration"]), tell)
+        record = job.run(unpacked(request["configuration"]), report)
         say("record", record=packed(record))

@@ -6,7 +6,7 @@ Rules:
 - Whatever the user's code raises is text in the record, and the sweep goes on. Only Ctrl-C comes out, and a
   device that is dead, on which nothing more can run.
 - So do its random numbers: each configuration begins with generators seeded from its knobs alone (`SEED`),
-  and the program's own are put back after it.
+  and the program's own are restored after it.
 - A listener (`on_event`) that raises ends the sweep with its error, and the configuration has no record.
 - Where several ranks run a configuration together, they begin with the same size and go down together; the
   search between is theirs already. A rank that raises comes to no agreement: who runs it ends the others.
@@ -46,7 +46,8 @@ from batchfit._knobs import Configuration, key_of, label
 from batchfit._predict.predict import predict_batch_size
 from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
-from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, Measure, SweepSettings
+from batchfit._sweep.pure.options import Measure
+from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import SweepRecord
 from batchfit.workload import Workload, as_workload
@@ -78,7 +79,7 @@ def _own_random(configuration: Configuration) -> Iterator[None]:
         yield
     finally:
         for _, put_back in before:
-            # A device that has died cannot be put back: its record says so already.
+            # A device that has died cannot be restored: its record says so already.
             with suppress(RuntimeError):
                 put_back()
 
@@ -92,81 +93,81 @@ def run_configuration(
 ) -> SweepRecord:
     """Make the workload, find its size, measure; the record of it, errors included."""
     begun = time.perf_counter()
-    course = ConfigurationRun(configuration, on_event)
+    run = ConfigurationRun(configuration, on_event)
     ambient = sys.exception()
     try:
-        course.tell("begin")
+        run.report("begin")
         # Before the search: a measure that cannot be found must not cost one. And before random numbers are
         # the configuration's own: what a module draws when it is loaded is drawn once in a process.
         make, measure = loaded(factory), loaded(settings.measure)
         loaded(settings.estimate)
         with _own_random(configuration):
-            _run(partial(_made, factory, make, configuration), measure, settings, course)
+            _run(partial(_made, factory, make, configuration), measure, settings, run)
     except ListenerRaised:
         pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        course.known.update(_told(error, course, ambient))
+        run.known.update(_told(error, run, ambient))
     # Outside the `except`: only now the frames that hold the workload are gone.
-    if course.known.get("stopped_because") != DEAD:
-        if course.device is not None:
-            recover(course.device)
+    if run.known.get("stopped_because") != DEAD:
+        if run.device is not None:
+            recover(run.device)
         else:  # the factory raised: what it had made may be on any device
             gc.collect()
             torch.cuda.empty_cache()  # does nothing where CUDA is not in use
-    if course.listener_error is not None:
-        raise course.listener_error
+    if run.listener_error is not None:
+        raise run.listener_error
     record = SweepRecord(
         knobs=json.loads(json.dumps(dict(configuration))),  # as a file gives them back: tuples are lists
-        trials=tuple(course.trials),
+        trials=tuple(run.trials),
         elapsed_s=time.perf_counter() - begun,
-        **course.known,
+        **run.known,
     )
     if on_event is not None:
         on_event(SweepEvent(kind="record", knobs=configuration, record=record))
     return record
 
 
-def _told(error: BaseException, course: ConfigurationRun, ambient: BaseException | None) -> dict[str, Any]:
+def _told(error: BaseException, run: ConfigurationRun, ambient: BaseException | None) -> dict[str, Any]:
     """An error as fields of a record: its text, never itself."""
     text = str(error)
     if isinstance(error, errors.NothingFitsError) and error.detail:
         text = text.removesuffix(f" ({error.detail})")  # which is the message of its last trial
     text = " ".join(text.split())
     name = type(error).__name__
-    told = f"{name}: {text}" if text else name
+    said = f"{name}: {text}" if text else name
     for note in getattr(error, "__notes__", ()):
         if str(note).startswith(NOTE):  # a step that fails at some sizes only: at which
-            told += f" ({str(note).removeprefix('batchfit: ')})"
+            said += f" ({str(note).removeprefix('batchfit: ')})"
     dead = oom.classify(error, ambient=ambient) == "fatal"
     return {
-        "error": told if len(told) <= _LONGEST_ERROR else told[: _LONGEST_ERROR - 3] + "...",
+        "error": said if len(said) <= _LONGEST_ERROR else said[: _LONGEST_ERROR - 3] + "...",
         "error_at": last_users_line(error),
-        "failed_in": course.stage,
+        "failed_in": run.stage,
         **({"stopped_because": DEAD} if dead else {}),
     }
 
 
 def _run(
-    make: Callable[[], Workload], measure: Measure | None, settings: SweepSettings, course: ConfigurationRun
+    make: Callable[[], Workload], measure: Measure | None, settings: SweepSettings, run: ConfigurationRun
 ) -> None:
     work = make()
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=_A_DAY_S)
-    course.stage = "search"
-    course.device = device_to_run(work, settings.device)
-    course.known.update(
-        device=course.device.name,
-        device_model=_model(course.device),
-        device_bytes=course.device.total_bytes(),
+    run.stage = "search"
+    run.device = device_to_run(work, settings.device)
+    run.known.update(
+        device=run.device.name,
+        device_model=_model(run.device),
+        device_bytes=run.device.total_bytes(),
     )
-    estimate, start = _start(work, settings, course)
+    estimate, start = _start(work, settings, run)
     if start is not None:
-        start = ranks.minimum(start, doing=f"where to begin with {label(course.configuration)}")
-    course.known.update(estimate=estimate, start=start)
-    course.tell("search", estimate=estimate, start=start)
+        start = ranks.minimum(start, doing=f"where to begin with {label(run.configuration)}")
+    run.known.update(estimate=estimate, start=start)
+    run.report("search", estimate=estimate, start=start)
     begun = time.perf_counter()
-    fit = _found(work, settings, course, start)
-    course.known.update(
+    fit = _found(work, settings, run, start)
+    run.known.update(
         batch_size_used=fit.batch_size,
         survived_steps=fit.survived_steps,
         stopped_because=fit.stopped_because,
@@ -174,15 +175,15 @@ def _run(
         budget_bytes=fit.budget_bytes,
         find_s=time.perf_counter() - begun,
     )
-    course.tell("using", size=fit.batch_size)
+    run.report("using", size=fit.batch_size)
     if measure is None:
         return
-    course.stage = "measure"
+    run.stage = "measure"
     begun = time.perf_counter()
     try:
-        run_measure(measure, work, fit, settings, course, ranks)
+        run_measure(measure, work, fit, settings, run, ranks)
     finally:
-        course.known["measure_s"] = time.perf_counter() - begun
+        run.known["measure_s"] = time.perf_counter() - begun
 
 
 def _model(device: Device) -> str:
@@ -199,19 +200,17 @@ def _made(given: Callable[..., object] | str, make: Any, configuration: Configur
     return as_workload(make(**configuration))
 
 
-def _start(
-    work: Workload, settings: SweepSettings, course: ConfigurationRun
-) -> tuple[int | None, int | None]:
+def _start(work: Workload, settings: SweepSettings, run: ConfigurationRun) -> tuple[int | None, int | None]:
     """The estimate, and the size that the search begins with; None: as the strategy does."""
     most = settings.batch_size
     if not settings.auto:
         return None, most
     if settings.estimate is not None:
         assert most is not None
-        estimate: Any = settings.estimate(dict(course.configuration), most)
+        estimate: Any = settings.estimate(dict(run.configuration), most)
         if isinstance(estimate, bool) or not isinstance(estimate, int) or estimate < 1:
             raise ValueError(
-                f"estimate must return a positive integer at {label(course.configuration)}, not {estimate!r}"
+                f"estimate must return a positive integer at {label(run.configuration)}, not {estimate!r}"
             )
         return estimate, max(settings.min_size, min(estimate, most))
     if settings.strategy not in ("grow", "halve"):
@@ -233,9 +232,9 @@ def _predicted(work: Workload, settings: SweepSettings) -> int | None:
         return None
 
 
-def _found(work: Workload, settings: SweepSettings, course: ConfigurationRun, start: int | None) -> FitResult:
+def _found(work: Workload, settings: SweepSettings, run: ConfigurationRun, start: int | None) -> FitResult:
     def watched(batch_size: int) -> object:
-        course.stepping(batch_size)
+        run.stepping(batch_size)
         return work.step(batch_size)
 
     fixed = None if settings.auto else settings.batch_size
@@ -250,6 +249,6 @@ def _found(work: Workload, settings: SweepSettings, course: ConfigurationRun, st
         tolerance=settings.tolerance,
         steps=settings.steps,
         soak_steps=settings.soak_steps,
-        device=course.device,
-        on_trial=course.on_trial,
+        device=run.device,
+        on_trial=run.on_trial,
     )

@@ -25,7 +25,7 @@ from batchfit._sweep.pure.grid import did_you_mean
 from batchfit._sweep.pure.visible_devices import VISIBLE, places_of
 from batchfit._sweep.ranks import AllRanks
 
-# name -> module and class there, and what it is told of the keywords of `sweep`
+# name -> module and class there, and which keywords of `sweep` it gets
 _NAMED = {"ray": ("batchfit.integrations.ray", "RayEngine")}
 _OF_RAY = {
     "ray_address": "address",
@@ -60,9 +60,9 @@ class Where:
             found: Engine = given
             return found
         module, name = _NAMED[self.engine]
-        told = {inner: getattr(self, outer) for outer, inner in _OF_RAY.items()}
+        given = {inner: getattr(self, outer) for outer, inner in _OF_RAY.items()}
         made = getattr(importlib.import_module(module), name)
-        engine: Engine = made(**{key: value for key, value in told.items() if value is not None})
+        engine: Engine = made(**{key: value for key, value in given.items() if value is not None})
         return engine
 
     def _check(self, device: object) -> None:

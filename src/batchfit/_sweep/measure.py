@@ -1,7 +1,7 @@
 """The user's measurement at the size that was found, and what of it goes into the record.
 
 Rules:
-- One that runs out of memory is tried again at a smaller size, with state and random numbers as the first
+- One that is out of memory is tried again at a smaller size, with state and random numbers as the first
   call had them, and the record names the sizes. An error that may mean something else counts as that only if
   a smaller size runs.
 - It has the budget that the trials had, and what a failed call held is gone before the next.
@@ -25,12 +25,13 @@ from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.workload import loop
 from batchfit._knobs import Configuration
-from batchfit._sweep.run_state import ConfigurationRun, Measure, SweepSettings
+from batchfit._sweep.pure.options import Measure
+from batchfit._sweep.run_state import ConfigurationRun, SweepSettings
 from batchfit.results import FitResult
 from batchfit.results._sweep import OWN_COLUMNS
 from batchfit.workload import Workload
 
-# Of a size at which the measurement ran out of memory; or a size that ran, where one lies between.
+# Of a size at which the measurement was out of memory; or a size that ran, where one lies between.
 _LOWER = 0.8
 
 
@@ -39,21 +40,21 @@ def run_measure(
     work: Workload,
     fit: FitResult,
     settings: SweepSettings,
-    course: ConfigurationRun,
+    run: ConfigurationRun,
     ranks: Ranks,
 ) -> None:
-    """Measure at the size found; where that runs out of memory, lower."""
+    """Measure at the size found; where that is out of memory, lower."""
     size, sizes = fit.batch_size, list[int]()
     ran = [trial.size for trial in fit.trials if trial.fits]
-    device = course.device
+    device = run.device
     assert device is not None
-    asking = partial(measure, **wanted_knobs(measure, course.configuration))
+    asking = partial(measure, **wanted_knobs(measure, run.configuration))
     before = Snapshot.take(work.state)
     verdicts = set[str]()
     while True:
         sizes.append(size)
-        course.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
-        course.tell("measure", size=size)
+        run.known.update(batch_size_used=size, measure_sizes=tuple(sizes))
+        run.report("measure", size=size)
         limit: AbstractContextManager[None] = nullcontext()
         if settings.budget is not None:
             limit = device.limit(min(fit.budget_bytes, device.total_bytes()))
@@ -64,15 +65,15 @@ def run_measure(
                 if verdicts == {
                     "ambiguous"
                 }:  # at every size: it was never the memory, and the size found stands
-                    course.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
+                    run.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
                 raise
             # Inside the limit, which counts what is cached; outside any `except`.
             recover(device)
         if not ranks.any(measured is None, doing=f"the measurement at {size}"):
             assert measured is not None
-            course.known["measures"] = _checked(measured, course.configuration)
+            run.known["measures"] = _checked(measured, run.configuration)
             return
-        # What ran before it ran out is undone: the next call measures what the factory made, too.
+        # What ran before the OOM is undone: the next call measures what the factory made, too.
         before.restore()
         recover(device)
         lower = max(
@@ -82,7 +83,7 @@ def run_measure(
                 *(one for one in ran if one <= size - max(1, size // 10)),
             ]
         )
-        course.tell("measure_oom", size=lower, before=size)
+        run.report("measure_oom", size=lower, before=size)
         size = lower
 
 
@@ -101,7 +102,7 @@ def wanted_knobs(measure: Measure, configuration: Configuration) -> dict[str, An
 def _attempt(
     measure: Measure, work: Workload, size: int, verdicts: set[str], *, last: bool
 ) -> Mapping[str, Any] | None:
-    """What it measured; None where it ran out of memory and a smaller size is left. `verdicts`: why not."""
+    """What it measured; None where it was out of memory and a smaller size is left. `verdicts`: why not."""
     ambient = sys.exception()
     try:
         with loop.running():

@@ -27,7 +27,7 @@ from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
 from batchfit.results._sweep import SweepRecord
 
-# For the children of the other ranks, once one has failed: they fail too, or wait for it for ever.
+# For the children of the other ranks, once one has failed: they fail too, or wait for it without end.
 PATIENCE_S = 5.0
 
 
@@ -44,10 +44,10 @@ class RankAnswer:
         return {"record": self.record and self.record.model_dump(mode="json"), "death": self.death}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> RankAnswer:
-        """What another rank has told."""
-        record = told["record"]
-        return cls(None if record is None else SweepRecord.model_validate(record), told["death"])
+    def of(cls, answer: Mapping[str, Any]) -> RankAnswer:
+        """The answer of another rank."""
+        record = answer["record"]
+        return cls(None if record is None else SweepRecord.model_validate(record), answer["death"])
 
     @property
     def failed(self) -> bool:
@@ -80,10 +80,10 @@ def may_go_on(answers: Sequence[RankAnswer]) -> bool:
     records = [one.record for one in answers]
     if None in records:
         return False
-    told = {one.error for one in records if one is not None}
-    if told == {None}:
+    errors = {one.error for one in records if one is not None}
+    if errors == {None}:
         return True
-    alike = len(told) == 1 and None not in told
+    alike = len(errors) == 1 and None not in errors
     return alike and all(
         one is not None and (one.failed_in == "factory" or (one.error or "").startswith("NothingFitsError"))
         for one in records
@@ -135,8 +135,8 @@ class AllRanks:
             invitation = company.rendezvous()
         worker.begin(entry, invitation)
         mine = self._answer(worker, on_event, flag=f"sweep {self._asked}")
-        told = self.ranks.gather(mine.as_json(), doing=f"the record of {doing}")
-        answers = [RankAnswer.of(one) for one in told]
+        gathered = self.ranks.gather(mine.as_json(), doing=f"the record of {doing}")
+        answers = [RankAnswer.of(one) for one in gathered]
         if not may_go_on(answers):
             worker.end()
         return answers

@@ -1,7 +1,7 @@
-"""A sweep as it is asked for: whatever can be told wrong before anything is run is told here.
+"""A sweep as it is asked for: what can be refused before anything is run is refused here.
 
 Rules: arguments are refused with their names (`batch_size must ...`), and knobs with their place among the
-knobs; the factory is looked at, never called. What is asked is kept as plain values (`Asked.said`): a file
+knobs; the factory is inspected, never called. What is asked is kept as plain values (`Asked.said`): a file
 compares them.
 """
 
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.workload.target import NamedFunction, loaded, source_line
-from batchfit._find.find import check_steps
+from batchfit._find.pure.options import check_steps
 from batchfit._find.pure.search import Search
 from batchfit._sweep.configuration import SEED
 from batchfit._sweep.job import Job
 from batchfit._sweep.measure import wanted_knobs
 from batchfit._sweep.pure.estimates import EstimateFunction, estimate_of
 from batchfit._sweep.pure.grid import Entry, GridError, did_you_mean, plan
+from batchfit._sweep.pure.options import SweepOptions
 from batchfit._sweep.run_state import SweepSettings
 from batchfit._units import parse_bytes
 from batchfit.results._sweep import OWN_COLUMNS
@@ -42,33 +43,33 @@ class Asked:
         cls,
         factory: Any,
         knobs: Any,
-        settings: SweepSettings,
+        options: SweepOptions,
         *,
-        mode: str = "grid",
-        start_from: object = None,
-        estimate: Any = None,
         named: Mapping[str, str] | None = None,
     ) -> Asked:
-        """Refuse whatever can be told wrong before anything is run.
+        """Refuse what can be refused before anything is run.
 
         `named`: what a file is to call functions, where their targets depend on the current folder.
         """
+        start_from, estimate = options.start_from, options.estimate
         said_start = _plain("start_from", start_from)
         start_from = list(start_from) if isinstance(start_from, range) else start_from
-        entries = plan(knobs, mode=mode, start_from=start_from)
+        entries = plan(knobs, mode=options.mode, start_from=start_from)
         names = tuple(entries[0].configuration)
         for name in names:
             if name in OWN_COLUMNS:
                 raise GridError(
                     f"a knob must not be called {name!r}, which is a column of the result", "knobs", name
                 )
-        settings = replace(settings, estimate=_estimate(estimate, entries, settings.batch_size))
+        settings = SweepSettings(
+            **{**options.part(SweepSettings), "estimate": _estimate(estimate, entries, options.batch_size)}
+        )
         _check_settings(settings)
         _check_functions(factory, names, settings.measure)
         said = {
             "factory": _name(factory),
             "knobs": _plain("knobs", knobs),
-            "mode": mode,
+            "mode": options.mode,
             "seed": SEED,
             "start_from": said_start,
             "estimate": None if estimate == "predict" else _plain("estimate", estimate),
@@ -117,7 +118,7 @@ def _check_settings(settings: SweepSettings) -> None:
         raise ValueError(f"batch_size must be given with strategy {settings.strategy!r}, not None")
     if type(settings.min_size) is int and size is not None and settings.min_size > size:
         raise ValueError(f"min_size must be at most batch_size ({size}), not {settings.min_size!r}")
-    check_steps(settings.steps, settings.soak_steps, None)
+    check_steps(settings.steps, settings.soak_steps)
     if settings.device is not None:
         resolve_device(settings.device)
     Search(

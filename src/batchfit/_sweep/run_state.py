@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -19,11 +18,9 @@ from batchfit._engine.device.resolve import Device
 from batchfit._knobs import Configuration
 from batchfit._sweep.pure.estimates import EstimateFunction
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
+from batchfit._sweep.pure.options import Measure
 from batchfit.results import Trial
 from batchfit.results._sweep import Stage
-
-# measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
-Measure = Callable[..., Mapping[str, Any]]
 
 
 @final
@@ -64,7 +61,7 @@ class ConfigurationRun:
     begun_trial: bool = False
     listener_error: BaseException | None = None
 
-    def tell(self, kind: Any, **more: Any) -> None:
+    def report(self, kind: Any, **more: Any) -> None:
         if self.on_event is None:
             return
         try:
@@ -74,14 +71,14 @@ class ConfigurationRun:
             raise ListenerRaised from None
 
     def stepping(self, size: int) -> None:
-        """A step begins: the first one of a trial is told."""
+        """Report the first step of a trial."""
         if not self.begun_trial:
             again = any(one.size == size and one.fits for one in self.trials)
-            self.tell("trying", size=size, before=self.last_size, again=again)
+            self.report("trying", size=size, before=self.last_size, again=again)
             self.begun_trial, self.last_size = True, size
 
     def on_trial(self, trial: Trial, budget_bytes: int) -> None:
         self.begun_trial = False
         self.trials.append(trial)
         self.known["budget_bytes"] = budget_bytes
-        self.tell("trial", trial=trial, budget_bytes=budget_bytes)
+        self.report("trial", trial=trial, budget_bytes=budget_bytes)

@@ -23,18 +23,17 @@ from typing import Any, Literal, final
 import torch
 
 import batchfit
-from batchfit._arguments import check_callback, check_flag, checked_file
+from batchfit._arguments import checked_file
 from batchfit._engine.distributed.lost_ranks import telling_others
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._files import locked, write_atomically
 from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks
 from batchfit._sweep.job import Engine, here
-from batchfit._sweep.pure.estimates import EstimateFunction
-from batchfit._sweep.pure.events import OnEvent, SweepEvent, tell
+from batchfit._sweep.pure.events import OnEvent, SweepEvent, report_event
 from batchfit._sweep.pure.grid import Entry, without_done
+from batchfit._sweep.pure.options import EstimateSpec, Measure, OnRecord, SweepOptions
 from batchfit._sweep.request import Asked
-from batchfit._sweep.run_state import Measure, SweepSettings
 from batchfit._units import format_bytes
 from batchfit.errors import ResultFileError, SettingsDifferError
 from batchfit.results._sweep import (
@@ -44,8 +43,6 @@ from batchfit.results._sweep import (
     in_order,
 )
 from batchfit.workload import Workload
-
-EstimateSpec = str | Mapping[str, Any] | EstimateFunction
 
 
 def sweep(
@@ -76,7 +73,7 @@ def sweep(
     resume: bool = False,
     retry_failed: bool = False,
     overwrite: bool = False,
-    on_record: Callable[[SweepRecord], object] | None = None,
+    on_record: OnRecord | None = None,
     on_event: OnEvent | None = None,
 ) -> SweepResult:
     """Find the largest batch size of every configuration, and measure there.
@@ -96,17 +93,15 @@ def sweep(
         min_size: the smallest size to try, in a search and in a measurement that goes down: 2 for a model
             that cannot train on one sample (BatchNorm over samples alone).
         auto: find a size for each configuration; False: use `batch_size` for all, confirmed by one trial.
-        estimate: where a search begins: `estimate(configuration, batch_size) -> int`, or for each knob a
-            table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict": what a
-            prediction says, where the step can be traced. A function may be given by its name.
-        measure: `measure(workload, size)` returns what is to be recorded, as a dict, at the size found; where
-            it runs out of memory it is called again at a smaller one. Knobs that its further arguments are
-            named after are passed too. Or its name, as for `factory`.
+        estimate: where a search begins: `estimate(configuration, batch_size) -> int` or its name, or for each
+            knob a table or a formula (`{"max_crops": "crops", "active": {"blocks": 24}}`); None or "predict":
+            what a prediction says, where the step can be traced.
+        measure: `measure(workload, size)`, or its name: returns what to record, as a dict, at the size found.
+            After an OOM it is called again at a smaller size. It may take knobs as further arguments.
         strategy: "guided" (default); "grow": from the estimate, x1.5 while it runs, bisection once it does
             not, at most `attempts` sizes; or another of `find_batch_size`.
         attempts, tolerance, steps, soak_steps, budget, device: as in `find_batch_size`.
-        start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`, or 12 where there
-            is one knob.
+        start_from: leave out what stands before this value of a knob: `{"max_crops": 12}`; of one knob, 12.
         devices: run on these, a child process each: `["cuda:0", "cuda:1"]`. Factory, measure and estimate
             must then be functions at the top of a module. None: in this process, or under torchrun each
             configuration over all ranks.
@@ -116,9 +111,8 @@ def sweep(
         num_gpus, num_cpus: what a task of Ray's takes; by default one GPU where there are any, and one CPU.
         max_retries: how often Ray tries a configuration again whose worker or node has died.
         output: a file that holds the result after each configuration.
-        resume: go on with the sweep in `output`; without such a file, begin.
+        resume: go on with the sweep in `output`, if there is one. overwrite: replace what is in `output`.
         retry_failed: with `resume`, run configurations again that failed.
-        overwrite: replace what is in `output`.
         on_record: called with each record when it is in the file. on_event: called with all that happens.
 
     Raises:
@@ -127,40 +121,23 @@ def sweep(
 
     A configuration that fails is a record with its `error`, and the sweep goes on.
     """
-    settings = SweepSettings(
-        batch_size=batch_size,
-        min_size=min_size,
-        auto=auto,
-        strategy=strategy,
-        attempts=attempts,
-        budget=budget,
-        tolerance=tolerance,
-        steps=steps,
-        soak_steps=soak_steps,
-        device=device,
-        measure=measure,
-    )
-    asked = Asked.of(factory, knobs, settings, mode=mode, start_from=start_from, estimate=estimate)
-    check_callback("on_record", on_record, "record")
-    check_callback("on_event", on_event, "event")
-    for name, flag in (("resume", resume), ("retry_failed", retry_failed), ("overwrite", overwrite)):
-        check_flag(name, flag)
-    where = Where(
-        devices=devices,
-        engine=engine,
-        ray_address=ray_address,
-        num_gpus=num_gpus,
-        num_cpus=num_cpus,
-        max_retries=max_retries,
-    )
-    alone = where.engine_of(device=device)
+    keywords = {**locals()}  # every argument, by its name
+    factory, knobs = keywords.pop("factory"), keywords.pop("knobs")
+    return sweep_with(factory, knobs, SweepOptions(**keywords))
+
+
+def sweep_with(factory: Any, knobs: Any, options: SweepOptions) -> SweepResult:
+    """Run every configuration on the engine that the options name, or over all ranks."""
+    asked = Asked.of(factory, knobs, options)
+    alone = Where(**options.part(Where)).engine_of(device=options.device)
     with all_ranks() as ranks, telling_others(ranks), contextlib.ExitStack() as stack:
+        main = ranks.is_main
         keeper = SweepRecords.of(
             asked,
-            output if ranks.is_main else None,
-            resume=resume and ranks.is_main,
-            retry_failed=retry_failed and ranks.is_main,
-            overwrite=overwrite and ranks.is_main,
+            options.output if main else None,
+            resume=options.resume and main,
+            retry_failed=options.retry_failed and main,
+            overwrite=options.overwrite and main,
             stack=stack,
         )
         keeper.share(ranks)
@@ -168,8 +145,8 @@ def sweep(
             asked,
             keeper,
             engine=over_ranks(ranks, alone),
-            on_record=on_record if ranks.is_main else None,
-            on_event=on_event if ranks.is_main else None,
+            on_record=options.on_record if main else None,
+            on_event=options.on_event if main else None,
         )
 
 
@@ -185,7 +162,7 @@ class SweepRecords:
         self.stale = stale  # the file still holds what this sweep replaces
         self.records = list(records)
         self.resumed = len(self.records)
-        self._told_of_device = False
+        self._warned_of_device = False
 
     @classmethod
     def of(
@@ -228,9 +205,9 @@ class SweepRecords:
             return
         ranks.same(self.asked.said, doing="the settings of the sweep")
         mine = [record.model_dump(mode="json") for record in self.records]
-        told = ranks.gather(mine, doing="what has been run before")[0]
+        kept = ranks.gather(mine, doing="what has been run before")[0]
         if not ranks.is_main:
-            self.records = [SweepRecord.model_validate(one) for one in told]
+            self.records = [SweepRecord.model_validate(one) for one in kept]
             self.resumed = len(self.records)
 
     def waiting(self) -> tuple[Entry, ...]:
@@ -247,12 +224,12 @@ class SweepRecords:
             raise RuntimeError(f"the engine gave a record that was not asked for: {record.label}")
         if any(one.key == record.key for one in self.records):
             raise RuntimeError(f"the configuration {record.label} has been run twice")
-        if self.resumed and not self._told_of_device:
-            self._tell_of_device(record)
+        if self.resumed and not self._warned_of_device:
+            self._warn_of_device(record)
         self.records.append(record)
         self.save()
 
-    def _tell_of_device(self, record: SweepRecord) -> None:
+    def _warn_of_device(self, record: SweepRecord) -> None:
         """Warn, once, where a record is of another device than all those that the file had."""
         own_budget = self.asked.said["budget"] is not None
 
@@ -262,7 +239,7 @@ class SweepRecords:
         before = {what(one) for one in self.records[: self.resumed] if all(what(one))}
         if not before or not all(what(record)) or what(record) in before:
             return
-        self._told_of_device = True
+        self._warned_of_device = True
         then = ", ".join(f"{model} with {format_bytes(size or 0)}" for model, size in sorted(before, key=str))
         model, size = what(record)
         warnings.warn(
@@ -330,7 +307,7 @@ def _kept(path: Path, asked: Asked) -> Sequence[SweepRecord]:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    told = []
+    differences = []
     for name, value in now.items():
         before = then.get(name)
         if key_of({name: before}) == key_of({name: value}):
@@ -338,10 +315,10 @@ def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if isinstance(before, dict) and isinstance(value, dict):
             for one in dict.fromkeys((*before, *value)):
                 if key_of({one: before.get(one)}) != key_of({one: value.get(one)}):
-                    told.append(f"{name}.{one}: {_shown(before, one)} then, {_shown(value, one)} now")
+                    differences.append(f"{name}.{one}: {_shown(before, one)} then, {_shown(value, one)} now")
         else:
-            told.append(f"{name}: {_shown(then, name)} then, {_shown(now, name)} now")
-    return told
+            differences.append(f"{name}: {_shown(then, name)} then, {_shown(now, name)} now")
+    return differences
 
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:
@@ -355,16 +332,16 @@ def run_sweep(
     keeper: SweepRecords,
     *,
     engine: Engine = here,
-    on_record: Callable[[SweepRecord], object] | None = None,
+    on_record: OnRecord | None = None,
     on_event: OnEvent | None = None,
 ) -> SweepResult:
-    """Run what waits on an engine; each record is in the file before anyone is told of it."""
+    """Run what waits on an engine; each record is in the file before it is reported."""
 
     def pass_on(event: SweepEvent) -> None:
         keeper.begun()
-        # A record is told once it is kept, which the engine does not see.
+        # A record is reported once it is saved, which the engine does not see.
         if event.kind != "record":
-            tell(event, on_event)
+            report_event(event, on_event)
 
     records: Any = engine(asked.job, keeper.waiting(), pass_on)
     if not isinstance(records, Iterator):
@@ -376,7 +353,7 @@ def run_sweep(
             stack.callback(records.close)
         for record in records:
             keeper.keep(record)
-            tell(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)
+            report_event(SweepEvent(kind="record", knobs=record.knobs, record=record), on_event)
             if on_record is not None:
                 on_record(record)
     if keeper.path is not None and not keeper.path.exists():

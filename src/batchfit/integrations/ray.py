@@ -4,12 +4,12 @@
     batchfit.sweep(make, knobs, engine=RayEngine(address="ray://head:10001", num_gpus=0.5))
 
 Rules
-- One task for each configuration, and one record for each task: whoever asks keeps records, no task writes.
-- A task whose worker or node dies is run again by Ray, `max_retries` times. After that its record says so,
-  and the sweep goes on. What the user's code raises is in the record that the task returns, and is not
-  tried again.
-- A cluster that was there is left as it was; one that was started here ends with the sweep. However the
-  sweep ends, no task of it goes on running.
+- One task per configuration, and one record per task: the caller keeps records, no task writes.
+- A task whose worker or node dies is retried by Ray, `max_retries` times. After that its record holds the
+  error, and the sweep continues. What the user's code raises is in the record that the task returns, and is
+  not retried.
+- An existing cluster is left unchanged; one that was started here ends with the sweep. However the sweep
+  ends, none of its tasks keeps running.
 - Functions of the main file travel by value, as Ray does it; those of modules, and targets
   ("file.py:function"), are loaded where the task runs, under the same paths.
 """
@@ -95,7 +95,7 @@ class RayEngine:
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "on this machine" if self.address is None else f"at {self.address}"
             text = " ".join(str(error).split())
-            raise BatchfitError(f"there is no Ray cluster to be had {where}: {text[:300]}") from None
+            raise BatchfitError(f"there is no Ray cluster {where}: {text[:300]}") from None
         return True
 
     def _run(
@@ -158,7 +158,7 @@ def _record(reference: Any, entry: Any, on_event: Callable[[SweepEvent], object]
         lost = f"{type(error).__name__}: {' '.join(text.split())}"
     if lost:
         return SweepRecord(knobs=dict(entry.configuration), error=lost[:500], failed_in="factory")
-    for event in events:  # all of it now: a task tells nobody what it is doing
+    for event in events:  # all at once: a running task reports nothing
         if event.kind != "record":
             on_event(event)
     found: SweepRecord = record

@@ -1,31 +1,27 @@
-"""torchtune: its recipes for one device, with the batch size found, grown and kept from running out.
+"""torchtune: its recipes for one device, with a batch size that is found, grows, and survives an OOM.
 
     tune run batchfit.integrations.torchtune --config my_config.yaml recipe=full use_maximum_batch_size=True
 
 Keys that it reads beside the recipe's own
 - `recipe`: `full` or `lora` (torchtune's `full_finetune_single_device`, `lora_finetune_single_device`).
 - `use_maximum_batch_size: True` (default False): train with the largest batch that fits.
-- `batch_increase_function: package.module.function`: asked before each epoch, `(epoch, current_batch_size) ->
-  increase`. The largest batch that fits is found before training; an increase past it is skipped, and told.
-- `split_on_out_of_memory` (default True): a batch that runs out of memory is done again in smaller parts.
+- `batch_increase_function: package.module.function`: `(epoch, current_batch_size) -> increase`, called before
+  each epoch. A search finds the largest batch before training; an increase past it is skipped and logged.
+- `split_on_out_of_memory` (default True): a batch that is out of memory is retried in microbatches.
 - `batchfit`: keywords of `batchfit.find_batch_size` (`budget`, `power_of_two`, `soak_steps`, `key`, ...).
 
 Rules
 - The recipes are torchtune's own, subclassed: their loops, losses, checkpoints and logs. Without our keys,
-  and while nothing runs out, the weights are theirs bit for bit.
-- A search leaves weights, optimizer and random numbers as they were.
-- Sizes of past epochs are in the checkpoint; a run that goes on has the sizes of one that was not stopped.
+  and without an OOM, the weights are theirs bit for bit.
+- A search restores weights, optimizer and random numbers.
+- Sizes of past epochs are in the checkpoint; a resumed run has the sizes of a run that was not stopped.
 - Whatever depends on the number of steps (an LR scheduler's length, `global_step`) follows the sizes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import importlib.util
-import inspect
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -37,15 +33,16 @@ import torch
 
 import batchfit
 from batchfit.messages import say
-from batchfit.testing import FakeDevice
 from batchfit.workload import batches
 
 try:
     import torchtune
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
     from torchtune import config, training, utils
 except ImportError as error:
     raise ImportError('pip install "batchfit[torchtune]" to use batchfit.integrations.torchtune') from error
+
+from batchfit.integrations.torchtune_settings import RecipeSettings
 
 log = logging.getLogger("batchfit")
 
@@ -54,16 +51,7 @@ _RECIPES: Final = {
     "full": ("full_finetune_single_device.py", "FullFinetuneRecipeSingleDevice"),
     "lora": ("lora_finetune_single_device.py", "LoRAFinetuneRecipeSingleDevice"),
 }
-_KEYS: Final = (
-    "recipe",
-    "use_maximum_batch_size",
-    "batch_increase_function",
-    "split_on_out_of_memory",
-    "batchfit",
-)
 _STATE: Final = "batchfit"  # our part of the loader's state in a checkpoint
-# Keywords of the search that the recipe sets itself, or that need what a recipe has not.
-_OURS: Final = ("max_size", "min_size", "device", "isolate", "timeout_s", "resume", "on_trial")
 
 
 def _warn_of_version(version: str = torchtune.__version__) -> None:
@@ -78,7 +66,7 @@ _warn_of_version()
 
 
 class AdaptiveBatchSize:
-    """What is added to a recipe of torchtune's; comes before it among the bases (`recipe_class`)."""
+    """Mixin for a recipe of torchtune's, before it among the bases (`recipe_class`)."""
 
     # Of the recipe:
     _model: torch.nn.Module
@@ -95,7 +83,7 @@ class AdaptiveBatchSize:
     global_step: int
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = _Settings(cfg)
+        self._settings = RecipeSettings(cfg)
         self._scheduler: batchfit.BatchSizeScheduler | None = None
         self._largest: int | None = None
         self._mb: batchfit.Microbatcher | None = None
@@ -103,7 +91,7 @@ class AdaptiveBatchSize:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
     def setup(self, cfg: DictConfig) -> None:
-        """Theirs; `_setup_data` finds the size in the middle of it, when model and optimizer are there."""
+        """Set the recipe up; `_setup_data` finds the size, once model and optimizer are made."""
         super().setup(cfg=cfg)  # type: ignore[misc]
         self._ignore_labels(max(self._largest or 0, cfg.batch_size))
         if self._settings.split and not self._in_backward:
@@ -118,7 +106,7 @@ class AdaptiveBatchSize:
             self._metric_logger.log_dict({"batch_size": self._scheduler.batch_size}, step=self.global_step)
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Theirs, with the sizes so far; then the next epoch's size."""
+        """Save the recipe's checkpoint with the sizes so far; then set the next epoch's size."""
         if self._scheduler is None:
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
             return
@@ -143,14 +131,14 @@ class AdaptiveBatchSize:
         collate_fn: str,
         dataloader_state_dict: dict[str, Any] | None = None,
     ) -> Any:
-        kept = dict(dataloader_state_dict or {})
-        state = kept.pop(_STATE, None)
+        theirs = dict(dataloader_state_dict or {})
+        state = theirs.pop(_STATE, None)
         loader = super()._setup_data(  # type: ignore[misc]
             cfg_dataset=cfg_dataset,
             shuffle=shuffle,
             batch_size=batch_size,
             collate_fn=collate_fn,
-            dataloader_state_dict=kept or None,
+            dataloader_state_dict=theirs or None,
         )
         settings = self._settings
         if not (settings.use_maximum or settings.increase):
@@ -180,7 +168,7 @@ class AdaptiveBatchSize:
         self, cfg_lr_scheduler: DictConfig | None, num_training_steps: int, last_epoch: int
     ) -> Any:
         if self._scheduler is not None:
-            # The function is asked for all epochs now: the length of the schedule depends on its answers.
+            # Call the function for all epochs now: the length of the schedule depends on its results.
             epochs = range(self.total_epochs if cfg_lr_scheduler is not None else self.epochs_run)
             steps = [self._steps_at(self._scheduler.get_batch_size(epoch)) for epoch in epochs]
             self.global_step = sum(steps[: self.epochs_run])
@@ -190,31 +178,31 @@ class AdaptiveBatchSize:
         )
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The batch's loss. With a Microbatcher its gradients are there already, and backward adds none."""
+        """The loss of the batch. With a Microbatcher the gradients are complete, and backward adds none."""
         theirs = self._stock_loss
         if self._mb is None:
             loss: torch.Tensor = theirs(batch)
             return loss
-        # The recipe multiplies what is returned here with this number, and then calls backward.
+        # The recipe multiplies the returned loss by this number, and then calls backward.
         tokens = (batch["labels"] != self._loss_fn.ignore_index).sum()
         report = self._mb.backward(lambda micro: theirs(dict(micro)) * tokens, batch)
         mean: torch.Tensor = report.loss / tokens.clamp(min=1)
         return mean.requires_grad_()
 
     def _stock_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The recipe's loss, whatever an attempt before has left in its offloading of activations."""
-        self._forget_offloaded()
+        """The recipe's loss, without what a failed attempt has left in activation offloading."""
+        self._reset_offloading()
         loss: torch.Tensor = super()._loss_step(batch)  # type: ignore[misc]
         return loss
 
-    def _forget_offloaded(self) -> None:
-        """torchtune's offloading counts on a backward after each forward, and running out breaks that off."""
+    def _reset_offloading(self) -> None:
+        """Reset activation offloading: it expects a backward after each forward, which an OOM prevents."""
         offloading: Any = getattr(self, "activations_handling_ctx", None)
         if not hasattr(offloading, "tracker"):
             return
         stashes = [getattr(offloading, name, {}) for name in ("fwd_stash", "bwd_tensor_stash")]
         if any(stashes) and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a stream of its own may still copy them
+            torch.cuda.synchronize(self._device)  # its stream may still copy them
         for held in (offloading.tracker, *stashes, getattr(offloading, "bwd_ev_stash", {})):
             held.clear()
         offloading.is_first_forward_call = offloading.is_first_backward_call = True
@@ -244,13 +232,13 @@ class AdaptiveBatchSize:
             try:
                 train(size)
             except BaseException:
-                self._forget_offloaded()  # what it holds would count as someone else's in the next trial
+                self._reset_offloading()  # the next trial would count what it holds
                 raise
 
         def train(size: int) -> None:
             self._ignore_labels(size)
             running, tokens = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
-            # From the second batch of an accumulation on, the gradients of the first are there.
+            # From the second batch of an accumulation on, gradients are allocated.
             for _ in range(min(2, self._gradient_accumulation_steps)):
                 batch = make(size)
                 utils.batch_to_device(batch, self._device)
@@ -272,7 +260,7 @@ class AdaptiveBatchSize:
         return batchfit.Workload(step, state=[self._model, *optimizers])
 
     def _first_size(self, batch_size: int, state: Mapping[str, Any] | None) -> int:
-        """The size that training begins with: the checkpoint's, if any, the largest, or the config's."""
+        """The size that training starts with: the checkpoint's, if any, the largest, or the config's."""
         largest = self._largest
         assert largest is not None
         if state is not None:
@@ -303,112 +291,8 @@ class AdaptiveBatchSize:
 
 
 @final
-class _Settings:
-    """Our keys of a config, checked."""
-
-    def __init__(self, cfg: DictConfig) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-            raise ValueError("recipe must be run on one device: leave out torchrun's options")
-        _refuse_near_misses(cfg)
-        self.use_maximum = _flag(cfg, "use_maximum_batch_size", default=False)
-        self.split = _flag(cfg, "split_on_out_of_memory", default=True)
-        self.increase = _increase(cfg.get("batch_increase_function"))
-        self.search = _search(cfg.get("batchfit"))
-        if self.search and not (self.use_maximum or self.increase):
-            raise ValueError(
-                "batchfit must be left out where neither use_maximum_batch_size nor batch_increase_function "
-                f"is set, since nothing is searched then, not {self.search!r}"
-            )
-        if self.use_maximum and self.increase is not None:
-            log.warning(
-                "use_maximum_batch_size and batch_increase_function are both set: training begins with the "
-                "largest batch that fits, so every increase will be skipped"
-            )
-
-
-def _refuse_near_misses(cfg: DictConfig) -> None:
-    """Recipes ignore keys that they do not know, so a slip in one of ours would do nothing, silently."""
-    for name in map(str, cfg):
-        near = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.8)
-        if near and name not in _KEYS:
-            raise ValueError(f"{name} must be left out, not {cfg.get(name)!r}: did you mean {near[0]}?")
-
-
-def _flag(cfg: DictConfig, name: str, *, default: bool) -> bool:
-    value = cfg.get(name, default)
-    if type(value) is not bool:
-        raise TypeError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def _increase(path: object) -> batchfit.IncreaseBatchSizeConfig | None:
-    """`package.module.function`, as torchtune writes components, or `package.module:function`."""
-    if path is None:
-        return None
-    if not isinstance(path, str) or not all(
-        part.isidentifier() for part in path.replace(":", ".").split(".")
-    ):
-        raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
-    module, dot, function = path.rpartition(":" if ":" in path else ".")
-    if not dot:
-        raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
-    try:
-        found = config._utils._get_component_from_path(f"{module}.{function}")  # told now, not in an epoch
-    except Exception as error:
-        why = " ".join(str(error).split())
-        raise ValueError(f"batch_increase_function must be importable, not {path!r}: {why}") from error
-    if not callable(found):
-        raise ValueError(f"batch_increase_function must be a function, not {found!r} ({path})")
-    return batchfit.IncreaseBatchSizeConfig(function=f"{module}:{function}")
-
-
-def _search(given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not OmegaConf.is_dict(given):
-        raise TypeError(f"batchfit must be keywords of batchfit.find_batch_size, not {given!r}")
-    settings: Any = OmegaConf.to_container(given, resolve=True)
-    for name in _OURS:
-        if name in settings:
-            raise ValueError(f"batchfit.{name} must be left out, not {settings[name]!r}: the recipe sets it")
-    named = {str(name): value for name, value in settings.items()}
-    _check_search(named)
-    return named
-
-
-class _AskedError(Exception):
-    """Raised by the step of a search that is only asked whether its settings are right."""
-
-
-def _check_search(named: Mapping[str, Any]) -> None:
-    """What the search refuses, told before a model is loaded for it."""
-    known = [name for name in inspect.signature(batchfit.find_batch_size).parameters if name != "workload"]
-    for name, value in named.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
-            raise ValueError(
-                f"batchfit.{name} must be a keyword of batchfit.find_batch_size, not {value!r}{hint}"
-            )
-
-    def step(_: int) -> None:
-        raise _AskedError
-
-    for name in ("store", "fresh"):
-        if type(named.get(name, False)) is not bool:
-            raise TypeError(f"batchfit.{name} must be True or False, not {named[name]!r}")
-    # With a right name the store would be read, and with none it is refused as it is in the recipe.
-    key = named.get("key")
-    stored = ("store", "fresh", "key") if isinstance(key, str) and key.strip() else ()
-    asked = {name: value for name, value in named.items() if name not in stored}
-    device = FakeDevice(2**60)  # the one that the recipe will have is not looked at yet
-    with contextlib.suppress(_AskedError):
-        batchfit.find_batch_size(batchfit.Workload(step, state=[]), device=device, max_size=2**20, **asked)
-
-
-@final
 class _WithState:
-    """The loader, with the scheduler's state in its own while a checkpoint is written."""
+    """A loader whose `state_dict` holds the scheduler's state, too, for a checkpoint."""
 
     def __init__(self, loader: Any, scheduler: batchfit.BatchSizeScheduler) -> None:
         self._loader = loader
@@ -419,7 +303,7 @@ class _WithState:
 
 
 def _resized(loader: Any, size: int) -> Any:
-    """A loader like this one, with another batch size: torchtune's have no workers, so it costs nothing."""
+    """A loader like this one with another batch size: a new one costs nothing without workers."""
     if loader.batch_size == size:
         return loader
     return type(loader)(
@@ -433,11 +317,11 @@ def _resized(loader: Any, size: int) -> Any:
 
 @cache
 def recipe_class(name: str) -> type[Any]:
-    """torchtune's recipe of that name ("full" or "lora") with ours added."""
+    """torchtune's recipe of that name ("full" or "lora") with `AdaptiveBatchSize`."""
     if name not in _RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(_RECIPES)}, not {name!r}")
     file, class_name = _RECIPES[name]
-    # `recipes` is no package: importing it raises, by design.
+    # Not importable: `recipes` raises on import, by design.
     path = Path(torchtune.__file__).parent.parent / "recipes" / file
     spec = importlib.util.spec_from_file_location(f"batchfit_torchtune_{name}", path)
     if spec is None or spec.loader is None or not path.exists():
@@ -461,7 +345,7 @@ def run(cfg: DictConfig) -> Any:
 
 @config.parse  # type: ignore[untyped-decorator]
 def recipe_main(cfg: DictConfig) -> None:
-    """A recipe of torchtune's for one device, with batchfit's keys."""
+    """Run a recipe of torchtune's for one device, with batchfit's keys."""
     run(cfg)
 
 

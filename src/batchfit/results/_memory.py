@@ -140,7 +140,7 @@ class Holder(Result):
     share: float
     count: int = 1  # blocks
     kinds: dict[str, int] = Field(default_factory=dict)  # its bytes by kind
-    repeats: int = 1  # alike modules that are told together ("transformer.h.*")
+    repeats: int = 1  # alike modules that share a row ("transformer.h.*")
     operations: tuple[str, ...] = ()  # those that made the most of it, the most first
     parts: tuple[Holder, ...] = ()  # what it consists of, where that says more
 

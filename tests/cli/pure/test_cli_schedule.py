@@ -18,7 +18,8 @@ from batchfit._charts.text import as_text
 from batchfit._cli.app import app
 from batchfit._cli.commands import schedule as command
 from batchfit._cli.commands import schedule_flags
-from batchfit._cli.commands.schedule import ShowSettings, followed, schedule_lines
+from batchfit._cli.commands.schedule import followed, schedule_lines
+from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_room import ScheduleLimit
 from batchfit._cli.exits import Code
 

@@ -12,18 +12,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import batchfit
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target, options_of
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.workload.target import load_target, make_workload, parse_target
+from batchfit._find.pure.options import FindOptions
+from batchfit._options import flag_names
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -161,8 +163,7 @@ class TestFlags:
             if name not in ("workload", "on_trial")
         }
         assert flags == {**keywords, "store": True}  # off in a program, on at the command line: `_cli/app.py`
-        assert default_settings() == keywords
-        assert set(FindSettings.__annotations__) == set(keywords)
+        assert flag_names(FindOptions) == set(keywords)
 
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -177,14 +178,14 @@ class TestFlags:
             "isolate": True, "timeout_s": 1.5, "resume": "search.json", "store": True, "fresh": True,
             "key": "mine",
         }  # fmt: skip
-        assert set(given) == set(FindSettings.__annotations__)
+        assert set(given) == flag_names(FindOptions)
         arguments = ["find", "train.py:make"]
         for name, value in given.items():
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
             arguments += [flag] if isinstance(value, bool) else [flag, str(value)]
-        seen: list[FindSettings] = []
+        seen: list[Mapping[str, Any]] = []
 
-        def catch(text: str, settings: FindSettings, **rest: object) -> Code:
+        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
             seen.append(settings)
             return Code.FOUND
 
@@ -201,7 +202,7 @@ class TestFlags:
 
         seen: list[object] = []
 
-        def catch(text: str, settings: FindSettings, **rest: object) -> Code:
+        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
             seen.append((settings["store"], rest["store_asked"]))
             return Code.FOUND
 
@@ -211,11 +212,8 @@ class TestFlags:
         assert seen == [(True, False), (True, True), (False, False)]
 
     def test_a_key_without_a_store_is_refused(self) -> None:
-        from batchfit._cli.commands.find import stored_where_possible
-
-        settings: Any = {"store": False, "key": "x", "fresh": False, "isolate": False}
-        with pytest.raises(ValueError, match=r"key must be left out with --no-store, not 'x'"):
-            stored_where_possible(settings)
+        with pytest.raises(CommandFailed, match=r"key must be left out with --no-store, not 'x'"):
+            options_of({"store": False, "key": "x"})
 
     def test_memory_that_went_is_told_with_the_answer(self) -> None:
         from batchfit._cli.commands.find_answer import facts
@@ -324,8 +322,9 @@ class TestFindHere:
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: object) -> Code:
         quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
-        settings = cast(FindSettings, {**default_settings(), **quick, **changes})
-        return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
+        return find_target(
+            target, {**quick, **changes}, as_json=False, output=None, full_traceback=full_traceback
+        )
 
     def test_stopped_before_any_size_ran(self, project: Path) -> None:
         flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
@@ -450,9 +449,7 @@ class TestFindHere:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(find, "write_atomically", full)
-        settings = cast(
-            FindSettings, {**default_settings(), "budget": "8MiB", "soak_steps": 3, "max_size": 2}
-        )
+        settings = {"budget": "8MiB", "soak_steps": 3, "max_size": 2}
         with pytest.raises(CommandFailed, match=r"could not be saved to fit.json: No space left") as caught:
             find_target(
                 "train.py:make", settings, as_json=False, output=Path("fit.json"), full_traceback=False
@@ -538,10 +535,7 @@ class TestInterrupt:
             "stop = False\n"
         )
         monkeypatch.setattr(sys, "path", [*sys.path])
-        settings = cast(
-            FindSettings,
-            {**default_settings(), "budget": "8MiB", "max_size": 2, "resume": "s.json", "store": False},
-        )
+        settings = {"budget": "8MiB", "max_size": 2, "resume": "s.json", "store": False}
         keywords: dict[str, Any] = {"as_json": False, "output": None, "full_traceback": False}
         assert find_target("stops.py:make", settings, **keywords) == Code.FOUND
         monkeypatch.setattr(sys.modules["stops"], "stop", True)
@@ -774,7 +768,7 @@ class TestDoctor:
 
         monkeypatch.setattr(doctor, "_small_search", leak)
         assert doctor.examine(as_json=False) == Code.BROKEN
-        assert "was not put back" in capsys.readouterr().out
+        assert "was not restored" in capsys.readouterr().out
 
         def explode() -> tuple[int, bool]:
             raise RuntimeError("no kernel image")
@@ -852,7 +846,7 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
         assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
     assert f"Timing sizes up to {fit.batch_size}" in ran.stderr
     assert re.search(r"batch size \d+ is recommended", ran.stdout)
-    assert "Predicting it for cards that are not here" in ran.stderr
+    assert "Predicting it for GPUs that are not here" in ran.stderr
     assert "next       batchfit predict your_file.py:your_function --gpu h100\n" in ran.stdout
     # Nobody asked for a file here: the report is in a temporary folder, and its path is the last word.
     report = Path(ran.stdout.splitlines()[-1].removeprefix("  report     "))

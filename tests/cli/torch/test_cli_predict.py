@@ -20,12 +20,17 @@ import batchfit
 from batchfit._charts.text import as_text
 from batchfit._cli import png
 from batchfit._cli.commands import explain, predict
-from batchfit._cli.commands.explain import ExplainSettings, explain_target
-from batchfit._cli.commands.predict import PredictSettings, Row, default_settings, predict_target
+from batchfit._cli.commands.explain import explain_target
+from batchfit._cli.commands.predict import Row, predict_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.target import NO_GPU, TOO_LARGE
 from batchfit._cli.traced import Delivery
 from batchfit._engine.allocator.gpus import GPUS
+from batchfit._explain.pure.options import ExplainOptions
+from batchfit._options import flag_names
+from batchfit._predict.pure.options import PredictOptions
+from batchfit._report.files import Source
+from batchfit._report.sections import charts
 from batchfit.results import MemoryExplanation, Prediction
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -122,14 +127,13 @@ def run_here(*arguments: str) -> Result:
 def predict_here(
     target: str, *, delivery: Delivery | None = None, full_traceback: bool = False, **changes: object
 ) -> Code:
-    settings: PredictSettings = {**default_settings(), **changes}  # type: ignore[typeddict-item]
-    return predict_target(target, settings, delivery=delivery or Delivery(), full_traceback=full_traceback)
+    return predict_target(target, changes, delivery=delivery or Delivery(), full_traceback=full_traceback)
 
 
 def explain_here(target: str, *, delivery: Delivery | None = None, **changes: object) -> Code:
-    settings: ExplainSettings = {
+    settings: dict[str, object] = {
         "batch_size": 8, "budget": None, "gpu": "rtx4090", "what_if": True, **changes
-    }  # type: ignore[typeddict-item]  # fmt: skip
+    }  # fmt: skip
     return explain_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
 
 
@@ -146,11 +150,11 @@ class TestFlags:
         from batchfit._cli import app
 
         flags = {n: p.default for n, p in inspect.signature(app.predict).parameters.items() if n not in OWN}
-        assert flags == keywords(batchfit.predict_batch_size) == default_settings()
-        assert set(flags) == set(PredictSettings.__annotations__)
+        assert flags == keywords(batchfit.predict_batch_size)
+        assert set(flags) == flag_names(PredictOptions)
         flags = {n: p.default for n, p in inspect.signature(app.explain).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.explain_memory)
-        assert set(flags) == set(ExplainSettings.__annotations__)
+        assert set(flags) == flag_names(ExplainOptions)
 
     @pytest.mark.parametrize(
         ("name", "given"),
@@ -478,8 +482,7 @@ class TestPlot:
             **answer, peak_phase="backward", margin=0.02, based_on="no GPU", card="h100",
             answers=(answer,), curve=curve,
         )  # type: ignore[arg-type]  # fmt: skip
-        rows = [Row("h100", False, 80 * GIB, 64, 70 * GIB), Row("t4", False, 14 * GIB, 0, 0)]
-        png.draw_prediction([told], rows, Path(name), title="train.py:make")
+        png.draw_charts(charts([Source(told)]), Path(name), title="train.py:make")
         begins = b"\x89PNG" if name.endswith("png") else b"<?xml"
         assert Path(name).read_bytes().startswith(begins)
         explain_here("train.py:make", what_if=False, delivery=Delivery(plot=Path(f"b.{name}")))
@@ -493,7 +496,7 @@ class TestPlot:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(png, "check_plot", lambda path: None)
-        monkeypatch.setattr(png, "draw_prediction", full)
+        monkeypatch.setattr(png, "draw_charts", full)
         with pytest.raises(CommandFailed, match=r"could not be saved to a.png: No space left") as caught:
             predict_here("train.py:make", budget=["4GiB"], delivery=Delivery(plot=Path("a.png")))
         assert caught.value.code == Code.BROKEN

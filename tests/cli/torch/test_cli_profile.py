@@ -14,9 +14,11 @@ import pytest
 
 import batchfit
 from batchfit._cli.commands import profile as command
-from batchfit._cli.commands.profile import ProfileSettings, default_settings, point_line, profile_target
+from batchfit._cli.commands.profile import point_line, profile_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery
+from batchfit._options import flag_names
+from batchfit._profile.pure.options import ProfileOptions
 from batchfit.results import ThroughputPoint, ThroughputProfile
 
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -51,7 +53,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def profile_here(target: str, *, delivery: Delivery | None = None, **changes: Any) -> Code:
-    settings: Any = {**default_settings(), "budget": "64MiB", **changes}
+    settings: Any = {"budget": "64MiB", **changes}
     return profile_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
 
 
@@ -77,8 +79,8 @@ def test_flags_are_the_keywords_of_the_function() -> None:
     flags = {n: p.default for n, p in inspect.signature(app.profile).parameters.items() if n not in OWN}
     parameters = inspect.signature(batchfit.profile_throughput).parameters
     keywords = {n: p.default for n, p in parameters.items() if n not in {"workload", *OBJECTS}}
-    assert flags == keywords == default_settings()
-    assert set(flags) == set(ProfileSettings.__annotations__)
+    assert flags == keywords
+    assert set(flags) == flag_names(ProfileOptions)
 
 
 def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:

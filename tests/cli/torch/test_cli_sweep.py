@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,14 @@ from torch import nn
 import batchfit
 from batchfit import SweepEvent, SweepRecord, SweepResult
 from batchfit._cli.commands import sweep as command
-from batchfit._cli.commands.sweep import SweepFlags, sweep_file
+from batchfit._cli.commands.sweep import sweep_file
 from batchfit._cli.commands.sweep_file import NEEDED, OPTIONAL, SweepFile
+from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import Pace, SweepLines, SweepTable, column_widths
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.grid import plan
+from batchfit._sweep.pure.options import SweepOptions
 
 ROOT = Path(__file__).parents[3]
 SOURCE = str(Path(batchfit.__file__).parents[1])
@@ -100,6 +103,10 @@ def test_a_file_may_set_every_keyword_of_sweep() -> None:
     # the rest are flags, and objects of a program's own
     rest = {"resume", "retry_failed", "overwrite", "on_record", "on_event"}
     assert keywords == {*NEEDED, *OPTIONAL, *rest}
+    defaults = {name: one.default for name, one in inspect.signature(batchfit.sweep).parameters.items()}
+    assert {one.name: one.default for one in fields(SweepOptions)} == {
+        name: default for name, default in defaults.items() if name not in NEEDED
+    }
 
 
 def test_every_flag_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +127,7 @@ def test_every_flag_reaches_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     ran = CliRunner().invoke(app, ["sweep", "s.yaml", *arguments])
     assert ran.exit_code == 7, ran.output
     everything = SweepFlags(
-        sets=("a=1", "b=2"), devices="cpu,cpu", engine="ray", ray_address="auto",
+        sets=["a=1", "b=2"], devices="cpu,cpu", engine="ray", ray_address="auto",
         output=Path("o.json"), resume=True, retry_failed=True, overwrite=True,
         csv=Path("o.csv"), as_json=True, dry_run=True, full_traceback=True,
     )  # fmt: skip

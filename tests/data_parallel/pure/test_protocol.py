@@ -22,8 +22,8 @@ from batchfit._engine.data_parallel.pure.protocol import (
     StepVote,
     Vote,
     settle,
+    settle_attempt,
     settle_ready,
-    settle_tried,
     settle_zeros,
 )
 
@@ -87,8 +87,8 @@ def step(number: int, script: dict[str, Any]) -> Any:
         votes = yield ("vote", "step", StepVote(error, error == "oom", True))
         if votes is None:
             return "missing"
-        action = settle_tried(votes, tries=tries)
-        if action != "again":
+        action = settle_attempt(votes, attempts=tries)
+        if action != "retry":
             return "moved" if action == "done" else "fail"
     raise AssertionError("a third try")
 

@@ -11,21 +11,21 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchfit._engine.data_parallel.pure.protocol import Offer, Tried, settle_offers, settle_try
+from batchfit._engine.data_parallel.pure.protocol import Offer, PassVote, settle_offers, settle_pass
 
 offers = st.builds(
     Offer,
     error=st.sampled_from(["", "", "", "KeyError: x"]),
-    pieces=st.integers(0, 5),
+    microbatches=st.integers(0, 5),
     weight=st.floats(0, 9),
     rehearsed=st.booleans(),
     spare=st.booleans(),
 )
 tried = st.builds(
-    Tried,
-    outcome=st.sampled_from(["ran", "ran", "ran_out", "raised"]),
+    PassVote,
+    outcome=st.sampled_from(["ran", "ran", "oom", "raised"]),
     text=st.just("why"),
-    at_rest=st.sampled_from([True, True, False]),
+    is_reset=st.sampled_from([True, True, False]),
 )
 
 
@@ -39,7 +39,7 @@ def test_the_number_of_microbatches_is_enough_for_all(votes: list[Offer]) -> Non
         return
     assert not agreed.failed
     if agreed.action == "run":
-        assert agreed.count == max(vote.pieces for vote in votes) > 0
+        assert agreed.count == max(vote.microbatches for vote in votes) > 0
         assert agreed.total == sum(vote.weight for vote in votes) > 0
         assert agreed.rehearse == (not all(vote.rehearsed for vote in votes))
         assert not agreed.rehearse or all(vote.spare for vote in votes)
@@ -47,20 +47,20 @@ def test_the_number_of_microbatches_is_enough_for_all(votes: list[Offer]) -> Non
         assert "no sample that counts" in agreed.why
         assert not all(vote.spare for vote in votes)
     else:
-        assert not (any(vote.weight for vote in votes) and any(vote.pieces for vote in votes))
+        assert not (any(vote.weight for vote in votes) and any(vote.microbatches for vote in votes))
 
 
 @given(st.lists(tried, min_size=1, max_size=6))
 @settings(max_examples=300, deadline=None)
-def test_a_try_is_kept_only_if_it_ran_on_all(votes: list[Tried]) -> None:
-    action = settle_try(votes)
-    assert (action == "keep") == all(vote.outcome == "ran" and vote.at_rest for vote in votes)
-    if action == "again":
-        assert any(vote.outcome == "ran_out" for vote in votes)
-        assert all(vote.at_rest for vote in votes)
+def test_a_try_is_kept_only_if_it_ran_on_all(votes: list[PassVote]) -> None:
+    action = settle_pass(votes)
+    assert (action == "keep") == all(vote.outcome == "ran" and vote.is_reset for vote in votes)
+    if action == "retry":
+        assert any(vote.outcome == "oom" for vote in votes)
+        assert all(vote.is_reset for vote in votes)
     if action == "fail":
-        assert not any(vote.outcome == "ran_out" for vote in votes)
-    assert (action == "stuck") == (not all(vote.at_rest for vote in votes))
+        assert not any(vote.outcome == "oom" for vote in votes)
+    assert (action == "stuck") == (not all(vote.is_reset for vote in votes))
 
 
 def explore(world_size: int, faults: tuple[tuple[int, int], ...], collectives: int, serves: bool) -> set[str]:
@@ -76,8 +76,8 @@ def explore(world_size: int, faults: tuple[tuple[int, int], ...], collectives: i
     while waiting:
         ranks, attempt = waiting.pop()
         if all(place == collectives for place, _ in ranks):
-            action = settle_try([Tried(outcome, "why") for _, outcome in ranks])  # type: ignore[arg-type]
-            if action != "again":
+            action = settle_pass([PassVote(outcome, "why") for _, outcome in ranks])  # type: ignore[arg-type]
+            if action != "retry":
                 ends.add(action)
                 continue
             following = [(tuple((0, "ran") for _ in range(world_size)), attempt + 1)]
@@ -86,7 +86,7 @@ def explore(world_size: int, faults: tuple[tuple[int, int], ...], collectives: i
             for rank, (place, outcome) in enumerate(ranks):
                 at, kind = faults[rank]
                 if place < collectives and outcome == "ran" and attempt == 0 and at == place + 1:
-                    failed = "raised" if kind else "ran_out"
+                    failed = "raised" if kind else "oom"
                     changed = list(ranks)
                     changed[rank] = (place if serves else collectives, failed)
                     following.append((tuple(changed), attempt))

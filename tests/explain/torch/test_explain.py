@@ -15,8 +15,10 @@ import batchfit
 from batchfit._engine.allocator.gpus import card_named
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from batchfit._explain import explain
-from batchfit._explain.what_if import checkpointing, lower_precision, repeated_blocks, step_variable
+from batchfit._engine.workload.reachable import reach_of
+from batchfit._explain import study
+from batchfit._explain.step_variables import step_variable
+from batchfit._explain.what_if import checkpointing, lower_precision, repeated_blocks
 from batchfit.errors import UntraceableError
 from batchfit.results import MemoryExplanation, WhatIf
 
@@ -228,8 +230,8 @@ def test_the_largest_size_of_a_recurrent_model_is_that_of_predict_too() -> None:
 def test_what_is_held_beside_the_workload_counts_as_in_predict(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = batchfit.explain_memory(workload(), batch_size=4, budget=BUDGET, what_if=False)
     on_cpu = rules_for(workload())
-    monkeypatch.setattr(explain, "held_beside", lambda *_: (2**27, 0))
-    beside = explain.Study(workload(), on_cpu, 4, alone.budget_bytes, "GPU, not run")
+    monkeypatch.setattr(study, "held_beside", lambda *_: (2**27, 0))
+    beside = study.Study(reach_of(workload()), on_cpu, 4, alone.budget_bytes, "GPU, not run")
     assert alone.largest is not None
     assert beside.base.largest is not None
     assert beside.base.largest < alone.largest
@@ -307,14 +309,15 @@ def test_inference_is_offered_dtypes_alone() -> None:
 
 
 def test_a_gpu_without_bf16_is_offered_fp16() -> None:
-    (fp16,) = lower_precision(workload(), card_named("t4"), uses_autocast=False)
+    fp32, bf16 = reach_of(workload()), reach_of(workload(dtype=torch.bfloat16))
+    (fp16,) = lower_precision(fp32, card_named("t4"), uses_autocast=False)
     assert fp16.name == "fp16 autocast"
     assert "torch.float16" in fp16.how
     assert "GradScaler" in fp16.how
-    assert lower_precision(workload(), card_named("t4"), uses_autocast=True) == [], "no training in fp16"
-    offered = [one.name for one in lower_precision(workload(), card_named("a10g"), uses_autocast=True)]
+    assert lower_precision(fp32, card_named("t4"), uses_autocast=True) == [], "no training in fp16"
+    offered = [one.name for one in lower_precision(fp32, card_named("a10g"), uses_autocast=True)]
     assert offered == ["bf16 parameters (with them gradients, optimizer state)"]
-    assert lower_precision(workload(dtype=torch.bfloat16), card_named("h100"), uses_autocast=False) == []
+    assert lower_precision(bf16, card_named("h100"), uses_autocast=False) == []
 
 
 def test_fp16_is_what_the_program_in_fp16_takes() -> None:
@@ -397,9 +400,9 @@ def _churn() -> batchfit.Workload:
 
 def test_checkpointing_that_is_on_is_not_offered() -> None:
     work = workload(saving=True)
-    assert len(checkpointing(work)) == 1
+    assert len(checkpointing(reach_of(work))) == 1
     work.model.gradient_checkpointing = True  # as transformers marks it
-    assert checkpointing(work) == []
+    assert checkpointing(reach_of(work)) == []
 
 
 def test_recomputed_activations_belong_to_their_module() -> None:

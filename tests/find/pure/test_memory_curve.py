@@ -15,8 +15,8 @@ from batchfit._find.pure.memory_curve import (
     LIVE_SHARE,
     NOISE,
     Curve,
-    Reading,
-    rests_return,
+    MemoryReading,
+    cache_is_releasable,
 )
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def test_the_ray_is_never_above_the_truth(
     floor, lines, budget = peaks
     end = true_end(lines, budget)
     sizes = {max(1, int(share * end)) for share in shares}
-    readings = [Reading(size, peak(lines, size), noise=0.0) for size in sizes]
+    readings = [MemoryReading(size, peak(lines, size), noise=0.0) for size in sizes]
     curve = Curve.through(readings, budget_bytes=math.ceil(budget), floor_bytes=floor)
     assert peak(lines, curve.safe()) <= math.ceil(budget) * (1 + 1e-9)
 
@@ -70,7 +70,7 @@ def test_the_chord_is_never_below_the_truth(
     end = true_end(lines, math.ceil(budget))
     sizes = {max(1, int(share * end)) for share in shares}
     assume(len(sizes) > 1)
-    readings = [Reading(size, peak(lines, size)) for size in sizes]
+    readings = [MemoryReading(size, peak(lines, size)) for size in sizes]
     look = Curve.through(readings, budget_bytes=math.ceil(budget), floor_bytes=floor).outlook()
     assert look.high >= end * (1 - 1e-9)
     assert look.low <= look.likely <= look.high
@@ -87,7 +87,7 @@ def test_the_chord_is_never_below_the_truth(
 def test_no_readings_however_wild_give_a_number_that_is_none(
     peaks: dict[int, float], floor: float, failed: int | None, setbacks: int
 ) -> None:
-    readings = [Reading(size, need) for size, need in peaks.items()]
+    readings = [MemoryReading(size, need) for size, need in peaks.items()]
     curve = Curve.through(readings, budget_bytes=GIB, floor_bytes=floor)
     look = curve.outlook(failed=failed, setbacks=setbacks)
     numbers = (look.safe, look.careful, look.low, look.high, look.likely, look.aim)
@@ -97,7 +97,7 @@ def test_no_readings_however_wild_give_a_number_that_is_none(
 
 
 def test_three_readings_on_one_line_end_where_the_line_ends() -> None:
-    readings = [Reading(size, 200 + 10 * size) for size in (1, 8, 40)]
+    readings = [MemoryReading(size, 200 + 10 * size) for size in (1, 8, 40)]
     look = Curve.through(readings, budget_bytes=1205).outlook()
     assert look.straight
     assert look.error == FINEST
@@ -106,7 +106,11 @@ def test_three_readings_on_one_line_end_where_the_line_ends() -> None:
 
 
 def test_noisy_readings_are_granted_more() -> None:
-    readings = [Reading(1, 210.0), Reading(8, 280.0), Reading(40, 585.0)]  # the last is 2.5 % low
+    readings = [
+        MemoryReading(1, 210.0),
+        MemoryReading(8, 280.0),
+        MemoryReading(40, 585.0),
+    ]  # the last is 2.5 % low
     look = Curve.through(readings, budget_bytes=1205).outlook()
     assert FINEST < look.error <= NOISE
     assert look.low < 100.5 < look.high
@@ -114,18 +118,18 @@ def test_noisy_readings_are_granted_more() -> None:
 
 
 def test_what_has_not_grown_yet_is_no_line() -> None:
-    flat = [Reading(1, 250.0), Reading(2, 250.0)]
+    flat = [MemoryReading(1, 250.0), MemoryReading(2, 250.0)]
     look = Curve.through(flat, budget_bytes=1000).outlook()
     assert not look.straight
     assert look.safe < 8  # the ray from zero: 2 * 1000 / 250, less the noise
     assert math.isinf(look.high)
     # Exact readings of a flat part and a first growth are not seen as one line either.
-    knee = [*flat, Reading(30, 265.0)]
+    knee = [*flat, MemoryReading(30, 265.0)]
     assert not Curve.through(knee, budget_bytes=1000).outlook().straight
 
 
 def test_held_bytes_carry_the_ray_further() -> None:
-    reading = [Reading(1, 250.0)]
+    reading = [MemoryReading(1, 250.0)]
     far = Curve.through(reading, budget_bytes=1000, floor_bytes=200).safe()
     near = Curve.through(reading, budget_bytes=1000).safe()
     assert near == pytest.approx(1000 / (250 * (1 + NOISE)))
@@ -133,21 +137,32 @@ def test_held_bytes_carry_the_ray_further() -> None:
 
 
 def test_a_floor_above_a_peak_is_no_floor() -> None:
-    curve = Curve.through([Reading(1, 250.0)], budget_bytes=1000, floor_bytes=900)
+    curve = Curve.through([MemoryReading(1, 250.0)], budget_bytes=1000, floor_bytes=900)
     assert curve.floor_bytes == 250
 
 
 def test_a_size_that_ran_needed_no_more_than_there_is() -> None:
-    curve = Curve.through([Reading(4, 1100.0), Reading(4, 700.0), Reading(2, 600.0)], budget_bytes=1000)
+    curve = Curve.through(
+        [MemoryReading(4, 1100.0), MemoryReading(4, 700.0), MemoryReading(2, 600.0)], budget_bytes=1000
+    )
     assert [(one.size, one.need_bytes) for one in curve.readings] == [(2, 600), (4, 1000)]
 
 
 def test_a_promise_that_failed_is_not_made_again() -> None:
-    readings = [Reading(size, 200 + 10 * size) for size in (1, 8, 40)]
+    readings = [MemoryReading(size, 200 + 10 * size) for size in (1, 8, 40)]
     curve = Curve.through(readings, budget_bytes=1205)
     assert curve.outlook().low > 95
-    assert curve.outlook(failed=96).low < 96
-    widths = [curve.outlook(failed=96, setbacks=count).low for count in (1, 2, 3)]
+    # Exact readings: no error explains it, the curve has turned up, and only the ray is safe.
+    turned = curve.outlook(failed=96)
+    assert turned.low == turned.safe == curve.safe()
+    assert turned.likely == 96
+
+
+def test_a_failure_widens_what_inexact_readings_allow() -> None:
+    readings = [MemoryReading(1, 210.0), MemoryReading(8, 281.0), MemoryReading(40, 597.0)]
+    curve = Curve.through(readings, budget_bytes=1205)
+    assert not curve.precise
+    widths = [curve.outlook(failed=100, setbacks=count).low for count in (1, 2, 3)]
     assert widths == sorted(widths, reverse=True)
     assert widths[2] < widths[0]
 
@@ -187,8 +202,8 @@ ALLOCATED, RESERVED = 10 * GIB, 12 * GIB
 def test_what_the_peaks_of_an_allocator_say(
     peaks: dict[str, int | bool | None], need: float, noise: float, firm: bool
 ) -> None:
-    reading = Reading.of(8, ALLOCATED, **peaks)  # type: ignore[arg-type]
-    assert reading == Reading(8, need, noise, firm)
+    reading = MemoryReading.of(8, ALLOCATED, **peaks)  # type: ignore[arg-type]
+    assert reading == MemoryReading(8, need, noise, firm)
 
 
 @pytest.mark.parametrize(
@@ -202,26 +217,26 @@ def test_what_the_peaks_of_an_allocator_say(
         (ALLOCATED // 8, 2, False),  # something was handed back, and the rests stay
     ],
 )
-def test_whether_rests_return(largest: int | None, retries: int, returns: bool | None) -> None:
-    assert rests_return(ALLOCATED, largest_bytes=largest, retries=retries) is returns
+def test_whether_the_cache_is_releasable(largest: int | None, retries: int, returns: bool | None) -> None:
+    assert cache_is_releasable(ALLOCATED, largest_bytes=largest, retries=retries) is returns
 
 
 def test_nothing_live_says_nothing_about_rests() -> None:
-    assert rests_return(None, largest_bytes=GIB) is None
-    assert rests_return(0, largest_bytes=GIB) is None
+    assert cache_is_releasable(None, largest_bytes=GIB) is None
+    assert cache_is_releasable(0, largest_bytes=GIB) is None
 
 
 @pytest.mark.parametrize(("allocated", "reserved"), [(None, None), (0, None), (None, 0), (0, 0)])
 def test_peaks_that_say_nothing(allocated: int | None, reserved: int | None) -> None:
-    assert Reading.of(8, allocated, reserved_bytes=reserved) is None
+    assert MemoryReading.of(8, allocated, reserved_bytes=reserved) is None
 
 
 def test_reserved_bytes_alone_are_a_reading() -> None:
-    assert Reading.of(8, None, reserved_bytes=RESERVED) == Reading(8, RESERVED)
+    assert MemoryReading.of(8, None, reserved_bytes=RESERVED) == MemoryReading(8, RESERVED)
 
 
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"readings must .*, not \[\]"):
         Curve.through([], budget_bytes=1)
     with pytest.raises(ValueError, match=r"budget_bytes must be positive, not 0"):
-        Curve.through([Reading(1, 1.0)], budget_bytes=0)
+        Curve.through([MemoryReading(1, 1.0)], budget_bytes=0)

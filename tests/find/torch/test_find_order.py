@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,15 @@ from torch import nn
 
 import batchfit
 from batchfit import FitResult
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find
+from batchfit._find import predict_first
+from batchfit._find.pure.options import FindOptions
 from batchfit._find.pure.search import Observation, Request, Search
-from batchfit._find.recall import Known, check_store, confirm
+from batchfit._find.recall import Known, confirm
 from batchfit.errors import SearchStoppedError
 
 MAKE = """
@@ -64,7 +66,7 @@ class Sight:
         self.corrections: list[int] = []
         self.budget_bytes = 32 * 2**20
         self.wrong: list[str] = []  # names of those that a real run does not bear out
-        self.glimpses = 0
+        self.short_runs = 0
 
     def of(self, work: batchfit.Workload, *, budget_bytes: int, name: str = "prediction") -> Seen:
         self.traces += 1
@@ -79,7 +81,7 @@ class Seen:
         self.sight, self.tokens, self.name = sight, tokens, name
         self.budget_bytes, self.peak_bytes = sight.budget_bytes, 0
 
-    def look_first(self) -> int | None:
+    def size_to_confirm(self) -> int | None:
         return self.sight.look
 
     def corrected(self, size: int, peak_bytes: int) -> Seen | None:
@@ -89,9 +91,9 @@ class Seen:
 
     def as_corrected(self, other: Seen) -> Seen:
         assert (self.name, self.tokens, self.peak_bytes) == ("prediction", 16, 0)
-        assert (other.name, other.tokens) == ("glimpse", 4)
+        assert (other.name, other.tokens) == ("prediction of a few tokens", 4)
         assert 8 * 4 * 2**14 <= other.peak_bytes < 8 * 6 * 2**14, "what four tokens need"
-        self.sight.glimpses += 1
+        self.sight.short_runs += 1
         return self
 
     def largest(self, most: int | None = None) -> int:
@@ -101,8 +103,8 @@ class Seen:
 @pytest.fixture
 def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
     made = Sight(1130)
-    monkeypatch.setattr(_find, "Foresight", made)
-    monkeypatch.setattr(_find, "_traceable", lambda work, place: work.declared)
+    monkeypatch.setattr(predict_first, "Foresight", made)
+    monkeypatch.setattr(predict_first, "is_traceable", lambda work, device: work.declared)
     return made
 
 
@@ -172,7 +174,7 @@ class TestGlimpse:
         assert writer.noted() == [(8, 4), *[(123, 16)] * 3]
         assert tried(fit) == [(123, True)]
         assert fit.stopped_because == "predicted"
-        assert (self.sight.traces, self.sight.corrections, self.sight.glimpses) == (2, [8], 1)
+        assert (self.sight.traces, self.sight.corrections, self.sight.short_runs) == (2, [8], 1)
 
     def test_what_it_changes_is_put_back(self) -> None:
         writer = Writer()
@@ -237,8 +239,8 @@ class TestGlimpse:
         assert fit.batch_size == 7
         assert fit.stopped_because != "predicted"
 
-    def test_a_glimpse_that_differs_is_followed_by_a_trial(self) -> None:
-        self.sight.wrong = ["glimpse"]
+    def test_a_short_run_that_differs_is_followed_by_a_trial(self) -> None:
+        self.sight.wrong = ["prediction of a few tokens"]
         writer = Writer()
         assert tried(find(generates(writer))) == [(8, False), (123, True)]
         assert writer.noted()[:2] == [(8, 4), (8, 16)]
@@ -246,7 +248,7 @@ class TestGlimpse:
     def test_it_is_no_trial(self) -> None:
         for max_trials in (1, 2):
             assert tried(find(generates(Writer()), max_trials=max_trials)) == [(123, True)]
-        self.sight.wrong = ["glimpse"]
+        self.sight.wrong = ["prediction of a few tokens"]
         assert (123, True) not in tried(find(generates(Writer()), max_trials=2))
 
     def test_there_is_none_where_the_time_is_over(self) -> None:
@@ -393,30 +395,28 @@ class TestIsolated:
     ) -> None:
         (tmp_path / "train.py").write_text(MAKE)
         monkeypatch.chdir(tmp_path)
-        seen: list[dict[str, Any]] = []
-        defaults = default_settings()
+        seen: list[FindOptions] = []
 
-        def catch(workload: object, **rest: Any) -> FitResult:
-            check_store(rest["store"], rest["fresh"], rest["key"], isolate=rest["isolate"])
-            seen.append(rest)
+        def catch(workload: object, make_options: Callable[[], FindOptions]) -> FitResult:
+            seen.append(make_options())
             raise SearchStoppedError("caught")
 
         def command(**changes: Any) -> CommandFailed:
-            settings = {**defaults, "isolate": True, "store": True, **changes}
+            settings = {"isolate": True, "store": True, **changes}
             with pytest.raises(CommandFailed) as failed:
                 find_target(
                     "train.py:make",
-                    cast(FindSettings, settings),
+                    settings,
                     as_json=False,
                     output=None,
                     full_traceback=False,
                 )
             return failed.value
 
-        monkeypatch.setattr(_find, "find_batch_size", catch)
+        monkeypatch.setattr(_find, "find_with", catch)
         assert command().code == Code.STOPPED
         assert command(store=False).code == Code.STOPPED
-        assert [(one["store"], one["key"]) for one in seen] == [(False, None)] * 2
+        assert [(one.store, one.key) for one in seen] == [(False, None)] * 2
         assert "--no-store" in str(command(store=False, key="one"))
         for wrong in ({"key": "one"}, {"fresh": True}):
             error = command(**wrong)

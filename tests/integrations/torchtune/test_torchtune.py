@@ -436,7 +436,7 @@ def test_both_keys_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFix
         use_maximum_batch_size=True,
         batch_increase_function="tiny_torchtune.two_more_each_epoch",
     )
-    ours._Settings(OmegaConf.create(config))
+    ours.RecipeSettings(OmegaConf.create(config))
     assert "use_maximum_batch_size and batch_increase_function are both set" in caplog.text
 
 
@@ -445,7 +445,7 @@ def test_recipes_and_ranks_that_there_are_not(tmp_path: Path, monkeypatch: pytes
         ours.recipe_class("full_finetune_distributed")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="recipe must be run on one device"):
-        ours._Settings(OmegaConf.create(tiny_config(tmp_path, "full")))
+        ours.RecipeSettings(OmegaConf.create(tiny_config(tmp_path, "full")))
 
 
 def test_another_version_is_warned_about() -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import random
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -310,9 +311,9 @@ def test_what_was_found_is_used_for_every_width_and_nothing_below_it(tmp_path: P
 def test_a_second_kind_of_loss_uses_what_was_found_too(tmp_path: Path) -> None:
     run = adapt(Trainer(gpt2(), arguments(tmp_path), train_dataset=Tokens()))._batchfit
     trainer, model, batch = Trainer(gpt2(), arguments(tmp_path)), gpt2(), padded(list(Tokens(8)))
-    first = run.cutter_of(trainer, model, sums=True)
+    first = run.microbatcher_of(trainer, model, sums=True)
     first.backward(lambda micro: model(**micro).loss, batch)
-    assert run.cutter_of(trainer, model, sums=False).state_dict() == first.state_dict()
+    assert run.microbatcher_of(trainer, model, sums=False).state_dict() == first.state_dict()
 
 
 def test_microbatches_by_length(tmp_path: Path) -> None:
@@ -586,7 +587,9 @@ def test_a_scaler_is_used_as_the_trainer_uses_it(tmp_path: Path) -> None:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
 
     def run(ours: bool) -> tuple[torch.Tensor, float]:
-        trainer = Scaled(gpt2().float(), arguments(tmp_path, max_grad_norm=0.0), train_dataset=Tokens())
+        # SGD: Adam makes steps of one size from gradients that are nothing but rounding.
+        args = arguments(tmp_path, max_grad_norm=0.0, optim="sgd")
+        trainer = Scaled(gpt2().float(), args, train_dataset=Tokens())
         if ours:
             adapt(trainer)
         trainer.train()
@@ -746,16 +749,23 @@ def test_a_loader_that_a_schedule_cannot_follow_is_refused(tmp_path: Path) -> No
         assert trainer.seen == []
 
     refused(doubling, "not Doubling, which has an __iter__ of its own")
-    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it deals out batches")
+    refused(lambda trainer: loader_of(trainer, batch_sampler=Twos()), "not with Twos: it makes batches")
     refused(
         lambda trainer: trainer.accelerator.prepare(loader_of(trainer, batch_sampler=Twos())), "not with Twos"
     )
 
 
-@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+STRATEGIES = ["random", "sequential", "group_by_length", "batch_rebalance"]
+IS_BEFORE_5 = not hasattr(transformers.TrainingArguments, "train_sampling_strategy")  # transformers 4.57
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[::2] if IS_BEFORE_5 else STRATEGIES)
 def test_trainers_own_loaders_are_read(strategy: str, tmp_path: Path) -> None:
-    given = {"train_sampling_strategy": strategy, "num_train_epochs": 1}
-    trainer = adapt(Trainer(gpt2(), arguments(tmp_path, **given), train_dataset=Tokens()), find=False)
+    given: dict[str, Any] = {"train_sampling_strategy": strategy}
+    if IS_BEFORE_5:
+        given = {"group_by_length": strategy == "group_by_length"}
+    args = arguments(tmp_path, num_train_epochs=1, **given)
+    trainer = adapt(Trainer(gpt2(), args, train_dataset=Tokens()), find=False)
     seen = Forwards(trainer.model)
     trainer.train()
     assert seen.sizes == [16, 16, 16]
@@ -775,6 +785,8 @@ SCHEDULES: dict[str, tuple[Any, list[tuple[int, int]], int]] = {
     "steps of the second epoch": ("0:8 8:16 step", [(0, 8), (8, 16)], 6 + 2 + 2),
     "epochs": (batchfit.StepBatchSizeConfig(step_size=1, gamma=2), [(0, 16), (3, 32)], 3 + 2),
     "samples": ("0:8 24:16 48:32 samples", [(0, 8), (3, 16), (5, 32)], 3 + 2 + 2),
+    "a second epoch of more batches": ("0:16 1:8", [(0, 16), (3, 8)], 3 + 6),
+    "more batches by steps": ("0:16 3:8 step", [(0, 16), (3, 8)], 3 + 6),
 }
 
 
@@ -823,8 +835,8 @@ def test_the_learning_rate_follows_and_is_logged(tmp_path: Path) -> None:
     assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.01, 0.01]  # taken out again
 
 
-@pytest.mark.parametrize("schedule", [None, "0:8 3:16 step"])
-@pytest.mark.parametrize("stop", [2, 4, 5, 6])
+@pytest.mark.parametrize("schedule", [None, "0:8 3:16 step", "0:16 1:8"])
+@pytest.mark.parametrize("stop", [2, 3, 4, 5, 6, 8])
 def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     schedule: str | None, stop: int, tmp_path: Path
 ) -> None:
@@ -842,6 +854,18 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_one_that_was_never_stopped(
     assert resumed.state.global_step == whole.state.global_step
     assert resumed.state.epoch == whole.state.epoch
     assert torch.equal(parameters_of(resumed.model), parameters_of(whole.model))
+
+
+@pytest.mark.skipif(
+    not hasattr(Trainer, "_prepare_for_training"), reason="transformers before 5.3 starts its clock before"
+)
+def test_the_time_of_the_search_is_not_in_train_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = importlib.import_module("batchfit.integrations.transformers.trainer")
+    monkeypatch.setattr(overrides, "find_microbatch", lambda *given: time.sleep(5))
+    trainer = adapt(Trainer(Plain(), arguments(tmp_path, max_steps=1), train_dataset=points()))
+    assert trainer.train().metrics["train_runtime"] < 4
 
 
 @pytest.mark.parametrize("length", [44, 45, 48])
@@ -865,9 +889,12 @@ def test_epochs_are_counted_as_the_trainer_counts_them(length: int, tmp_path: Pa
 def test_a_plain_trainer_goes_on_from_our_checkpoint_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    log = transformers.trainer_utils.logger
-    monkeypatch.setattr(log, "warning_once", lambda text, *more, **named: told.append(str(text)))
+    warned: list[str] = []
+    for module in (transformers.trainer, transformers.trainer_utils):  # one of them compares sizes
+        if hasattr(module, "logger"):
+            monkeypatch.setattr(
+                module.logger, "warning_once", lambda text, *more, **named: warned.append(str(text))
+            )
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 4}
     given |= {"save_strategy": "steps", "save_steps": 2, "logging_steps": 2}
 
@@ -881,7 +908,7 @@ def test_a_plain_trainer_goes_on_from_our_checkpoint_without_a_word(
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert again.state.train_batch_size == 4
         assert (parameters_of(again.model) - expected).abs().max() < 1e-12
-    assert [text for text in told if "train_batch_size" in text] == []
+    assert [text for text in warned if "train_batch_size" in text] == []
 
 
 def test_what_was_found_is_not_searched_for_again(tmp_path: Path, living_bytes: int) -> None:
@@ -920,12 +947,13 @@ def test_a_checkpoint_of_another_batch_size_or_without_a_schedule_is_refused(tmp
 
 
 class FaultInPrediction(BatchfitTrainer):
-    """Memory runs out in the first batch, in the midst of the model."""
+    """An OOM in the second batch, inside of the model: the first one probes the loss, too."""
 
-    fired = False
+    fired, batches = False, 0
 
     def prediction_step(self, *given: Any, **named: Any) -> Any:
-        with batchfit.testing.fail_at(10**9 if self.fired else 120) as seen:
+        self.batches += 1
+        with batchfit.testing.fail_at(40 if self.batches == 2 else 10**9) as seen:
             found = super().prediction_step(*given, **named)
         self.fired |= seen.fired
         return found
@@ -1134,7 +1162,8 @@ def test_complaint_means_are_added_up_in_accumulation(tmp_path: Path) -> None:
     Upstream has fixed it for losses that divide by num_items_in_batch (#34191), label smoothing too.
     """
     data, norms = Tokens(16, classes=4), {}
-    given = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1, "max_grad_norm": 0.0}
+    # A norm is clipped at none that occurs: without any, transformers 4.57 logs no grad_norm.
+    given = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1, "max_grad_norm": 1e9}
     for name, more, ours in (
         ("whole", {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}, False),
         ("accumulated", {}, False),
@@ -1145,7 +1174,8 @@ def test_complaint_means_are_added_up_in_accumulation(tmp_path: Path) -> None:
             adapt(trainer)._batchfit.microbatch_size = 4
         trainer.train()
         norms[name] = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
-    assert norms["accumulated"] > 3 * norms["whole"]
+    # transformers 4.57 does not give this model the number of items: a mean of means that do not count alike.
+    assert norms["accumulated"] > (1.02 if IS_BEFORE_5 else 3) * norms["whole"]
     assert norms["ours"] == pytest.approx(norms["whole"], rel=1e-9)
 
 
@@ -1190,8 +1220,9 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
         adapt(new(auto_find_batch_size=True))
     with pytest.raises(ValueError, match="auto_find_batch_size must be False"):
         BatchfitTrainer(gpt2(), arguments(tmp_path, auto_find_batch_size=True), train_dataset=Tokens())
-    with pytest.raises(ValueError, match=r"batch_rebalance.*schedule="):
-        adapt(new(train_sampling_strategy="batch_rebalance"), schedule="0:8 3:16 step")
+    if not IS_BEFORE_5:
+        with pytest.raises(ValueError, match=r"batch_rebalance.*schedule="):
+            adapt(new(train_sampling_strategy="batch_rebalance"), schedule="0:8 3:16 step")
     for plugin in ("deepspeed", "fsdp"):
         trainer = new()
         monkeypatch.setattr(trainer, f"is_{plugin}_enabled", True)
@@ -1257,7 +1288,7 @@ class Comparing(Plain):
     [
         (Summing, 48, "Set trainer.loss_is_scaled_for_ga = True", "reduction='sum'"),
         (Comparing, 48, "Microbatcher.backward_cached in a loop of your own", "Use backward_cached"),
-        (Plain, 4100, "is done again in smaller pieces", "make_batch"),
+        (Plain, 4100, "is retried in smaller microbatches", "make_batch"),
     ],
 )
 def test_warnings_advise_what_can_be_done_in_a_trainer(

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="needs transformers")
 from hf_models import Tokens, arguments, gpt2, padded, parameters_of  # noqa: E402
 
 from batchfit.integrations.transformers import adapt  # noqa: E402
-from batchfit.integrations.transformers.counters import kept  # noqa: E402
+from batchfit.integrations.transformers.counters import save_counts  # noqa: E402
 
 Trainer = transformers.Trainer
 
@@ -174,7 +174,7 @@ def test_what_is_large_or_no_count_is_not_touched() -> None:
     holder.mixed = {"model": holder.module, "count": 0}
     holder.ring = [0]
     holder.ring.append(holder.ring)
-    restore = kept(holder)
+    restore = save_counts(holder)
     holder.big.append(1)
     holder.weights += 1
     holder.parameter.data += 1

@@ -66,12 +66,12 @@ def scheduler_made_after_training(wrap: Adapt, folder: Path) -> Any:
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrap(new(folder, model=model, optimizers=(optimizer, None))).train()
-    assert "step" not in vars(optimizer)
-    assert inspect.ismethod(optimizer.step)
+    # An LR scheduler of transformers before 5.3 wraps the optimizer's own, and leaves a function.
+    step = "step" in vars(optimizer), inspect.ismethod(optimizer.step)
     scheduler = schedulers.ExponentialLR(optimizer, 0.5)
     optimizer.step()
     scheduler.step()
-    return parameters_of(model), optimizer.param_groups[0]["lr"]
+    return parameters_of(model), optimizer.param_groups[0]["lr"], step
 
 
 def class_of_an_optimizer(wrap: Adapt, folder: Path) -> Any:
@@ -216,6 +216,8 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("name", USES)
 def test_what_a_plain_trainer_allows_works_with_the_same_result(name: str, tmp_path: Path) -> None:
+    if name == "step_replaced_by_a_partial" and not hasattr(Trainer, "_prepare_for_training"):
+        pytest.skip("a plain Trainer before transformers 5.3 makes an LR scheduler on it, which refuses it")
     assert_same(
         USES[name](lambda trainer: trainer, tmp_path / "plain"), USES[name](adapt, tmp_path / "adapted")
     )
@@ -271,12 +273,15 @@ def test_an_own_step_of_the_optimizer_is_back_when_training_fails(tmp_path: Path
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
             raise KeyboardInterrupt
 
-    model = gpt2()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = adapt(new(tmp_path, model=model, optimizers=(optimizer, None), callbacks=[Fails()]), find=False)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert "step" not in vars(optimizer)
+    def has_own_step(wrap: Adapt) -> bool:
+        model = gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = wrap(new(tmp_path, model=model, optimizers=(optimizer, None), callbacks=[Fails()]))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        return "step" in vars(optimizer)
+
+    assert has_own_step(adapt) == has_own_step(lambda trainer: trainer)
 
 
 def test_a_backward_of_the_users_own_is_refused_not_ignored(tmp_path: Path) -> None:

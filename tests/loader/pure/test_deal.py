@@ -108,18 +108,18 @@ def test_sizes_are_asked_for_by_number_and_position() -> None:
 @given(st.data(), st.integers(0, 200), st.integers(1, 8))
 def test_a_ledger_hands_out_every_sample_once_in_order(data: st.DataObject, length: int, depth: int) -> None:
     """A loader with `depth` batches in flight, cancelled at random: what it hands out is the epoch."""
-    ledger, size = DealtSamples(serial=7, void_below=7), 5
+    ledger, size = DealtSamples(serial=7, discarded_below=7), 5
     seen: list[int] = []
     serials: list[int] = []
     while True:
-        while len(ledger.in_flight) < depth and (took := cut(size, length - ledger.cursor)):
+        while len(ledger.prefetched) < depth and (took := cut(size, length - ledger.cursor)):
             ledger = ledger.deal(took)
-            serials.append(ledger.in_flight[-1].serial)
-        if not ledger.in_flight:
+            serials.append(ledger.prefetched[-1].serial)
+        if not ledger.prefetched:
             break
-        first = ledger.in_flight[0]
+        first = ledger.prefetched[0]
         ledger = ledger.arrived(first.serial)
-        if ledger.is_void(first.serial):
+        if ledger.is_discarded(first.serial):
             ledger = ledger.throw_away()
         else:
             assert first.number == ledger.batches
@@ -139,25 +139,25 @@ def test_what_failed_is_passed_over() -> None:
     ledger = DealtSamples().deal(4).deal(4).deal(4)
     later = ledger.arrived(1).hand()
     assert (later.handed, later.batches) == (8, 2)
-    assert [deal.serial for deal in later.in_flight] == [2]
-    assert ledger.cancel().deal(4).in_flight[-1] == Deal(3, 0, 0, 4)  # and comes again after a cancel
+    assert [deal.serial for deal in later.prefetched] == [2]
+    assert ledger.cancel().deal(4).prefetched[-1] == Deal(3, 0, 0, 4)  # and comes again after a cancel
 
 
 def test_a_short_batch_moves_what_comes_after_it() -> None:
     ledger = DealtSamples().deal(8).deal(8).hand_part(3)
     assert (ledger.handed, ledger.batches, ledger.cursor, ledger.number) == (3, 1, 11, 2)
-    assert ledger.in_flight == (Deal(1, 1, 3, 11),)
+    assert ledger.prefetched == (Deal(1, 1, 3, 11),)
     none = ledger.hand_part(0)
     assert (none.handed, none.batches, none.cursor, none.number) == (3, 1, 3, 1)
 
 
 def test_a_ledger_goes_on_and_begins_anew() -> None:
     ledger = DealtSamples().deal(8).deal(8).hand()
-    assert ledger.next_epoch() == DealtSamples(serial=2, void_below=2)
+    assert ledger.next_epoch() == DealtSamples(serial=2, discarded_below=2)
     on = ledger.resumed(100, 7).deal(5)
-    assert on.in_flight == (Deal(2, 7, 100, 105),)
-    assert not on.is_void(2)
-    assert on.is_void(1)
+    assert on.prefetched == (Deal(2, 7, 100, 105),)
+    assert not on.is_discarded(2)
+    assert on.is_discarded(1)
 
 
 class Counting:

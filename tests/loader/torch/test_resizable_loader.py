@@ -324,7 +324,7 @@ def test_the_same_size_again_voids_nothing() -> None:
     serial = loader._dealer.ledger.serial
     loader.batch_size = 8
     loader.schedule = Sizes(lambda progress: 8)
-    assert not loader._dealer.ledger.void_below
+    assert not loader._dealer.ledger.discarded_below
     assert flat([numbers(batch) for batch in iter_]) == list(range(8, 40))
     assert serial == 3
 
@@ -841,7 +841,7 @@ def test_leaving_a_loop_and_starting_anew(workers: int) -> None:
     loader.set_epoch(9)
     second = iter(loader)
     assert numbers(next(second)) == order(40, True, epoch=9)[:4]
-    with pytest.raises(RuntimeError, match="its loader was iterated anew"):
+    with pytest.raises(RuntimeError, match="its loader was iterated again"):
         next(first)
     assert flat([numbers(batch) for batch in second]) == order(40, True, epoch=9)[4:]
     assert next(second, None) is None

@@ -174,7 +174,7 @@ def test_a_function_that_talks_to_other_ranks_is_refused() -> None:
         for first, again, hooked, after in (told[:4], told[4:]):
             for kind, text in (first, again, hooked):
                 assert kind == "CollectivesError"
-                assert "fn talks to other ranks (collectives in its first microbatch: 1)" in text
+                assert "fn issues collectives (in its first microbatch: 1)" in text
             assert after["same"]
             assert after["error"] < 1e-10
 

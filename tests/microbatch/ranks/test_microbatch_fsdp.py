@@ -143,7 +143,7 @@ def test_a_rank_that_fails_for_good_makes_all_raise_and_go_on() -> None:
 def test_where_it_cannot_be_done_again_all_ranks_stop_at_once(how: str) -> None:
     for kind, text, elapsed_s in values(run_ranks(cases.unresettable, world_size=2, args=(how,))):
         assert kind == "BatchfitError"
-        assert "cannot be done again" in text
+        assert "cannot be retried" in text
         assert "rank 1: OutOfMemoryError" in text
         assert "after a failure in backward: " in text
         assert elapsed_s < 15

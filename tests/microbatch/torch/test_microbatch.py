@@ -339,7 +339,7 @@ def test_cached_errors_of_the_user() -> None:
     frozen.backward_cached(lambda x: model(x).detach(), lambda reps: head(reps).sum(), batch)
     assert head.weight.grad is not None
     rows_seen = iter([2, 2, 1])
-    with pytest.raises(ValueError, match="the same rows when it is called again"):
+    with pytest.raises(ValueError, match="the same rows when it is called twice"):
         mb.backward_cached(lambda x: model(x)[: next(rows_seen)], lambda reps: reps.sum(), batch)
 
 
@@ -673,7 +673,7 @@ def refused_as_wrapped() -> None:
 
 
 def test_models_that_talk_to_other_ranks_are_refused() -> None:
-    with pytest.raises(BatchfitError, match="SyncBatchNorm talks to the other ranks"):
+    with pytest.raises(BatchfitError, match="SyncBatchNorm has collectives"):
         Microbatcher(nn.Sequential(nn.SyncBatchNorm(3)))
     with pytest.raises(TypeError, match="at least one module, not none"):
         Microbatcher()
@@ -848,7 +848,7 @@ def test_an_ambiguous_error_counts_only_if_a_smaller_size_runs() -> None:
     other = Microbatcher(model)
     with pytest.raises(RuntimeError, match=text):
         other.backward(fn(0), torch.ones(8, 1))
-    assert len(other._sizing.learned) == 0
+    assert len(other._uniform.learned) == 0
 
 
 @pytest.mark.parametrize(
@@ -889,7 +889,7 @@ def test_running_out_is_no_thrashing() -> None:
     job.device.use = counted  # type: ignore[method-assign]
     job.run(256)
     job.run(256)
-    (bounds,) = job.mb._sizing.learned._bounds.values()
+    (bounds,) = job.mb._uniform.learned._bounds.values()
     assert job.device.alloc_retries() == 2
     assert bounds.thrash == 0
 
@@ -947,7 +947,7 @@ def test_compiled_models_get_few_sizes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(1000)
-    job.mb._setting.compiled = True
+    job.mb._context.compiled = True
     assert job.run(100).microbatch_sizes == (32, 32, 32, 4)
     sizes = {size for n in (100, 100, 96, 256) for size in job.run(n).microbatch_sizes}
     assert sizes <= {4, 32, 64, 36, 100}
@@ -955,7 +955,7 @@ def test_compiled_models_get_few_sizes(
     with caplog.at_level(logging.WARNING, logger="batchfit"):
         job.run(99)
         assert "gives up" not in caplog.text  # sizes of one program that takes any number
-        job.mb._sizing._compiled_before = compilations() - 5
+        job.mb._uniform._compiled_before = compilations() - 5
         job.run(99)
     assert "torch compile 5 times, and it gives up at 4" in caplog.text
 

@@ -93,7 +93,7 @@ class Run:
 
     def at(self, sizes: tuple[int, ...]) -> Run:
         """Where nothing fails and `sizes` are what it begins with."""
-        self.mb._sizing._most = sizes[0]
+        self.mb._uniform._most = sizes[0]
         self.go(nullcontext())
         assert (self.sizes, self.retries) == (sizes, 0)
         return self
@@ -367,8 +367,8 @@ class Training:
 
     def by_hand(self, sizes: list[tuple[int, ...]]) -> Training:
         for number, some in enumerate(sizes):
-            self.mb._sizing._most = some[0]
-            self.mb._sizing.learned = Learned()
+            self.mb._uniform._most = some[0]
+            self.mb._uniform.learned = Learned()
             self.backward(number)
             assert self.sizes[-1] == some
             if self.scaler is not None:

@@ -101,15 +101,15 @@ def test_the_graph_is_walked_once_for_a_function_that_is_made_anew() -> None:
     looks = []
     for _ in range(3):
         fn = lambda micro: model(micro).mean()  # noqa: E731
-        looks.append(coverage.look([fn], list(model.parameters()), "backward"))
+        looks.append(coverage.check_of([fn], list(model.parameters()), "backward"))
         if looks[-1] is not None:
             looks[-1]([fn(torch.ones(1, 3))])
     assert looks[0] is not None
     assert looks[1:] == [None, None]
-    other = coverage.look([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
+    other = coverage.check_of([lambda micro: model(micro).sum()], list(model.parameters()), "backward")
     assert other is not None
     model.bias.requires_grad_(False)
-    assert coverage.look([fn], [model.weight], "backward") is not None
+    assert coverage.check_of([fn], [model.weight], "backward") is not None
 
 
 def test_the_same_code_with_another_module_is_looked_at_again() -> None:
@@ -256,7 +256,9 @@ def test_a_loss_over_the_whole_batch_that_does_not_fit_is_not_blamed_on_the_enco
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB")
 
     mb = Microbatcher(encoder, microbatch_size=16, on_event=events.append)
-    with pytest.raises(NothingFitsError, match=r"a batch of 64 does not fit.*loss_fn ran out over the rep"):
+    with pytest.raises(
+        NothingFitsError, match=r"a batch of 64 does not fit.*loss_fn is out of memory over the rep"
+    ):
         mb.backward_cached(encode, compare, torch.randn(64, 4))
     assert sizes == [16] * 8  # once, and once more with memory freed
     assert [(event.kind, event.size_after) for event in events] == [("retry", 16)]
@@ -378,7 +380,7 @@ def test_batch_norm_on_one_sample_is_explained() -> None:
 def test_compiled_microbatches_leave_no_remainder_of_one_for_batch_norm(norm: bool, sizes: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if norm else nn.LayerNorm(4))
     mb = Microbatcher(model, microbatch_size=8, batch_norm="ignore")
-    mb._setting.compiled = True
+    mb._context.compiled = True
     assert mb.backward(lambda micro: model(micro).mean(), torch.randn(17, 3)).microbatch_sizes == sizes
 
 

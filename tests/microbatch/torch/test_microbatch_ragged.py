@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -229,15 +229,15 @@ def test_a_fault_at_every_operation(kind: str, monkeypatch: pytest.MonkeyPatch) 
     """It ends bit for bit as a call that began with the final plan."""
     used: list[Any] = []
     forced: Any = None
-    real = ragged.RaggedSizer.plan
+    real = ragged.RaggedBatch.plan
 
-    def plan(self: Any, call: Any, done: Any = ()) -> Any:
+    def plan(self: Any, done: Any = ()) -> Any:
         if forced is not None:
-            call.plan = forced
-        used.append(real(self, call, done))
+            self.planned = forced
+        used.append(real(self, done))
         return used[-1]
 
-    monkeypatch.setattr(ragged.RaggedSizer, "plan", plan)
+    monkeypatch.setattr(ragged.RaggedBatch, "plan", plan)
     world = World(kind)
     with count_operations() as seen:
         world.call()
@@ -262,7 +262,7 @@ def test_the_whole_batch_begins_anew_and_an_error_leaves_what_was() -> None:
     world = World("old")
     before = world.state()
     fn = faulty(world.loss, {1: ValueError("mine")})
-    world.mb._packing._most = 3
+    world.mb._ragged._most = 3
     with pytest.raises(ValueError, match="mine") as raised:
         world.mb.backward(fn, world.batch)
     assert raised.value.__notes__ == ["batchfit: raised in microbatch 2, 2 samples of length 16"]
@@ -356,14 +356,15 @@ def test_gradients_that_appear_while_a_batch_runs_are_counted() -> None:
             job.device.hold(9000)
         return found
 
-    job.mb._packing._most = 20
+    job.mb._ragged._most = 20
     for count in (40, *[64] * 8):
         report = job.mb.backward(loss, torch.ones(count, 40))
         job.device.release(begun.pop())  # zero_grad
         assert report.retries == 0
-        job.mb._packing._most = None
-    (known,) = job.mb._packing._known.values()
-    memory, _ = job.mb._packing._memory(cast(Any, SimpleNamespace(known=known, held_bytes=300)))
+        job.mb._ragged._most = None
+    (known,) = job.mb._ragged._known.values()
+    another: Any = SimpleNamespace(known=known, held_bytes=300, sizer=job.mb._ragged)
+    memory, _ = ragged.RaggedBatch.memory_model(another)
     assert memory.held_bytes == 9300  # what another batch would find held after its first microbatch
     assert memory.readings[0].used_bytes <= 50 + 400 * 20  # the gradients are in no reading
 
@@ -384,7 +385,7 @@ def test_allocation_retries_leave_more_room_and_are_told_once(
     with caplog.at_level(logging.INFO, logger="batchfit"):
         for _ in range(8):
             job.run([40] * 32)
-        (known,) = job.mb._packing._known.values()
+        (known,) = job.mb._ragged._known.values()
         assert known.headroom.share == 0.9
         before = known.peaks
         job.device.cached, job.device.settles_after = 0.9, None

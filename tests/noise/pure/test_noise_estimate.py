@@ -69,7 +69,7 @@ def run(
     draw, state = random.Random(seed), NoiseState(decay_samples=400 * sum(sizes))
     for _ in range(steps):
         norms, total = how(sizes, scale, draw)
-        state = state.told(observe(sizes, norms, total))
+        state = state.with_step(observe(sizes, norms, total))
     return state.reading()
 
 
@@ -219,7 +219,7 @@ def test_the_averages_are_weighted_by_samples_as_if_made_in_one_go(
     state, seen = NoiseState(decay_samples=decay), []
     for noise, signal, samples in told:
         seen.append(observation(noise, signal, samples))
-        state = state.told(seen[-1])
+        state = state.with_step(seen[-1])
     weights, later = [], 0.0
     for one in reversed(seen):
         weights.append(-math.expm1(-one.samples / decay) * math.exp(-later / decay))
@@ -249,23 +249,23 @@ def test_the_averages_are_weighted_by_samples_as_if_made_in_one_go(
 def test_decay_is_per_sample_so_cutting_a_step_in_two_changes_nothing() -> None:
     whole, halves = NoiseState(decay_samples=500), NoiseState(decay_samples=500)
     for number in range(20):
-        whole = whole.told(observation(number, 1.0, 100))
+        whole = whole.with_step(observation(number, 1.0, 100))
         for _ in range(2):
-            halves = halves.told(observation(number, 1.0, 50))
+            halves = halves.with_step(observation(number, 1.0, 50))
     assert halves.noise == pytest.approx(whole.noise)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
-    state = NoiseState().told(observation(3.0, 1.0))
+    state = NoiseState().with_step(observation(3.0, 1.0))
     for wrong in (math.nan, math.inf, -math.inf):
-        told = state.told(replace(observation(3.0, 1.0), big=wrong))
+        told = state.with_step(replace(observation(3.0, 1.0), big=wrong))
         assert told == replace(state, skipped=1)
 
 
 def test_nothing_is_clamped_before_it_is_averaged() -> None:
     state = NoiseState(decay_samples=1e9)
     for signal in (-9.0, 11.0) * 20:
-        state = state.told(observation(50.0, signal))
+        state = state.with_step(observation(50.0, signal))
     assert state.signal == pytest.approx(1.0, rel=1e-5)
 
 
@@ -273,19 +273,19 @@ def test_why_there_is_no_estimate() -> None:
     state = NoiseState()
     assert state.reading().reason == "0 of 20 steps so far"
     assert state.reading().noise is None
-    single = state.told_single().told_single()
+    single = state.with_single().with_single()
     assert "all 2 steps came in one piece" in single.reading().reason
     assert "microbatch_size" in single.reading().reason
-    broken = state.told(replace(observation(1.0, 1.0), big=math.nan))
+    broken = state.with_step(replace(observation(1.0, 1.0), big=math.nan))
     assert broken.reading().reason == "the gradients of all 1 steps were not finite"
     some = state
     for _ in range(8):
-        some = some.told(observation(1.0, 1.0))
+        some = some.with_step(observation(1.0, 1.0))
     assert some.reading().reason == "8 of 20 steps so far"
     assert some.reading(min_steps=8).scale == pytest.approx(1.0)
     forgetful = NoiseState(decay_samples=20)
     for _ in range(50):
-        forgetful = forgetful.told(observation(1.0, 1.0))
+        forgetful = forgetful.with_step(observation(1.0, 1.0))
     assert "too few for a standard error" in forgetful.reading().reason
     assert str(some.reading()) == "no noise scale: 8 of 20 steps so far"
 
@@ -293,7 +293,7 @@ def test_why_there_is_no_estimate() -> None:
 def test_steps_without_any_spread_are_a_point() -> None:
     state = NoiseState()
     for _ in range(30):
-        state = state.told(observation(640.0, 2.0))
+        state = state.with_step(observation(640.0, 2.0))
     reading = state.reading()
     assert reading.scale == pytest.approx(320)
     assert reading.low == pytest.approx(320)
@@ -308,7 +308,7 @@ def test_decay_must_be_above_zero(decay: float) -> None:
 
 
 def test_the_default_memory_is_two_hundred_first_steps() -> None:
-    assert NoiseState().told(observation(1.0, 1.0, samples=64)).decay_samples == 200 * 64
+    assert NoiseState().with_step(observation(1.0, 1.0, samples=64)).decay_samples == 200 * 64
 
 
 # ---- the interval
@@ -395,9 +395,9 @@ def test_estimates_that_are_told_cover_the_truth(g: float) -> None:
 def test_a_state_goes_through_json_unchanged(told: list[tuple[float, float, float]], single: int) -> None:
     state = NoiseState()
     for one in told:
-        state = state.told(observation(*one))
+        state = state.with_step(observation(*one))
     for _ in range(single):
-        state = state.told_single()
+        state = state.with_single()
     assert NoiseState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
@@ -415,7 +415,7 @@ def test_ranks_that_saw_different_samples_are_as_sure_as_all_of_them() -> None:
     for seed in range(8):
         draw, state = random.Random(seed), NoiseState(decay_samples=1e9)
         for _ in range(60):
-            state = state.told(observe([8] * 4, *cheap_squares([8] * 4, 64, draw)))
+            state = state.with_step(observe([8] * 4, *cheap_squares([8] * 4, 64, draw)))
         states.append(state)
     joined = joined_reading(states)
     alone = states[0].reading()

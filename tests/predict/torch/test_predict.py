@@ -364,8 +364,8 @@ def test_expandable_segments_need_only_the_missing_pages_unless_there_is_a_cap(
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workload looks as if it were on a GPU; its trace for a search is made without one all the same."""
 
-    def rules(work: batchfit.Workload, card: Gpu | None = None) -> CudaRules:
-        return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card)
+    def rules(work: batchfit.Workload, card: Gpu | None = None, reach: Any = None) -> CudaRules:
+        return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card, reach)
 
     for module in (_predict, foresight):
         monkeypatch.setattr(module, "rules_for", rules)
@@ -378,7 +378,7 @@ def test_a_search_is_told_what_predict_would_answer() -> None:
     end = sight.largest()
     assert end is not None
     assert end == pytest.approx(predict_off_gpu(wide(), margin=MARGINS["calibrated"]), rel=0.01)
-    look = sight.look_first()
+    look = sight.size_to_confirm()
     assert look is not None
     assert 1 <= look <= end // 3
     assert sight.largest(most=100) == 100
@@ -434,7 +434,7 @@ def test_a_calibration_runs_within_what_is_there_whatever_is_asked_about() -> No
 def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> None:
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
-    end, look = sight.largest(), sight.look_first()
+    end, look = sight.largest(), sight.size_to_confirm()
     assert end is not None
     assert look is not None
     traced = sight.oracle.peak(look)
@@ -464,7 +464,7 @@ def test_what_may_be_held_beside_the_step_is_no_part_of_each_sample(monkeypatch:
     monkeypatch.setattr(foresight, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
-    look = sight.look_first()
+    look = sight.size_to_confirm()
     assert look is not None
     seen = sight.corrected(look, sight.oracle.peak(look) + 65 * MIB)
     assert seen is not None
@@ -485,7 +485,7 @@ def test_a_square_is_seen_when_a_real_run_is_compared() -> None:
     work = batchfit.training(model, None, scores, lambda n: torch.randn(n, 16))
     sight = Foresight.of(work, budget_bytes=GIB)
     assert sight is not None
-    look = sight.look_first()
+    look = sight.size_to_confirm()
     assert look is not None
     real = trace(work, look, rules=rules_for(work, DEFAULT)).peak_bytes
     assert sight.corrected(look, real) is None

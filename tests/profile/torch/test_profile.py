@@ -265,11 +265,11 @@ def test_no_step_is_run_for_a_diagnosis_past_the_time_limit(fake_time: list[floa
 def _late_measuring(planted: Planted) -> Any:
     from batchfit._engine.distributed.ranks import Ranks
     from batchfit._profile.bench import Bench
-    from batchfit._profile.pure.knee import Knee
+    from batchfit._profile.pure.options import ProfileOptions
 
     work = batchfit.Workload(planted, state=())
     bench = Bench(work, planted.device, Ranks.current(), budget_bytes=MIB, deadline_s=0.0)
-    return _profile._Measuring(bench, Knee(), None, None, None)
+    return _profile._Measuring(bench, ProfileOptions())
 
 
 def test_tokens_and_accumulation(fake_time: list[float]) -> None:
@@ -640,7 +640,7 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"time_limit_s": 0}, "time_limit_s must be a positive number of seconds, not 0"),
         ({"tokens_per_sample": 1.5}, "tokens_per_sample must be a positive integer or None, not 1.5"),
         ({"target_batch_size": 0}, "target_batch_size must be a positive integer or None, not 0"),
-        ({"loader": 4}, "loader must be something that can be iterated again and again, not 4"),
+        ({"loader": 4}, "loader must be something that can be iterated repeatedly, not 4"),
         ({"loader": iter([1])}, "loader must be something that can be iterated again"),
         ({"diagnose": 1}, "diagnose must be True or False, not 1"),
         ({"on_point": 3}, r"on_point must be a callable on_point\(point\) or None, not 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from typing import Any
@@ -181,8 +182,8 @@ class TestIncreases:
         """`if increase_value and increase_value + batch_size <= max_batch_size`"""
         plan = self.increases(lambda epoch, size: 60)
         assert [plan.size_at(Progress(epoch=e)) for e in range(4)] == [160, 160, 160, 160]
-        assert plan.told_at(0).why == ""
-        assert plan.told_at(1).why == "an increase by 60 to 220 is more than the limit of 200"
+        assert plan.at_epoch(0).why == ""
+        assert plan.at_epoch(1).why == "an increase by 60 to 220 is more than the limit of 200"
 
     def test_or_goes_to_the_limit(self) -> None:
         plan = self.increases(lambda epoch, size: 60, clamp=True)
@@ -208,7 +209,7 @@ class TestIncreases:
         assert plan.size_at(Progress(epoch=49_999)) == 200
         assert plan.runs(before_epoch=50_000) == [[10, 100], [19_990, 150], [30_000, 200]]
         assert plan.runs(before_epoch=15) == [[10, 100], [5, 150]]
-        assert "is more than the limit" in plan.told_at(49_999).why
+        assert "is more than the limit" in plan.at_epoch(49_999).why
         assert len(pickle.dumps(plan._reasons)) < 10_000
         again = self.increases(grow)
         again.restore(plan.runs(before_epoch=50_000))
@@ -219,6 +220,27 @@ class TestIncreases:
         assert not asked
         assert again.size_at(Progress(epoch=50_000)) == 200
         assert asked == [50_000]
+
+    def test_a_size_that_changes_every_epoch_keeps_a_bounded_state(self) -> None:
+        def grow(epoch: int, size: int) -> int:
+            return 1
+
+        plan = self.increases(grow, cap=None)
+        last = 100_000
+        assert plan.size_at(Progress(epoch=last)) == 100 + last + 1
+        state = plan.runs(before_epoch=last + 1)
+        assert len(json.dumps(state)) < 20_000
+        assert sum(count for count, _ in state) == last + 1
+        again = self.increases(grow, cap=None)
+        again.restore(state)
+        for one in (plan, again):
+            assert [one.size_at(Progress(epoch=e)) for e in (last - 1000, last, last + 5)] == [
+                *(last - 899, last + 101, last + 106)
+            ]
+            with pytest.raises(
+                ValueError, match=r"epoch must be at least 98,?\d+, not 3: only the last 1,024"
+            ):
+                one.size_at(Progress(epoch=3))
 
     def test_a_checkpoint_of_before_has_a_size_for_each_epoch(self) -> None:
         plan = self.increases(lambda epoch, size: 10)

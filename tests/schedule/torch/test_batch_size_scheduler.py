@@ -421,7 +421,7 @@ class TestLearningRate:
             assert told == []
             return
         (text,) = told
-        assert text.startswith("CosineAnnealingLR is stepped once a batch, and the batch size changes")
+        assert text.startswith("CosineAnnealingLR is stepped once per batch, and the batch size changes")
         assert "scheduler.updates(samples=..., epochs=...), and say so with updates_known=True" in text
 
     @pytest.mark.parametrize(("unit", "often"), [("step", True), ("samples", True), ("samples", False)])

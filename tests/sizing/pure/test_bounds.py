@@ -76,7 +76,7 @@ class Memory:
             self.ran_out += 1
             assert size > 1, "not even one sample fits"
             learned.failed(shape, size)
-            bounds = bounds.ran_out(size, total, sure=learned.sure(shape), compiled=compiled)
+            bounds = bounds.after_oom(size, total, sure=learned.sure(shape), compiled=compiled)
             assert bounds.size < size
             size = bounds.size
 
@@ -128,7 +128,7 @@ def test_each_failed_growth_doubles_the_wait() -> None:
             bounds = bounds.ran(8, 64)
             waiting += 1
         tried.append(bounds.next_size(64, None))
-        bounds = bounds.ran_out(tried[-1], 64)
+        bounds = bounds.after_oom(tried[-1], 64)
         assert bounds.size == 8
         waits.append(waiting)
     assert tried[:2] == [13, 10]  # 5 and 7 pieces, between 2 and 8; then nothing is left between
@@ -137,13 +137,13 @@ def test_each_failed_growth_doubles_the_wait() -> None:
 
 
 def test_a_size_that_ran_is_left_when_it_runs_out_later() -> None:
-    bounds = Bounds().ran(64, 64, used_bytes=640).ran_out(64, 64)
+    bounds = Bounds().ran(64, 64, used_bytes=640).after_oom(64, 64)
     assert (bounds.size, bounds.good, bounds.bad) == (32, 0, 64)
     assert bounds.readings == ()
 
 
 def test_a_small_batch_does_not_lower_the_size_of_large_ones() -> None:
-    bounds = Bounds().ran_out(64, 64).ran(32, 64).ran(5, 5)
+    bounds = Bounds().after_oom(64, 64).ran(32, 64).ran(5, 5)
     assert bounds.size == 32
     assert bounds.next_size(64, None) == 32
 
@@ -188,7 +188,7 @@ def test_shapes_that_never_met_the_end_of_memory_say_nothing_without_readings() 
 
 def test_a_shape_is_at_least_as_small_as_a_longer_relative() -> None:
     learned = Learned()
-    learned.put(Shape("x(100)", "x", 100), Bounds().ran_out(40, 40).ran(20, 40))
+    learned.put(Shape("x(100)", "x", 100), Bounds().after_oom(40, 40).ran(20, 40))
     assert learned.begin(Shape("x(99)", "x", 99), 40, None) >= 20
 
 
@@ -208,7 +208,7 @@ def test_few_shapes_and_few_readings_are_kept() -> None:
 
 def test_what_was_learned_survives_json() -> None:
     learned = Learned()
-    learned.put(SHAPE, Bounds().ran_out(64, 64).ran(32, 64, used_bytes=99))
+    learned.put(SHAPE, Bounds().after_oom(64, 64).ran(32, 64, used_bytes=99))
     twin = Learned.from_dict(json.loads(json.dumps(learned.to_dict())))
     assert twin.of(SHAPE) == learned.of(SHAPE)
     entry = learned.to_dict()["shapes"][0]
@@ -221,7 +221,7 @@ def test_an_event_reads_as_a_line() -> None:
     assert str(MicrobatchEvent("shrunk", 64, 32, "out of memory")) == "microbatch 64 -> 32: out of memory"
     assert str(MicrobatchEvent("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
     relearned = MicrobatchEvent("relearned", 0, 0, "device was 'a' and is 'b'")
-    assert str(relearned) == "microbatch sizes are learned anew: device was 'a' and is 'b'"
+    assert str(relearned) == "microbatch sizes are learned again: device was 'a' and is 'b'"
 
 
 def test_pieces_go_on_where_others_have_ended() -> None:
@@ -270,7 +270,7 @@ def test_what_ran_for_longer_samples_is_the_floor_until_it_fails() -> None:
     bounds = Bounds()
     for _ in range(5):
         learned.failed(ragged(50), tried[-1])
-        bounds = bounds.ran_out(tried[-1], 128, sure=learned.sure(ragged(50)))
+        bounds = bounds.after_oom(tried[-1], 128, sure=learned.sure(ragged(50)))
         tried.append(bounds.size)
     assert tried == [128, 64, 32, 16, 12, 6]
     # It failed: memory is not what it was, for any shape.

@@ -270,7 +270,7 @@ def test_whatever_is_read_answers_fall_with_the_length_and_rise_with_the_budget(
 ) -> None:
     model = MemoryModel(held_bytes=held)
     for samples, length, peak, fits in readings:
-        model = model.seen(samples, length, peak) if fits else model.ran_out(samples, length)
+        model = model.seen(samples, length, peak) if fits else model.after_oom(samples, length)
     assert len(model.readings) <= 24
     assert len(model.failures) <= 8
     lengths = sorted({1, 7, 64, 65, 300, 512, 1024, 2048, 5000} | {one[1] for one in readings})
@@ -295,7 +295,7 @@ def test_whatever_is_read_answers_fall_with_the_length_and_rise_with_the_budget(
 def test_what_ran_out_is_not_proposed_again_soon_nor_anything_that_holds_it() -> None:
     model = MemoryModel().seen(8, 512, 8 * 512).seen(4, 1024, 4 * 1024)
     assert model.most_samples(512, 10_000) == 15
-    failed = model.ran_out(12, 512)
+    failed = model.after_oom(12, 512)
     for length in (512, 600, 1024):
         assert (failed.most_samples(length, 10_000) or 0) * length < 12 * 512
     for _ in range(127):
@@ -304,12 +304,12 @@ def test_what_ran_out_is_not_proposed_again_soon_nor_anything_that_holds_it() ->
     failed = failed.seen(4, 512, 4 * 512)  # long enough: it may have been fragmentation
     assert failed.failures == ()
     assert failed.setbacks == 0
-    assert failed.ran_out(12, 512).patience == 256  # twice as long the next time
-    assert model.ran_out(12, 512).seen(12, 512, 9_000).failures == ()
+    assert failed.after_oom(12, 512).patience == 256  # twice as long the next time
+    assert model.after_oom(12, 512).seen(12, 512, 9_000).failures == ()
 
 
 def test_a_failure_alone_is_a_limit_too() -> None:
-    model = MemoryModel().ran_out(16, 512)
+    model = MemoryModel().after_oom(16, 512)
     assert model.most_samples(512, 1e9) == 15
     assert model.most_samples(1024, 1e9) == 7
     assert model.most_samples(64, 1e9) is None
@@ -342,7 +342,7 @@ def test_a_low_outlier_costs_one_failure() -> None:
             found = max(1, model.most_samples(length, 16_384) or 0)
             if found * length > 16_384:
                 failures += 1
-                model = model.ran_out(found, length)
+                model = model.after_oom(found, length)
             else:
                 model = model.seen(found, length, found * length)
     assert failures <= 2
@@ -390,7 +390,7 @@ def test_wrong_readings_are_named() -> None:
     with pytest.raises(ValueError, match="samples must be a positive integer, not 0"):
         MemoryModel().seen(0, 5, 1)
     with pytest.raises(ValueError, match="length must be a positive integer, not 0"):
-        MemoryModel().ran_out(1, 0)
+        MemoryModel().after_oom(1, 0)
     with pytest.raises(ValueError, match="peak_bytes must be a finite number that is not negative, not nan"):
         MemoryModel().seen(1, 1, float("nan"))
     with pytest.raises(ValueError, match="held_bytes must be a finite number that is not negative, not -1"):

@@ -93,7 +93,34 @@ class TestAnswers:
         store.put("a", fit(5, budget_bytes=500), alone=True)
         assert sizes(store, "a") == [5]
 
-    def test_it_does_not_grow_for_ever(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_least_recently_used_is_removed(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = Store(folder)
+        monkeypatch.setattr(sqlite, "MOST_ANSWERS", 3)
+        for name in ("a", "b", "c"):
+            store.put(name, fit(8))
+        store.mark_used("a")
+        store.mark_used("never stored")
+        store.put("d", fit(8))
+        assert [name for name in "abcd" if sizes(store, name)] == ["a", "c", "d"]
+        store.put("e", fit(8))
+        store.put("f", fit(8))  # by now all others were found after "a" was used
+        assert [name for name in "acdef" if sizes(store, name)] == ["d", "e", "f"]
+        with sqlite3.connect(store.path) as db:
+            assert db.execute("SELECT count(*) FROM uses").fetchone() == (0,)
+        db.close()
+
+    def test_a_use_that_cannot_be_written_is_no_error(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = Store(folder)
+        store.mark_used("a")
+        assert not folder.exists() or not list(folder.iterdir())
+        store.put("a", fit(8))
+        store.path.write_text("damage " * 1000)
+        store.mark_used("a")
+        assert caplog.text == ""
+
+    def test_it_stays_bounded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Store(folder)
         for number in range(12):
             store.put("a", fit(number + 1, budget_bytes=1000 + number))
@@ -116,7 +143,7 @@ class TestAnswers:
         for number in range(10):
             assert store.put(f"new {number}", fit(number + 1))
             left.append(store.state().answers)
-        # No write takes out more than a few, and all of them together all that is too much: the oldest.
+        # One write removes a few; ten remove all that is too much, the oldest first: nothing was used.
         assert all(one - two <= 500 for one, two in itertools.pairwise(left))
         assert left[0] > 5400
         assert left[-1] == 2000

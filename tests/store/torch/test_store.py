@@ -23,7 +23,7 @@ from torch import nn
 
 import batchfit
 from batchfit import FitResult
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target
 from batchfit._cli.commands.find_answer import facts, format_age
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import CpuDevice
@@ -79,11 +79,20 @@ class TestConfirmed:
             (first.batch_size, False, 3)
         ]
 
-    def test_a_confirmed_answer_is_not_stored_again(self) -> None:
+    def test_a_confirmed_answer_is_not_stored_again_but_counts_as_used(self) -> None:
         find(workload())
-        before = Store().path.read_bytes()
+
+        def rows(table: str) -> list[Any]:
+            with sqlite3.connect(Store().path) as db:
+                found = db.execute(f"SELECT * FROM {table}").fetchall()
+            db.close()
+            return found
+
+        before, begun = rows("answers"), time.time()
         assert find(workload()).from_store
-        assert Store().path.read_bytes() == before
+        assert rows("answers") == before
+        ((_, used_at),) = rows("uses")
+        assert used_at >= begun
 
     def test_state_and_random_numbers_are_put_back(self) -> None:
         work = workload()
@@ -526,7 +535,7 @@ class TestCommandHere:
 
     def find(self, target: str, **changes: Any) -> FitResult:
         flags = {"budget": "2MiB", "soak_steps": 3, "store": True, **changes}
-        given = cast(FindSettings, {**default_settings(), **flags})
+        given = dict(flags)
         output = Path("fit.json")
         assert find_target(target, given, as_json=False, output=output, full_traceback=False) == Code.FOUND
         sys.modules.pop("train", None)
@@ -546,7 +555,7 @@ class TestCommandHere:
         with Path("train.py").open("a") as file:
             file.write("\n\ndef make_step():\n    return lambda batch_size: None\n")
         flags = {"budget": "2MiB", "store": True, **changes}
-        given = cast(FindSettings, {**default_settings(), **flags})
+        given = dict(flags)
         with pytest.raises(CommandFailed, match=words) as caught:
             find_target(target, given, as_json=False, output=None, full_traceback=False, store_asked=True)
         assert caught.value.code == Code.USAGE
@@ -562,12 +571,24 @@ class TestCommandHere:
             self.find("train.py:make", store=False, fresh=True)
         assert caught.value.code == Code.USAGE
 
-    def test_an_edit_of_the_file_is_another_workload_and_a_comment_is_not(self, project: Path) -> None:
-        self.find("train.py:make")
-        (project / "train.py").write_text(TRAIN.replace("model(x).square()", "(model(x) * 2).square()"))
-        assert not self.find("train.py:make").from_store
+    def test_an_edit_of_the_file_is_noticed_by_the_trial_and_a_comment_is_no_edit(
+        self, project: Path
+    ) -> None:
+        first = self.find("train.py:make")
         (project / "train.py").write_text("# a comment\n" + TRAIN)
         assert self.find("train.py:make").from_store
+        (project / "train.py").write_text(TRAIN.replace("model(x).square()", "(model(x) * 2).exp().square()"))
+        heavier = self.find("train.py:make")
+        assert not heavier.from_store
+        assert not heavier.trials[0].fits  # the stored size, tried once
+        assert heavier.batch_size < first.batch_size
+        assert self.find("train.py:make").from_store
+        (project / "train.py").write_text(TRAIN)
+        lighter = self.find("train.py:make")
+        assert lighter.trials[0].size == heavier.batch_size
+        assert lighter.trials[0].fits  # with less memory than it took before, so the search continues
+        assert not lighter.from_store
+        assert lighter.batch_size >= first.batch_size
 
     @pytest.mark.slow
     def test_a_plain_step_is_stored_under_a_name_only(self) -> None:

@@ -30,6 +30,7 @@ from batchfit._sweep import sweep as module
 from batchfit._sweep.configuration import run_configuration
 from batchfit._sweep.job import Job, here
 from batchfit._sweep.pure.grid import GridError
+from batchfit._sweep.pure.options import SweepOptions
 from batchfit._sweep.request import _plain
 from batchfit._sweep.run_state import SweepSettings
 from batchfit.errors import ResultFileError, SearchStoppedError, SettingsDifferError
@@ -834,7 +835,7 @@ def test_an_engine_in_any_order_gives_the_same_result() -> None:
         return here(job, list(reversed(waiting)), on_event)
 
     def run(engine: Any) -> SweepResult:
-        settings = SweepSettings(batch_size=64, budget="1MiB", steps=2, soak_steps=0)
+        settings = SweepOptions(batch_size=64, budget="1MiB", steps=2, soak_steps=0)
         asked = module.Asked.of(made, {"kib": [8, 16, 64]}, settings)
         return module.run_sweep(asked, module.SweepRecords(asked, None), engine=engine)
 

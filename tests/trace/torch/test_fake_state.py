@@ -28,7 +28,7 @@ from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit._engine.workload import phase
-from batchfit._engine.workload.reachable import used_by
+from batchfit._engine.workload.reachable import reach_of, reached
 from batchfit.errors import UntraceableError
 
 HERE = torch.device("cpu", 1)
@@ -274,7 +274,7 @@ def test_tied_weights_are_one_block() -> None:
 
     model = Tied()
     work = batchfit.training(model, None, lambda m, b: m(b).sum(), lambda n: torch.zeros(n, 3).long())
-    with Faked.of(work, device=HERE) as state:
+    with Faked.of(reach_of(work), device=HERE) as state:
         assert model.head.weight is model.embed.weight
         places = {one.untyped_storage()._cdata for _, one, _ in state.held()}
         assert len(places) == 2
@@ -408,24 +408,26 @@ def test_models_are_found_where_the_step_finds_them() -> None:
         return [closes(n) for _ in range(2)]
 
     trainer = Trainer()
-    assert used_by(closes) == used_by(nested) == used_by(partial(nested)) == [inner]
-    assert used_by(lambda n: (lambda: inner)()) == [inner]
-    assert used_by(global_step) == [MODEL]
-    assert used_by(trainer.step) == used_by(trainer) == [trainer.model, trainer.parts["optimizer"]]
-    assert used_by(lambda n, model=inner: model(n)) == [inner]
-    assert used_by(print) == used_by(lambda n: n) == []
+    assert reached(closes).parts == reached(nested).parts == reached(partial(nested)).parts == [inner]
+    assert reached(lambda n: (lambda: inner)()).parts == [inner]
+    assert reached(global_step).parts == [MODEL]
+    assert (
+        reached(trainer.step).parts == reached(trainer).parts == [trainer.model, trainer.parts["optimizer"]]
+    )
+    assert reached(lambda n, model=inner: model(n)).parts == [inner]
+    assert reached(print).parts == reached(lambda n: n).parts == []
     recursive: list[Any] = []
     recursive.append(recursive)
-    assert used_by(lambda n: recursive) == []
+    assert reached(lambda n: recursive).parts == []
 
 
 def test_a_name_that_is_not_bound_yet_is_passed_over() -> None:
     def step(n: int) -> Any:
         return later
 
-    assert used_by(step) == []
+    assert reached(step).parts == []
     later = nn.Linear(1, 1)
-    assert used_by(step) == [later]
+    assert reached(step).parts == [later]
 
 
 def test_a_frozen_teacher_need_not_be_declared() -> None:

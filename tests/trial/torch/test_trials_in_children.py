@@ -17,7 +17,7 @@ import faulty_targets
 import pytest
 
 import batchfit
-from batchfit._cli.commands.find import FindSettings, default_settings, find_target
+from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.in_children import InChildren, _ending
@@ -360,7 +360,6 @@ workload = batchfit.Workload(step, state=[])
         for arguments in ((), ("524288",)):
             sys.modules.pop("named", None)
             settings = {
-                **default_settings(),
                 **QUICK,
                 "strategy": "bisect",
                 "isolate": isolate,
@@ -368,7 +367,7 @@ workload = batchfit.Workload(step, state=[])
             }
             code = find_target(
                 f"named.py:{name}",
-                cast(FindSettings, settings),
+                settings,
                 as_json=False,
                 output=Path("fit.json"),
                 full_traceback=False,
@@ -592,7 +591,7 @@ class TestCommand:
     """`batchfit find --isolate`, in this process but for the children."""
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: Any) -> Code:
-        settings = cast(FindSettings, {**default_settings(), **QUICK, "start": 2, **changes})
+        settings = {**QUICK, "start": 2, **changes}
         return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
 
     @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 Rules: it is a real search, with real steps and the defaults of `find`, then a real profile and a real
 prediction; it says what it is about to do before it does it, and claims nothing that it did not run; without
-a GPU the CPU runs out of memory like one, and the prediction is for cards that are not there. Nothing is
+a GPU the CPU is out of memory like one, and the prediction is for GPUs that are not there. Nothing is
 downloaded, and no file is left in the current folder that `--output` and `--report` do not name.
 """
 
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import throughput_lines
-from batchfit._cli.commands.find import SearchJob, default_settings, run_job
-from batchfit._cli.commands.predict import default_settings as prediction_settings
+from batchfit._cli.commands.find import SearchJob, run_job
 from batchfit._cli.commands.predict import predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
@@ -25,6 +24,8 @@ from batchfit._cli.exits import Code, CommandFailed, load_torch
 from batchfit._cli.output import check_writable, write_atomically
 from batchfit._cli.progress import progress_here, speaks
 from batchfit._cli.traced import show
+from batchfit._find.pure.options import FindOptions
+from batchfit._predict.pure.options import PredictOptions
 from batchfit._units import parse_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 128, 4, 4, 128, 1024
 CPU_BUDGET = "128MiB"  # a step at the answer takes a fifth of a second on two cores
 GPU_BUDGET, SMALL_GPU_BUDGET = "4GiB", "1GiB"
 PROFILE_S = 8
-CARDS = ["rtx4090", "h100"]  # to predict for where there is no GPU
+OTHER_GPUS = ["rtx4090", "h100"]  # to predict for where there is no GPU
 NEXT = "batchfit predict your_file.py:your_function --gpu h100"
 
 
@@ -56,12 +57,12 @@ def run_demo(*, output: Path, report: Path | None = None) -> Code:
         where = f"on the {torch.cuda.get_device_name()}, in {budget} of its memory"
     else:
         device, budget = "cpu", CPU_BUDGET
-        where = f"on the CPU, in virtual memory of {budget} that runs out like a GPU's"
+        where = f"on the CPU, in virtual memory of {budget}, with OOMs like a GPU's"
     job = SearchJob(
         what="the small GPT",
         make=lambda: small_gpt_training(device),
         explain=_bug,
-        settings={**default_settings(), "budget": budget, "device": device},
+        options=FindOptions(budget=budget, device=device),
         intro=(
             f"Finding the largest batch with which a small GPT (0.9 million parameters, {TOKENS} tokens) "
             f"trains {where}."
@@ -115,17 +116,16 @@ def _report_too(results: Sequence[Path | Prediction | ThroughputProfile], report
 
 
 def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
-    """The same question without running it: for this GPU's budget, or for cards that are not here."""
-    settings = prediction_settings()
+    """The same question without running it: for this GPU's budget, or for GPUs that are not here."""
     if device == "cuda":
-        settings["budget"], where = [budget], "with the same memory, from two small runs and a trace"
+        wanted = [PredictOptions(budget=[budget])]
+        where = "with the same memory, from two small runs and a trace"
     else:
-        settings["gpu"], where = CARDS, f"for cards that are not here ({', '.join(CARDS)}), from a trace"
+        wanted = [PredictOptions(gpu=gpu) for gpu in OTHER_GPUS]
+        where = f"for GPUs that are not here ({', '.join(OTHER_GPUS)}), from a trace"
     with progress_here(steps=0, soak_steps=0) as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
-        found = predicted(
-            small_gpt_training(device), settings, settings["gpu"] or [None], progress, "the small GPT"
-        )
+        found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")
     sys.stdout.write("\n")
     show(
         lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain),

@@ -45,7 +45,7 @@ class Findings:
 
 
 def examine(*, as_json: bool) -> Code:
-    """Look, test, tell."""
+    """Inspect this machine, test batchfit on it, and show the findings."""
     findings = Findings()
     with stdout_for_results(alone=as_json) as stdout:
         with progress_here(steps=3, soak_steps=None) as progress:
@@ -58,7 +58,7 @@ def examine(*, as_json: bool) -> Code:
         if speaks() and as_json:
             stdout.write(json.dumps({"ok": not findings.broken, **asdict(findings)}, indent=2) + "\n")
         elif speaks():
-            tell(findings, stdout)
+            show_findings(findings, stdout)
     return Code.BROKEN if findings.broken else Code.FOUND
 
 
@@ -83,7 +83,7 @@ def allocator_notes(settings: dict[str, str]) -> list[str]:
         notes.append(f"{' and '.join(settings)} differ, and torch reads one of them only")
     if any("cudaMallocAsync" in value for value in settings.values()):
         notes.append(
-            "with cudaMallocAsync a budget counts live tensors only: the program may take more of the card, "
+            "with cudaMallocAsync a budget counts live tensors only: the program may take more of the GPU, "
             "and find measures without a prediction"
         )
     for name, value in settings.items():
@@ -122,7 +122,7 @@ def look_at_torch(findings: Findings) -> None:
         findings.broken.append(f"devices cannot be listed: {type(error).__name__}: {error}")
     if torch.cuda.is_available() and spills_to_ram():
         findings.notes.append(
-            "the GPU driver of Windows and WSL takes RAM when the card is full: find keeps to what is free"
+            "the GPU driver of Windows and WSL takes RAM when the GPU is full: find keeps to what is free"
         )
     for device in findings.devices:
         if device["total_bytes"] is None:
@@ -149,7 +149,7 @@ def look_at_store(findings: Findings) -> None:
 
 
 def test_a_search(findings: Findings) -> None:
-    """Find a size that is known beforehand, on a CPU that runs out of memory, and look at what it left."""
+    """Find a size that is known beforehand, under virtual memory on the CPU, and check what it left."""
     begun = time.perf_counter()
     passed, detail = False, ""
     try:
@@ -157,7 +157,7 @@ def test_a_search(findings: Findings) -> None:
         passed = size in EXPECTED_SIZES and unchanged
         detail = f"found a batch size of {size} in {SELF_TEST_BUDGET} of virtual memory"
         if not unchanged:
-            detail += ", and a parameter was not put back"
+            detail += ", and a parameter was not restored"
     except Exception as error:  # noqa: BLE001  the self-test reports whatever it meets
         detail = f"{type(error).__name__}: {error}"
     elapsed_s = round(time.perf_counter() - begun, 2)
@@ -191,7 +191,7 @@ def _small_search() -> tuple[int, bool]:
     return fit.batch_size, bool((weight == 1).all())
 
 
-def tell(findings: Findings, stream: TextIO) -> None:
+def show_findings(findings: Findings, stream: TextIO) -> None:
     """The findings as a person reads them."""
     colour = is_terminal(stream) and not os.environ.get("NO_COLOR")
 

@@ -6,79 +6,61 @@ wider and in colour on a terminal; flags are keywords of `explain_memory`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.memory_page import memory_lines
 from batchfit._cli.exits import Code
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
-from batchfit._engine.allocator.gpus import card_named
-from batchfit._units import parse_bytes
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
+from batchfit._explain.pure.options import ExplainOptions
+from batchfit._options import flag_names
 
 if TYPE_CHECKING:
     from batchfit.results import MemoryExplanation
     from batchfit.workload import Workload
 
 
-class ExplainSettings(TypedDict):
-    """The keywords of `explain_memory`, all of which are flags."""
-
-    batch_size: int
-    budget: str | None
-    gpu: str | None
-    what_if: bool
-
-
 def explain_target(
     text: str,
-    settings: ExplainSettings,
+    flags: Mapping[str, Any],
     *,
     delivery: Delivery,
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and explain its memory at one size."""
-    checked_flags(settings)
+    """Load a target and explain its memory at one size; `flags` are options of `explain_memory`."""
+    try:
+        options = ExplainOptions(**flags)
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "explain") from None
     delivery.check()
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
-        from batchfit._explain.explain import explain_memory
+        from batchfit._explain.explain import explain_with
 
-        progress.doing(f"tracing {text} at batch size {settings['batch_size']}, and what would change it")
-        told = explain_memory(workload, **settings)
+        progress.doing(f"tracing {text} at batch size {options.batch_size}, and what would change it")
+        explanation = explain_with(workload, options)
         return RenderedAnswer(
-            json=told.to_json(),
-            lines=lambda width, plain: memory_lines(told, width=width, plain=plain),
-            draw=lambda path: _draw_file(told, path, title=text),
+            json=explanation.to_json(),
+            lines=lambda width, plain: memory_lines(explanation, width=width, plain=plain),
+            draw=lambda path: _draw_file(explanation, path, title=text),
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="explain",
-        flags=ExplainSettings.__annotations__,
+        flags=flag_names(ExplainOptions),
         delivery=delivery,
         full_traceback=full_traceback,
         arguments=arguments,
     )
 
 
-def checked_flags(settings: ExplainSettings) -> None:
-    """Refuse wrong flags without torch, the target or a device."""
-    try:
-        if settings["batch_size"] < 1:
-            raise ValueError(f"batch_size must be a positive integer, not {settings['batch_size']!r}")
-        if settings["budget"] is not None:
-            parse_bytes(settings["budget"])
-        if settings["gpu"] is not None:
-            card_named(settings["gpu"])
-    except ValueError as error:
-        raise wrong_flag(error, "explain") from None
+def _draw_file(explanation: MemoryExplanation, path: Path, *, title: str) -> None:
+    from batchfit._charts.figures import timeline_chart
+    from batchfit._cli.png import draw_charts
 
-
-def _draw_file(told: MemoryExplanation, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_explanation
-
-    draw_explanation(told, path, title=title)
+    draw_charts([timeline_chart(explanation)], path, title=title)

@@ -8,12 +8,13 @@ then it comes out with its whole traceback.
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
 from batchfit._cli.commands.find_answer import count_of, memory_label, show_answer
@@ -30,46 +31,11 @@ from batchfit._cli.progress import (
 from batchfit._cli.search_watch import SearchWatch
 from batchfit._cli.target import Given
 from batchfit._engine.workload import user_errors as failure
-from batchfit._units import parse_bytes
+from batchfit._find.pure.options import FindOptions
 
 if TYPE_CHECKING:
-    from batchfit._find.pure.search import Search
     from batchfit.results import FitResult
     from batchfit.workload import Workload
-
-
-class FindSettings(TypedDict):
-    """The keywords of `find_batch_size` that are flags."""
-
-    budget: str | None
-    max_size: int | None
-    min_size: int
-    strategy: str
-    multiple_of: int
-    power_of_two: bool
-    tolerance: float
-    start: int | None
-    attempts: int
-    steps: int
-    soak_steps: int | None
-    max_trials: int | None
-    time_limit_s: float | None
-    predict: bool
-    device: str | None
-    isolate: bool
-    timeout_s: float | None
-    resume: str | None
-    store: bool
-    fresh: bool
-    key: str | None
-
-
-def default_settings() -> FindSettings:
-    """What `find_batch_size` does when it is told nothing."""
-    from batchfit._find.find import find_batch_size
-
-    parameters = inspect.signature(find_batch_size).parameters
-    return cast(FindSettings, {name: parameters[name].default for name in FindSettings.__annotations__})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +49,7 @@ class SearchJob:
     what: str
     make: Callable[[], Workload]
     explain: Callable[[BaseException], CommandFailed]
-    settings: FindSettings
+    options: FindOptions
     intro: str = ""
     next_command: str = ""
     store_asked: bool = False
@@ -92,7 +58,7 @@ class SearchJob:
 
 def find_target(
     text: str,
-    settings: FindSettings,
+    flags: Mapping[str, Any],
     *,
     as_json: bool,
     output: Path | None,
@@ -100,64 +66,57 @@ def find_target(
     store_asked: bool = False,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and find its largest batch."""
-    checked_flags(settings)
+    """Load a target and find its largest batch; `flags` are options of `find_batch_size`."""
+    if flags.get("resume") is not None:
+        check_writable(Path(flags["resume"]), name="resume")
+    options = options_of(flags, store_asked=store_asked)
     if output is not None:
         check_writable(output)
-    if settings["resume"] is not None:
-        check_writable(Path(settings["resume"]), name="resume")
     given = Given.parse(text, arguments, full_traceback=full_traceback)
     job = SearchJob(
         what=text,
         make=given.load,
         explain=given.raised,
-        settings=settings,
+        options=options,
         store_asked=store_asked,
         arguments=tuple(arguments),
     )
     return run_job(job, as_json=as_json, output=output)
 
 
-def checked_flags(settings: FindSettings) -> Search:
-    """The search that the flags ask for. Wrong ones are refused without torch, the target or a device."""
-    from batchfit._find.pure.search import Search
+def options_of(flags: Mapping[str, Any], *, store_asked: bool = False) -> FindOptions:
+    """The options that the flags say; wrong ones are refused without torch, the target or a device.
 
+    The command's default, a store, does not refuse `--isolate`, which has none; a store that is asked for
+    does.
+    """
+    values = {"store": False, "key": None, "fresh": False, "isolate": False, **flags}
     try:
-        budget = settings["budget"]
-        return Search(
-            strategy=settings["strategy"],
-            budget_bytes=None if budget is None else parse_bytes(budget),
-            min_size=settings["min_size"],
-            max_size=settings["max_size"],
-            multiple_of=settings["multiple_of"],
-            power_of_two=settings["power_of_two"],
-            tolerance=settings["tolerance"],
-            start=settings["start"],
-            attempts=settings["attempts"],
-            max_trials=settings["max_trials"],
-            soak=settings["soak_steps"] != 0,
-        )
+        if not values["store"] and values["key"] is not None:
+            raise ValueError(f"key must be left out with --no-store, not {values['key']!r}")
+        if values["isolate"] and values["key"] is None and not values["fresh"] and not store_asked:
+            values["store"] = False
+        return FindOptions(**values)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None
 
 
 def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
     """Make the workload, search, show and save the answer; how it ended."""
-    search = checked_flags(job.settings)
-    code = Code.FOUND
+    options, code = job.options, Code.FOUND
     fit: FitResult | None
     with stdout_for_results(alone=as_json) as stdout:
-        progress = progress_here(steps=job.settings["steps"], soak_steps=job.settings["soak_steps"])
+        progress = progress_here(steps=options.steps, soak_steps=options.soak_steps)
         watch = SearchWatch(progress)
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 fit = _search(job, watch, progress)
         except KeyboardInterrupt as stop:
             code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
-            fit = watch.partial(search)
+            fit = watch.partial(options.search())
         if fit is None:
-            kept = job.settings["resume"]
             if watch.trials and not watch.device:
+                kept = options.resume
                 raise CommandFailed(code, f"interrupted before a trial; the search so far is in {kept}")
             raise CommandFailed(code, f"interrupted after {len(watch.trials)} trials, before any size ran")
         if speaks():
@@ -167,87 +126,117 @@ def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
 
 
 def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> FitResult:
-    settings = job.settings
     if job.intro:
         progress.note(job.intro)
     progress.doing("loading torch")
     load_torch()
-    from batchfit._engine.device.budget import without_budget
-    from batchfit._engine.device.resolve import resolve_device
-    from batchfit._engine.trial.factory import Factory
-    from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
-    from batchfit._engine.workload.target import parse_target
-    from batchfit._find import find
-    from batchfit._find.recall import check_store
-
-    def loaded(device: str, available_bytes: int, *, held_bytes: int = 0) -> None:
-        watch.device = device
-        if settings["budget"] is None:
-            watch.budget_bytes = without_budget(device, available_bytes, held_bytes=held_bytes)
-        else:
-            watch.budget_bytes = min(available_bytes, parse_bytes(settings["budget"]))
-        memory = memory_label(watch.device, watch.budget_bytes)
-        progress.note(f"{job.what} on {memory}, strategy {settings['strategy']}")
-        progress.doing("choosing the first size")
-
-    watched: Any
-    from batchfit._engine.distributed.ranks import join_launched
+    from batchfit._find.find import find_with
 
     try:
-        find.check_steps(settings["steps"], settings["soak_steps"], settings["time_limit_s"])
-        find.check_isolation(settings["isolate"], settings["timeout_s"])
-        settings = stored_where_possible(settings, asked=job.store_asked)
-        check_store(settings["store"], settings["fresh"], settings["key"], isolate=settings["isolate"])
-        _take_up(settings["resume"], watch, progress)
-        if settings["isolate"]:  # a child makes the workload, and finds out what is wrong with the device
-            join_launched()  # this process loads nothing of the target that could make a group
-            passed_on = pass_on if progress.draws_rows else None  # or it would write over the picture
-            watched = Factory(
-                parse_target(job.what, job.arguments),
-                on_loaded=loaded,
-                on_step=watch.step,
-                on_output=passed_on,
-            )
+        _take_up(job.options.resume, watch, progress)
+        if job.options.isolate:
+            watched, options = _in_children(job, watch, progress), job.options
         else:
-            if settings["device"] is not None:
-                resolve_device(settings["device"])
-            progress.doing(f"loading {job.what}")
-            workload = job.make()
-            join_launched()
-            settings = stored_where_possible(settings, workload, asked=job.store_asked)
-            device = device_to_run(workload, settings["device"])
-            loaded(device.name, device.budget_bytes(), held_bytes=ram_held_bytes(workload))
-            watched = watch.over(workload)
+            watched, options = _loaded_here(job, watch, progress)
     except (ValueError, TypeError) as error:
         raise _wrong_flag(error) from None
     progress.doing("choosing the first size" if watch.device else f"loading {job.what} in a child process")
     try:
-        fit = find.find_batch_size(watched, on_trial=watch.on_trial, **settings)
-    except (errors.TargetError, errors.SettingsDifferError, errors.ResultFileError) as error:
-        raise CommandFailed(Code.USAGE, str(error)) from None
-    except errors.ChildRaisedError as error:
-        raise job.explain(error) from None
-    except errors.NothingFitsError as error:
-        raise CommandFailed(Code.NOTHING_FITS, str(error)) from None
-    except errors.SearchStoppedError as error:
-        raise CommandFailed(Code.STOPPED, str(error)) from None
-    except errors.BatchfitError as error:
-        raise CommandFailed(Code.RAISED, str(error), every_rank=True) from None
+        fit = find_with(watched, lambda: replace(options, on_trial=watch.on_trial))
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) or failure.raised_by_step(error):
-            raise job.explain(error) from None
-        if isinstance(error, OSError) and settings["resume"] is not None and not watch.started:
-            text = f"the search cannot be kept in {settings['resume']}: {error.strerror or error}"
-            raise CommandFailed(Code.BROKEN, text) from None
-        if isinstance(error, ValueError | TypeError) and not watch.started:
-            raise _wrong_flag(error) from None
-        raise
+        failed = _failed(error, job, watch)
+        if failed is None:
+            raise
+        raise failed from None
     if fit.trials_resumed == len(fit.trials):
-        progress.note(f"the search in {settings['resume']} had ended before: nothing was run")
+        progress.note(f"the search in {options.resume} had ended before: nothing was run")
     return fit
 
 
-def _take_up(resume: str | None, watch: SearchWatch, progress: ProgressDisplay) -> None:
+def _in_children(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Any:
+    """What children are to load; a child finds out what is wrong with the device."""
+    from batchfit._engine.distributed.ranks import join_launched
+    from batchfit._engine.trial.factory import Factory
+    from batchfit._engine.workload.target import parse_target
+
+    join_launched()  # this process loads nothing of the target that could make a group
+    return Factory(
+        parse_target(job.what, job.arguments),
+        on_loaded=partial(_show_device, job, watch, progress),
+        on_step=watch.step,
+        on_output=pass_on if progress.draws_rows else None,  # or it would write over the picture
+    )
+
+
+def _loaded_here(
+    job: SearchJob, watch: SearchWatch, progress: ProgressDisplay
+) -> tuple[Workload, FindOptions]:
+    """The workload, watched, and the options for it: without a store where it has no key."""
+    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._engine.distributed.ranks import join_launched
+    from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+
+    options = job.options
+    if options.device is not None:
+        resolve_device(options.device)
+    progress.doing(f"loading {job.what}")
+    workload = job.make()
+    join_launched()
+    if options.store and not job.store_asked and workload.model is None and options.key is None:
+        options = replace(options, store=False, fresh=False)
+    device = device_to_run(workload, options.device)
+    _show_device(
+        job, watch, progress, device.name, device.budget_bytes(), held_bytes=ram_held_bytes(workload)
+    )
+    return watch.over(workload), options
+
+
+def _show_device(
+    job: SearchJob,
+    watch: SearchWatch,
+    progress: ProgressDisplay,
+    device: str,
+    available_bytes: int,
+    *,
+    held_bytes: int = 0,
+) -> None:
+    """Say where the search runs and within which budget, once both are known."""
+    from batchfit._engine.device.budget import without_budget
+
+    asked_bytes = job.options.budget_bytes
+    watch.device = device
+    if asked_bytes is None:
+        watch.budget_bytes = without_budget(device, available_bytes, held_bytes=held_bytes)
+    else:
+        watch.budget_bytes = min(available_bytes, asked_bytes)
+    memory = memory_label(watch.device, watch.budget_bytes)
+    progress.note(f"{job.what} on {memory}, strategy {job.options.strategy}")
+    progress.doing("choosing the first size")
+
+
+def _failed(error: BaseException, job: SearchJob, watch: SearchWatch) -> CommandFailed | None:
+    """How a search that raised ends; None for an error of batchfit's own."""
+    if isinstance(error, errors.TargetError | errors.SettingsDifferError | errors.ResultFileError):
+        return CommandFailed(Code.USAGE, str(error))
+    if isinstance(error, errors.ChildRaisedError):
+        return job.explain(error)
+    if isinstance(error, errors.NothingFitsError):
+        return CommandFailed(Code.NOTHING_FITS, str(error))
+    if isinstance(error, errors.SearchStoppedError):
+        return CommandFailed(Code.STOPPED, str(error))
+    if isinstance(error, errors.BatchfitError):
+        return CommandFailed(Code.RAISED, str(error), every_rank=True)
+    if isinstance(error, SystemExit) or failure.raised_by_step(error):
+        return job.explain(error)
+    resume = job.options.resume
+    if isinstance(error, OSError) and resume is not None and not watch.started:
+        return CommandFailed(Code.BROKEN, f"the search cannot be kept in {resume}: {error.strerror or error}")
+    if isinstance(error, ValueError | TypeError) and not watch.started:
+        return _wrong_flag(error)
+    return None
+
+
+def _take_up(resume: str | os.PathLike[str] | None, watch: SearchWatch, progress: ProgressDisplay) -> None:
     """Say what the file of an earlier run holds; an interrupt from now on loses none of it."""
     if resume is None:
         return
@@ -262,24 +251,6 @@ def _take_up(resume: str | None, watch: SearchWatch, progress: ProgressDisplay) 
         progress.note(f"going on with the search in {resume}: {count_of(len(kept.trials), 'trial')} in it")
 
 
-def stored_where_possible(
-    settings: FindSettings, workload: Workload | None = None, *, asked: bool = False
-) -> FindSettings:
-    """The settings for this workload: the command's default must not refuse what has no key.
-
-    That is a step without a model, and what a child makes; a flag that asks for the store is refused later.
-    """
-    if not settings["store"] and settings["key"] is not None:
-        raise ValueError(f"key must be left out with --no-store, not {settings['key']!r}")
-    if asked or not settings["store"]:
-        return settings
-    if settings["isolate"] and settings["key"] is None and not settings["fresh"]:
-        return {**settings, "store": False}
-    if workload is not None and workload.model is None and settings["key"] is None:
-        return {**settings, "store": False, "fresh": False}
-    return settings
-
-
 def _deliver(
     job: SearchJob, fit: FitResult, stdout: TextIO, *, as_json: bool, output: Path | None, rows_stand: bool
 ) -> None:
@@ -291,7 +262,8 @@ def _deliver(
             write_atomically(output, text)
         except OSError as error:
             lost = error
-    saved, kept = None if lost else output, job.settings["resume"]
+    saved = None if lost else output
+    kept = None if job.options.resume is None else str(job.options.resume)
     from torch import distributed
 
     launched = distributed.is_available() and distributed.is_initialized()

@@ -109,7 +109,7 @@ def show_answer(
     """Write the end of a search to a stream, in colour where it is a terminal."""
     table = ""
     if with_table:
-        table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, told below at length
+        table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, shown below at length
     rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks, kept=kept)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)

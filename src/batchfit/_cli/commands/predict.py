@@ -1,27 +1,28 @@
-"""`batchfit predict`: the largest batch for cards and budgets, and memory drawn against the size.
+"""`batchfit predict`: the largest batch for GPUs and budgets, and memory drawn against the size.
 
-Rules: each card is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
-a card on which nothing fits is a row of the table, and an error where no other card has more; how sure the
+Rules: each GPU is traced with its own choice of kernels, so each `--gpu` is a call of `predict_batch_size`;
+a GPU on which nothing fits is a row of the table, and an error where no other GPU has an answer; how sure the
 answer is and what was not seen is said beside it.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.memory_page import fact, operation_name
 from batchfit._charts.text import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
-from batchfit._engine.allocator.gpus import GPUS, card_named
-from batchfit._units import format_bytes, parse_bytes
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
+from batchfit._engine.allocator.gpus import GPUS
+from batchfit._options import flag_names
+from batchfit._predict.pure.options import PredictOptions
+from batchfit._units import format_bytes
 from batchfit.errors import NothingFitsError
 
 if TYPE_CHECKING:
@@ -32,28 +33,9 @@ GIB, MIB = 2**30, 2**20
 _HEIGHT = 11  # rows of the picture: table, picture and facts fit on one screen
 
 
-class PredictSettings(TypedDict):
-    """The keywords of `predict_batch_size` that are flags; `budget` and `gpu` may be given several times."""
-
-    budget: list[str] | None
-    gpu: list[str] | None
-    max_size: int | None
-    margin: float | None
-    calibrate: bool | None
-    expandable_segments: bool | None
-
-
-def default_settings() -> PredictSettings:
-    """What `predict_batch_size` does when it is told nothing."""
-    from batchfit._predict.predict import predict_batch_size
-
-    parameters = inspect.signature(predict_batch_size).parameters
-    return cast(PredictSettings, {name: parameters[name].default for name in PredictSettings.__annotations__})
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a card, a budget, and what was predicted; size 0 where nothing fits."""
+    """One line of the table: a GPU, a budget, and what was predicted; size 0 where nothing fits."""
 
     card: str
     measured: bool
@@ -65,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """All cards' answers."""
+    """The answers of all GPUs."""
 
     rows: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
@@ -75,18 +57,21 @@ class Predicted:
 
 def predict_target(
     text: str,
-    settings: PredictSettings,
+    flags: Mapping[str, Any],
     *,
     delivery: Delivery,
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and predict its largest batch for each card and budget."""
-    cards = checked_flags(settings)
+    """Load a target and predict its largest batch for each GPU and budget.
+
+    `flags` are options of `predict_batch_size`; `gpu` is a list.
+    """
+    wanted = options_of(flags)
     delivery.check()
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
-        found = predicted(workload, settings, cards, progress, text)
+        found = predicted(workload, wanted, progress, text)
         return RenderedAnswer(
             json=as_json(found),
             lines=lambda width, plain: prediction_lines(
@@ -96,67 +81,52 @@ def predict_target(
             code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="predict",
-        flags=PredictSettings.__annotations__,
+        flags=flag_names(PredictOptions),
         delivery=delivery,
         full_traceback=full_traceback,
         arguments=arguments,
     )
 
 
-def checked_flags(settings: PredictSettings) -> list[str | None]:
-    """The cards to predict for; None stands for the GPU that is here. Wrong flags need no torch."""
+def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
+    """The options for each GPU, once each; wrong flags need no torch."""
+    gpus: list[str] = flags.get("gpu") or []
+    shared = {name: value for name, value in flags.items() if name != "gpu"}
     try:
-        for budget in settings["budget"] or ():
-            parse_bytes(budget)
-        chosen: dict[str, str] = {}  # each GPU once, as it was written: predict says what the name left open
-        for name in settings["gpu"] or ():
-            chosen.setdefault(card_named(name).name, name)
-        cards = list(chosen.values())
-        size, margin = settings["max_size"], settings["margin"]
-        if size is not None and size < 1:
-            raise ValueError(f"max_size must be a positive integer or None, not {size!r}")
-        if margin is not None and not 0 <= margin < 1:
-            raise ValueError(f"margin must be at least 0 and below 1, not {margin!r}")
-        if cards and settings["calibrate"]:
+        chosen: dict[str, PredictOptions] = {}  # as it was written: predict says what the name left open
+        for gpu in gpus:
+            options = PredictOptions(**shared, gpu=gpu)
+            assert options.card is not None
+            chosen.setdefault(options.card.name, options)
+        if not gpus:
+            return [PredictOptions(**shared)]
+        if shared.get("calibrate"):
             raise ValueError("calibrate must be left out with gpu: only the GPU that is here can be run")
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise wrong_flag(error, "predict") from None
-    return [*cards] or [None]
+    return list(chosen.values())
 
 
 def predicted(
-    workload: Workload,
-    settings: PredictSettings,
-    cards: Sequence[str | None],
-    progress: ProgressDisplay,
-    text: str,
+    workload: Workload, wanted: Sequence[PredictOptions], progress: ProgressDisplay, text: str
 ) -> Predicted:
-    """One prediction for each card."""
+    """One prediction for each GPU."""
     from batchfit._engine.distributed.ranks import join_launched
-    from batchfit._predict.predict import predict_batch_size
 
     join_launched()
     rows: list[Row] = []
     predictions: list[Prediction] = []
     failures: list[NothingFitsError] = []
-    for card in cards:
-        progress.doing(f"tracing {text}" + (f" for {card}" if card else ""))
+    for options in wanted:
+        progress.doing(f"tracing {text}" + (f" for {options.gpu}" if options.gpu else ""))
         try:
-            one = predict_batch_size(
-                workload,
-                budget=settings["budget"],
-                gpu=card,
-                max_size=settings["max_size"],
-                margin=settings["margin"],
-                calibrate=settings["calibrate"],
-                expandable_segments=settings["expandable_segments"],
-            )
+            one = _prediction(workload, options)
         except NothingFitsError as error:
-            if len(cards) == 1:
+            if len(wanted) == 1:
                 raise
             failures.append(error)
             known = GPUS[error.device]
@@ -169,15 +139,21 @@ def predicted(
         ]
     if not predictions:
         raise CommandFailed(Code.NOTHING_FITS, "; ".join(map(str, failures)))
-    return Predicted(tuple(rows), tuple(predictions), tuple(failures), card_named=cards[0] is not None)
+    return Predicted(tuple(rows), tuple(predictions), tuple(failures), card_named=wanted[0].gpu is not None)
+
+
+def _prediction(workload: Workload, options: PredictOptions) -> Prediction:
+    from batchfit._predict.predict import predict_with
+
+    return predict_with(workload, lambda: options)
 
 
 def as_json(found: Predicted) -> str:
-    """One card: its prediction. Several: a list with one for each, and those on which nothing fits."""
+    """One GPU: its prediction. Several: a list with one for each, and those on which nothing fits."""
     if len(found.predictions) == 1 and not found.failures:
         return found.predictions[0].to_json()
-    told: list[object] = [json.loads(one.to_json()) for one in found.predictions]
-    told += [
+    answers: list[object] = [json.loads(one.to_json()) for one in found.predictions]
+    answers += [
         {
             "kind": "nothing_fits",
             "card": one.device,
@@ -187,7 +163,7 @@ def as_json(found: Predicted) -> str:
         }
         for one in found.failures
     ]
-    return json.dumps(told, indent=2)
+    return json.dumps(answers, indent=2)
 
 
 def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
@@ -270,7 +246,7 @@ def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
     facts += (how_to_use if len(found.rows) == 1 else dataset_note)(largest, first.samples)
     if next_command:
         facts.append(("next", next_command))
-    return [line for label, told in facts for line in fact(label, told, width)]
+    return [line for label, text in facts for line in fact(label, text, width)]
 
 
 def _of_row(row: Row, found: Predicted) -> str:
@@ -310,23 +286,25 @@ def _confidence(found: Predicted) -> str:
 
 
 def _draw_file(found: Predicted, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_prediction
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import Source
+    from batchfit._report.sections import charts
 
-    draw_prediction(found.predictions, found.rows, path, title=title)
+    draw_charts(charts([Source(one) for one in found.predictions]), path, title=title)
 
 
-def card_lines() -> list[Line]:
-    """The cards that `--gpu` knows."""
+def gpu_lines() -> list[Line]:
+    """The GPUs that `--gpu` knows."""
     wide = max(map(len, GPUS))
     lines: list[Line] = [[(f"{'card':<{wide}}  {'usable':>9}  capability", "head")]]
-    for card in GPUS.values():
-        major, minor = card.capability
+    for gpu in GPUS.values():
+        major, minor = gpu.capability
         lines.append(
             [
-                (f"{card.name:<{wide}}  {format_bytes(card.usable_bytes):>9}  {f'{major}.{minor}':>10}", ""),
+                (f"{gpu.name:<{wide}}  {format_bytes(gpu.usable_bytes):>9}  {f'{major}.{minor}':>10}", ""),
                 (
-                    f"  {'nominal figure, derived' if card.source == 'nominal' else card.source}",
-                    "good" if card.measured else "dim",
+                    f"  {'nominal figure, derived' if gpu.source == 'nominal' else gpu.source}",
+                    "good" if gpu.measured else "dim",
                 ),
             ]
         )

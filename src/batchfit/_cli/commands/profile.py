@@ -7,71 +7,52 @@ Under torchrun all ranks step together, and rank 0 speaks.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
 from batchfit._cli.exits import Code, Terminated
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, tell, wrong_flag
-from batchfit._profile.pure.knee import Knee
-from batchfit._units import format_bytes, parse_bytes
+from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
+from batchfit._options import flag_names
+from batchfit._profile.pure.options import ProfileOptions
+from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
     from batchfit.results import ThroughputPoint, ThroughputProfile
     from batchfit.workload import Workload
 
 
-class ProfileSettings(TypedDict):
-    """The keywords of `profile_throughput` that are flags; `sizes` may be given several times."""
-
-    smallest: int
-    largest: int | None
-    sizes: list[int] | None
-    within: float
-    budget: str | None
-    time_limit_s: float | None
-    device: str | None
-    tokens_per_sample: int | None
-    target_batch_size: int | None
-    diagnose: bool
-
-
-def default_settings() -> ProfileSettings:
-    """What `profile_throughput` does when it is told nothing."""
-    from batchfit._profile.profile import profile_throughput
-
-    parameters = inspect.signature(profile_throughput).parameters
-    return cast(ProfileSettings, {name: parameters[name].default for name in ProfileSettings.__annotations__})
-
-
 def profile_target(
     text: str,
-    settings: ProfileSettings,
+    flags: Mapping[str, Any],
     *,
     delivery: Delivery,
     full_traceback: bool,
     arguments: Sequence[str] = (),
 ) -> Code:
-    """Load a target and profile it."""
-    checked_flags(settings)
+    """Load a target and profile it; `flags` are options of `profile_throughput`."""
+    try:
+        options = ProfileOptions(**flags)
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, "profile") from None
     delivery.check()
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._engine.workload.placement import device_to_run
-        from batchfit._profile.profile import profile_throughput
+        from batchfit._profile.profile import profile_with
 
         try:
-            device_to_run(workload, settings["device"])
+            device_to_run(workload, options.device)
         except ValueError as error:
             raise wrong_flag(error, "profile") from None
         progress.doing("timing the first size")
         watched = workload._watched(_watched(workload.step, progress))
         code = Code.FOUND
         try:
-            profile = profile_throughput(watched, on_point=_shown(progress), **settings)
+            profile = profile_with(watched, lambda: replace(options, on_point=_shown(progress)))
         except KeyboardInterrupt as stop:
             if (timed := getattr(stop, "profile", None)) is None:
                 raise
@@ -83,39 +64,15 @@ def profile_target(
             code=code,
         )
 
-    return tell(
+    return run_traced(
         text,
         work,
         command="profile",
-        flags=ProfileSettings.__annotations__,
+        flags=flag_names(ProfileOptions),
         delivery=delivery,
         full_traceback=full_traceback,
         arguments=arguments,
     )
-
-
-def checked_flags(settings: ProfileSettings) -> None:
-    """Refuse wrong flags without torch, the target or a device."""
-    try:
-        sizes = tuple(settings["sizes"] or ())
-        Knee(within=settings["within"], sizes=sizes, smallest=settings["smallest"])
-        for name in ("largest", "tokens_per_sample", "target_batch_size"):
-            value = cast(dict[str, Any], settings)[name]
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be a positive integer or None, not {value!r}")
-        if settings["largest"] is not None and settings["largest"] < settings["smallest"]:
-            raise ValueError(
-                f"largest must be at least smallest ({settings['smallest']}), not {settings['largest']!r}"
-            )
-        if sizes and settings["largest"] is not None:
-            raise ValueError(f"largest must be None where sizes are given, not {settings['largest']!r}")
-        seconds = settings["time_limit_s"]
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"time_limit_s must be a positive number of seconds, not {seconds!r}")
-        if settings["budget"] is not None:
-            parse_bytes(settings["budget"])
-    except ValueError as error:
-        raise wrong_flag(error, "profile") from None
 
 
 def point_line(point: ThroughputPoint) -> str:
@@ -135,7 +92,7 @@ def _shown(progress: ProgressDisplay) -> Callable[[ThroughputPoint], None]:
 
 
 def _watched(step: Callable[[int], object], progress: ProgressDisplay) -> Callable[[int], object]:
-    """The step, and what is timed now on the screen; told once a size, since telling takes time too."""
+    """The step, and what is timed now on the screen; shown once per size, since drawing takes time too."""
     last = 0
 
     def watched(batch_size: int) -> object:
@@ -149,6 +106,8 @@ def _watched(step: Callable[[int], object], progress: ProgressDisplay) -> Callab
 
 
 def _draw_file(profile: ThroughputProfile, path: Path, *, title: str) -> None:
-    from batchfit._cli.png import draw_profile
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import Source
+    from batchfit._report.sections import charts
 
-    draw_profile(profile, path, title=title)
+    draw_charts(charts([Source(profile)]), path, title=title)

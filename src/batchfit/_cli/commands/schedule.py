@@ -1,7 +1,7 @@
 """`batchfit schedule show`: what a schedule will do, before it is trained with.
 
 Rules: updates are counted as the loader makes them, not by a formula; a plan that asks for more than fits is
-told with the way out (microbatches). Nothing is trained, and torch is not loaded.
+shown with the way out (microbatches). Nothing is trained, and torch is not loaded.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import math
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.text import Line, bar
+from batchfit._cli.commands.schedule_flags import ShowSettings
 from batchfit._cli.commands.schedule_room import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, RenderedAnswer, deliver
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
     from batchfit.schedules import AnyConfig
 
 MOST_ROWS = 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShowSettings:
-    """What was asked for."""
-
-    samples: str
-    epochs: int
-    initial: int | None = None
-    lr: float | None = None
-    lr_rule: str = "none"
-    fits: str | None = None
-    world_size: int = 1
-    microbatch_size: int | None = None
-    tokens_per_sample: int | None = None
-    drop_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +99,7 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
     """Load a schedule, follow it to its end, and show it."""
     delivery.check()
     if sys.path[:1] != [str(Path.cwd())]:
-        sys.path.insert(0, str(Path.cwd()))  # where a schedule's own function is looked for
+        sys.path.insert(0, str(Path.cwd()))  # where a schedule's own function may be
     try:
         shown = followed(config, settings)
     except CommandFailed:
@@ -125,13 +110,13 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
         raise CommandFailed(Code.USAGE, f"{error} (batchfit schedule show --help lists the flags)") from None
     except Exception as error:  # noqa: BLE001  the schedule's function may raise anything
         raise CommandFailed(Code.RAISED, _raised(error)) from None
-    told = RenderedAnswer(
+    answer = RenderedAnswer(
         json=shown.to_json(),
         lines=lambda width, plain: schedule_lines(shown, width=width, plain=plain),
         draw=lambda path: _draw_file(shown, path),
     )
-    deliver(told, sys.stdout, delivery)
-    return told.code
+    deliver(answer, sys.stdout, delivery)
+    return answer.code
 
 
 def followed(config: str, settings: ShowSettings) -> FollowedSchedule:
@@ -207,33 +192,33 @@ def bound(schedule: AnyConfig, settings: ShowSettings) -> tuple[int, Foreseen]:
 
 def over_what_fits(found: Sequence[Phase], fits: int | None, world_size: int) -> tuple[str, ...]:
     """Where a rank's part is more than fits, and the microbatches that do."""
-    told: dict[int, str] = {}
+    warnings: dict[int, str] = {}
     for phase in found:
         local = -(-phase.size // world_size)
-        if fits is None or local <= fits or phase.size in told:
+        if fits is None or local <= fits or phase.size in warnings:
             continue
         pieces = balanced(local, fits)
         part = "" if world_size == 1 else f" ({local} on a rank)"
-        told[phase.size] = (
+        warnings[phase.size] = (
             f"from epoch {phase.from_epoch} on {phase.size}{part} is more than the {fits} that fit: run it "
             f"as {len(pieces)} microbatches of {pieces[0]} (batchfit.Microbatcher), with no more samples/s"
         )
-    return tuple(told.values())
+    return tuple(warnings.values())
 
 
 def beyond_an_epoch(found: Sequence[Phase], samples: int) -> tuple[str, ...]:
     """Where no batch of an epoch is as large as the schedule says; each size once."""
-    told: dict[int, str] = {}
+    warnings: dict[int, str] = {}
     for phase in found:
-        if phase.size <= samples or phase.size in told:
+        if phase.size <= samples or phase.size in warnings:
             continue
         what = f"from epoch {phase.from_epoch} on {phase.size} is more than the {samples} samples of an epoch"
-        told[phase.size] = (
+        warnings[phase.size] = (
             f"{what}, and --drop-last leaves them out: nothing is trained. Set max_batch_size"
             if phase.updates == 0
             else f"{what}, which are one batch, with the learning rate of {phase.size}. Set max_batch_size"
         )
-    return tuple(told.values())
+    return tuple(warnings.values())
 
 
 def schedule_lines(shown: FollowedSchedule, *, width: int, plain: bool) -> list[Line]:
@@ -294,6 +279,14 @@ def _raised(error: BaseException) -> str:
 
 
 def _draw_file(shown: FollowedSchedule, path: Path) -> None:
-    from batchfit._cli.png import draw_schedule
+    from batchfit._charts.svg import Rule
+    from batchfit._cli.png import draw_charts
+    from batchfit._report.files import SchedulePlan, Source
+    from batchfit._report.sections import charts
 
-    draw_schedule(shown, path)
+    sizes, *rates = charts([Source(SchedulePlan.from_json(shown.to_json()))])
+    if shown.room is not None:
+        fits = shown.room.largest * shown.world_size
+        sizes = replace(sizes, rules=(Rule(fits, f"{fits:,} fit at once"),))
+    title = f"{shown.config}: {shown.updates:,} updates, {shown.saved:.1%} fewer than at {shown.initial}"
+    draw_charts([sizes, *rates], path, title=title)

@@ -5,14 +5,16 @@ Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, final
 
 import typer
 
 from batchfit._cli.ending import end, show_help
-from batchfit._cli.flags import Command, Group, OutputFile, json_flag, plot_flag
+from batchfit._cli.flags import Command, FlagValues, Group, OutputFile, flags_of, json_flag, plot_flag
 from batchfit._cli.help_texts import CODES
+from batchfit._options import flag
 
 HELP = f"""\
 Look at batch-size schedules.
@@ -65,77 +67,62 @@ def schedule(
     """Keeps `show` a word of its own."""
 
 
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowSettings:
+    """What `batchfit schedule show` is to show of a schedule."""
+
+    samples: str = flag(
+        kind=str, metavar="N", shown_default=False, help="Samples of an epoch, such as 50000 or 1.2M."
+    )
+    epochs: int = flag(kind=int, metavar="N", shown_default=False, help="Epochs of the run.")
+    initial: int | None = flag(
+        None,
+        int,
+        metavar="N",
+        shown_default="what CONFIG says at 0",
+        help="Batch size that training starts with.",
+    )
+    lr: float | None = flag(
+        None, float, metavar="RATE", shown_default=False, help="Learning rate at the initial batch size."
+    )
+    lr_rule: str = flag("none", metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
+    fits: str | None = flag(
+        None,
+        str,
+        metavar="N|FILE",
+        shown_default=False,
+        help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "
+        "then with memory.",
+    )
+    world_size: int = flag(1, metavar="N", help="Ranks that share a batch; sizes are multiples of it.")
+    microbatch_size: int | None = flag(
+        None,
+        int,
+        metavar="N",
+        shown_default=False,
+        help="Round sizes to multiples of N samples on every rank.",
+    )
+    tokens_per_sample: int | None = flag(
+        None, int, metavar="N", shown_default=False, help="For a schedule in tokens."
+    )
+    drop_last: bool = flag(False, help="Leave out the short last batch of an epoch.")
+
+
 @schedule_app.command(cls=Command, help=SHOW_HELP)
+@flags_of(ShowSettings)
 def show(
     config: Annotated[
         str,
         typer.Argument(metavar="CONFIG", show_default=False, help="A JSON or YAML file, or milestones."),
     ],
-    samples: Annotated[
-        str,
-        typer.Option(metavar="N", show_default=False, help="Samples of an epoch, such as 50000 or 1.2M."),
-    ],
-    epochs: Annotated[int, typer.Option(metavar="N", show_default=False, help="Epochs of the run.")],
-    initial: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            show_default="what CONFIG says at 0",
-            help="Batch size that training starts with.",
-        ),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(metavar="RATE", show_default=False, help="Learning rate at the initial batch size."),
-    ] = None,
-    lr_rule: Annotated[
-        str, typer.Option(metavar="RULE", help="none, linear, sqrt, seesaw or power(0.6).")
-    ] = "none",
-    fits: Annotated[
-        str | None,
-        typer.Option(
-            "--fits",
-            metavar="N|FILE",
-            show_default=False,
-            help="Largest batch of one process that fits, or the JSON of batchfit find, predict or profile: "
-            "then with memory.",
-        ),
-    ] = None,
-    world_size: Annotated[
-        int, typer.Option(metavar="N", help="Ranks that share a batch; sizes are multiples of it.")
-    ] = 1,
-    microbatch_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", show_default=False, help="Round sizes to multiples of N samples on every rank."
-        ),
-    ] = None,
-    tokens_per_sample: Annotated[
-        int | None, typer.Option(metavar="N", show_default=False, help="For a schedule in tokens.")
-    ] = None,
-    drop_last: Annotated[
-        bool, typer.Option("--drop-last", help="Leave out the short last batch of an epoch.")
-    ] = False,
+    flags: FlagValues,
     json: Annotated[bool, json_flag("The plan as JSON, alone on stdout.")] = False,
     output: OutputFile = None,
-    plot: Annotated[
-        Path | None,
-        plot_flag("sizes and learning rate"),
-    ] = None,
+    plot: Annotated[Path | None, plot_flag("sizes and learning rate")] = None,
 ) -> None:
-    from batchfit._cli.commands.schedule import ShowSettings, show_schedule
+    from batchfit._cli.commands.schedule import show_schedule
     from batchfit._cli.traced import Delivery
 
-    settings = ShowSettings(
-        samples=samples,
-        epochs=epochs,
-        initial=initial,
-        lr=lr,
-        lr_rule=lr_rule,
-        fits=fits,
-        world_size=world_size,
-        microbatch_size=microbatch_size,
-        tokens_per_sample=tokens_per_sample,
-        drop_last=drop_last,
-    )
-    end(lambda: show_schedule(config, settings, delivery=Delivery(as_json=json, output=output, plot=plot)))
+    delivery = Delivery(as_json=json, output=output, plot=plot)
+    end(lambda: show_schedule(config, ShowSettings(**flags), delivery=delivery))

@@ -11,13 +11,12 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
-from batchfit._cli.commands.sweep_file import PLACES, SweepFile
+from batchfit._cli.commands.sweep_file import SweepFile
+from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import screen_here
 from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
 from batchfit._cli.output import check_writable, stdout_for_results
@@ -33,31 +32,13 @@ if TYPE_CHECKING:
     from batchfit.results._sweep import SweepResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFlags:
-    """The flags of `batchfit sweep`."""
-
-    sets: Sequence[str] = ()
-    devices: str | None = None
-    engine: str | None = None
-    ray_address: str | None = None
-    output: Path | None = None
-    resume: bool = False
-    retry_failed: bool = False
-    overwrite: bool = False
-    csv: Path | None = None
-    as_json: bool = False
-    dry_run: bool = False
-    full_traceback: bool = False
-
-
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
     """Read the file, run what waits, and show the result."""
     if flags.dry_run and flags.csv is not None:
         raise CommandFailed(Code.USAGE, "csv must be left out with --dry-run, which measures nothing")
     named = ("devices", "engine", "ray_address")
     given = {name: value for name in named if (value := getattr(flags, name)) is not None}
-    file = SweepFile.read(path, flags.sets, given)
+    file = SweepFile.read(path, flags.sets or (), given)
     entries = file.entries()
     output = file.output if flags.output is None else flags.output
     for name, one in (("output", output), ("csv", flags.csv)):
@@ -85,25 +66,22 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     from batchfit._sweep.engines import Where
+    from batchfit._sweep.pure.options import SweepOptions
     from batchfit._sweep.request import Asked
-    from batchfit._sweep.run_state import SweepSettings
 
-    options: dict[str, Any] = file.options
+    given: dict[str, Any] = file.options
     named = {key: str(file.data[key]) for key in ("factory", "measure") if file.data.get(key) is not None}
-    estimate = options.pop("estimate", None)
-    if isinstance(estimate, str) and estimate != "predict":
-        named["estimate"] = estimate
-        estimate = file.target("estimate")
-    if options.get("measure") is not None:
-        options["measure"] = file.target("measure")
+    if isinstance(given.get("estimate"), str) and given["estimate"] != "predict":
+        named["estimate"] = given["estimate"]
+        given["estimate"] = file.target("estimate")
+    if given.get("measure") is not None:
+        given["measure"] = file.target("measure")
     factory = file.target("factory")
-    where = {name: options.pop(name) for name in PLACES if name in options}
-    around = {name: options.pop(name) for name in ("mode", "start_from") if name in options}
     try:
         _check_named(file)
-        settings = SweepSettings(**{"batch_size": 64, **options})
-        asked = Asked.of(factory, file.data["knobs"], settings, estimate=estimate, named=named, **around)
-        return asked, Where(**where).engine_of(device=settings.device)
+        options = SweepOptions(**given)
+        asked = Asked.of(factory, file.data["knobs"], options, named=named)
+        return asked, Where(**options.part(Where)).engine_of(device=options.device)
     except (errors.TargetError, SyntaxError) as error:
         raise file.wrong(str(error), ("factory",)) from None
     except ImportError as error:
@@ -203,7 +181,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
-    except (TypeError, ValueError) as error:  # what only an engine can tell, such as a cluster without GPUs
+    except (TypeError, ValueError) as error:  # what only an engine finds out, such as a cluster without GPUs
         if not _is_refusal(error):
             raise
         raise CommandFailed(Code.USAGE, str(error)) from None
@@ -227,7 +205,7 @@ def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, *, output: 
 def _command(path: Path, flags: SweepFlags, *, stale: bool) -> str:
     """The command that goes on with the same sweep; `stale`: the file is still as it was before."""
     words = ["batchfit", "sweep", str(path)]
-    for one in flags.sets:
+    for one in flags.sets or ():
         words += ["--set", one]
     for name in ("devices", "engine", "ray_address", "output"):
         value = getattr(flags, name)
@@ -281,8 +259,8 @@ def _show_plan(asked: Asked, keeper: SweepRecords, stdout: TextIO, *, as_json: b
             {"knobs": dict(entry.configuration), "begins_with": size, "skipped": entry.why_not or None}
             for entry, size in zip(entries, begins, strict=True)
         ]
-        told = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
-        stdout.write(json.dumps(told, indent=2, default=str) + "\n")
+        planned = {"kind": "sweep_plan", "schema_version": 1, "configurations": plan}
+        stdout.write(json.dumps(planned, indent=2, default=str) + "\n")
         stdout.flush()
         return
     rows = [

@@ -16,34 +16,10 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._documents import Document, parse_document, read_lined
 from batchfit._sweep.pure.estimates import estimate_of
 from batchfit._sweep.pure.grid import Entry, GridError, did_you_mean, plan
+from batchfit._sweep.pure.options import file_keys
 
 NEEDED = ("factory", "knobs")
-# The keywords of `sweep` that a file may set, besides those that it must; a test compares.
-OPTIONAL = (
-    "mode",
-    "batch_size",
-    "min_size",
-    "auto",
-    "estimate",
-    "measure",
-    "strategy",
-    "attempts",
-    "tolerance",
-    "steps",
-    "soak_steps",
-    "budget",
-    "device",
-    "start_from",
-    "output",
-    "devices",
-    "engine",
-    "ray_address",
-    "num_gpus",
-    "num_cpus",
-    "max_retries",
-)
-# Those of them that say where it runs.
-PLACES = ("devices", "engine", "ray_address", "num_gpus", "num_cpus", "max_retries")
+OPTIONAL = file_keys()
 
 
 @final

@@ -1,7 +1,7 @@
 """A sweep on the screen while it runs: a table on a terminal, lines anywhere else.
 
 Rules: a line is that of the log (`_sweep.pure.events`); a table shows every configuration that there is room
-for, what runs now and about how long the rest will take; nothing is drawn where nobody looks, and where the
+for, what runs now and about how long the rest will take; nothing is drawn where nobody reads, and where the
 reader goes away in the middle (`2>&1 | head`) the sweep runs on in silence. Rich is loaded for a terminal
 only.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _EVERY_S = 0.12  # between two pictures
 _GAP = 2  # between two columns
-_LEAST_COLUMN = 5  # a word that can still be told from others
+_LEAST_COLUMN = 5  # a word that can still be distinguished from others
 _LEAST_STATUS = 24  # what runs now: "measuring at 1024  12 s"
 
 
@@ -128,7 +128,7 @@ class SweepLines:
 
 
 class SweepTable:
-    """One row a configuration, drawn again and again on a terminal."""
+    """One row per configuration, redrawn on a terminal."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""One batch on all ranks of DDP or FSDP2: votes, all-reduce, retries together.
+"""One batch on one process, or on all ranks of DDP or FSDP2: votes, all-reduce, retries together.
 
-`ddp.py` and `fsdp.py` run a batch on the ranks; `pure/protocol.py` decides what votes lead to.
+`interface.py` declares the strategies, `strategy.py` chooses one of `single.py`, `ddp.py` and `fsdp.py`;
+`pure/protocol.py` decides what votes lead to.
 """

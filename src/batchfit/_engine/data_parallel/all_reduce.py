@@ -1,7 +1,7 @@
-"""Gradients summed over the ranks, in place, with memory that was taken before.
+"""Gradients summed over the ranks, in place, with memory that was allocated before.
 
 Rules
-- `Reduction` takes all the memory that it needs when it is made; `run` allocates nothing on the device.
+- `Reduction` allocates all the memory that it needs when it is made; `run` allocates nothing on the device.
 - What is sent, in which order and in which collective, is a function of the parameters alone, never of the
   gradients of one rank: all ranks issue the same collectives. Two ranks whose gradients have different
   strides send the same layout, the parameter's.
@@ -9,7 +9,7 @@ Rules
   is summed where it is.
   Buckets go round in few slots: while some are on their way, the next is filled and the last is emptied.
   Cost: at most four buckets of memory for a moment, not a second copy of all gradients.
-- The number of collectives is that of DistributedDataParallel: one a bucket, filled as DDP fills its own.
+- The number of collectives is that of DistributedDataParallel: one per bucket, filled as DDP fills its own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def buckets_of(tensors: Sequence[torch.Tensor], cap_bytes: int = BUCKET_BYTES) -
 class Reduction:
     """Slots for the sums of some parameters' gradients, and for the buffers that rank 0 sends to the others.
 
-    reduction = Reduction(parameters, buffers, group=group)    # may run out of memory
+    reduction = Reduction(parameters, buffers, group=group)    # may be an OOM
     ...                                                        # a vote
     reduction.run(parameters, gradients, buffers)              # does not
     """
@@ -180,7 +180,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(slot: torch.Tensor, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A slot as one flat tensor, and a place in it for each of `likes`."""
+    """A slot as one flat tensor, and a view of it for each of `likes`."""
     total = sum(like.numel() for like in likes)
     flat = slot[: total * likes[0].element_size()].view(likes[0].dtype)
     views, begin = [], 0

@@ -1,7 +1,7 @@
-"""Models in DistributedDataParallel, as `sync` uses them: kept quiet, asked what they reduce, or refused.
+"""Models in DistributedDataParallel, as `ddp` uses them, or refuses them.
 
 Rules
-- Refused, with the reason: what has collectives in forward whatever it is told, and what would be left out
+- Refused, with the reason: what always has collectives in forward, and what would be left out
   where gradients are reduced outside of DDP.
 - Flags of the models are as before once a block is left.
 """
@@ -53,13 +53,13 @@ class Wrapped:
     def reduce_all(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Whether DDP by itself reduces these and nothing else: it knows what got gradients when it was made.
 
-        A parameter that was thawed since keeps each rank's own gradient, without a word; one that was frozen
-        is waited for.
+        A parameter that was thawed since keeps each rank's own gradient, silently; for one that was frozen
+        DDP waits.
         """
         return self._hooked is not None and {id(leaf) for leaf in leaves} == self._hooked
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Refuse leaves whose gradients nobody would reduce."""
+        """Refuse leaves whose gradients would not be reduced."""
         known = {id(one) for model in self._models for one in _reduced_by(model)}
         outside = [leaf for leaf in leaves if id(leaf) not in known]
         if outside:
@@ -76,7 +76,7 @@ class Wrapped:
             if isinstance(module, DistributedDataParallel) and module not in self._models:
                 raise BatchfitError(
                     "fn runs a model in DistributedDataParallel that Microbatcher was not given: it would "
-                    "reduce in every microbatch, and a rank that tries again would wait for the others. "
+                    "reduce in every microbatch, and a rank that retries would leave the others waiting. "
                     "Pass it too"
                 )
 
@@ -100,7 +100,7 @@ class Wrapped:
         return asked.pop()
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         """Inside, forward and backward of the models have no collective.
 
         Not only `no_sync()`: the first forward under it still broadcasts buffers, and so does one in eval
@@ -118,8 +118,8 @@ class Wrapped:
                     setattr(model, name, value)
 
     @contextmanager
-    def loud(self) -> Iterator[None]:
-        """Inside `quiet`, DDP does all that it does by itself."""
+    def with_collectives(self) -> Iterator[None]:
+        """Inside `without_collectives`, DDP reduces and broadcasts as it does by itself."""
         self._set(True)
         try:
             yield
@@ -127,7 +127,7 @@ class Wrapped:
             self._set(False)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def must_be_called(self) -> Iterator[None]:
         """Inside, a model that gets gradients must be called through its wrapper, or DDP reduces nothing."""
         seen: set[int] = set()
 
@@ -147,14 +147,14 @@ class Wrapped:
                     "sync='safe' does in either case"
                 )
 
-    def arranged(self) -> int:
-        """How many of them have sorted their buckets anew, which is a collective in a forward."""
+    def rebuilt(self) -> int:
+        """How many of them have rebuilt their buckets, which is a collective in a forward."""
         return sum(bool(getattr(model, "_has_rebuilt_buckets", False)) for model in self._models)
 
-    def settle_buckets(self) -> None:
-        """DDP sorts its buckets anew once, in the forward after the first batch that it reduced.
+    def rebuild_buckets(self) -> None:
+        """DDP rebuilds its buckets once, in the forward after the first batch that it reduced.
 
-        That is a collective, and a rank that has no samples then would not come to it: so it is done now.
+        That is a collective, and a rank that has no samples then would miss it: so it is done now.
         """
         for model in self._models:
             rebuild = getattr(model.reducer, "_rebuild_buckets", None)
@@ -176,8 +176,8 @@ def _refuse(model: DistributedDataParallel) -> None:
         )
     if model.static_graph:
         raise BatchfitError(
-            "DistributedDataParallel(static_graph=True) reduces inside backward whatever it is told, and "
-            "crashes after a forward that ran out of memory. Use static_graph=False"
+            "DistributedDataParallel(static_graph=True) always reduces inside backward, and "
+            "crashes after a forward with an OOM. Use static_graph=False"
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise BatchfitError(
@@ -196,7 +196,7 @@ def _refuse_now(model: DistributedDataParallel) -> None:
     if getattr(model, "_comm_hooks", None):
         raise BatchfitError(
             "a communication hook is registered, and gradients are reduced outside of "
-            "DistributedDataParallel, which would never call it. Leave the hook out"
+            "DistributedDataParallel, and DDP would never call it. Leave the hook out"
         )
     if getattr(getattr(model, "_join_config", None), "enable", False):
         raise BatchfitError(
@@ -210,8 +210,8 @@ def _hooked_by(models: Sequence[DistributedDataParallel]) -> set[int] | None:
     found: set[int] = set()
     for model in models:
         mine = {id(one) for one in _reduced_by(model) if one.requires_grad}
-        told = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        if told.get("num_parameter_tensors") != len(mine):
+        logged = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        if logged.get("num_parameter_tensors") != len(mine):
             return None
         found |= mine
     return found

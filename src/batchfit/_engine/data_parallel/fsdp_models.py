@@ -1,10 +1,10 @@
-"""Models under FSDP2 (`fully_shard`), as `lockstep` uses them: looked at, put at rest, or refused.
+"""Models under FSDP2 (`fully_shard`), as `fsdp` uses them: inspected, resharded, reset, or refused.
 
 Rules
-- Refused, with the reason: what talks to other ranks beside FSDP2, and gradients that nobody would reduce or
-  that a try could not put back.
-- A model at rest has all its parameters sharded and remembers no forward: every microbatch that begins so
-  sends the same.
+- Refused, with the reason: collectives beside those of FSDP2, and gradients that would not be reduced
+  or could not be undone.
+- A resharded model has all its parameters sharded and remembers no forward: every microbatch that begins so
+  has the same collectives.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shards:
         return float(next(iter(asked), None) or self._ranks.world_size)
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Refuse leaves whose gradients nobody would reduce."""
+        """Refuse leaves whose gradients would not be reduced."""
         groups = self._groups()
         known = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
         outside = [leaf for leaf in leaves if id(leaf) not in known]
@@ -61,24 +61,24 @@ class Shards:
             )
 
     def check_reached(self, modules: Iterable[nn.Module]) -> None:
-        """Refuse a model that talks to other ranks and is not one of ours."""
+        """Refuse a model with collectives that Microbatcher was not given."""
         ours = {id(one) for one in self._modules}
         for module in modules:
             inner = [*fsdp.sharded_modules(module.modules())]
             if isinstance(module, DistributedDataParallel) or any(id(one) not in ours for one in inner):
                 raise BatchfitError(
-                    "fn runs a model under FSDP2 or DDP that Microbatcher was not given: it talks to other "
-                    "ranks, and could not be put right after an out-of-memory. Pass it too"
+                    "fn runs a model under FSDP2 or DDP that Microbatcher was not given: it has "
+                    "collectives, and could not be reset after an OOM. Pass it too"
                 )
 
-    def twins(self) -> list[torch.Tensor]:
+    def gathered_parameters(self) -> list[torch.Tensor]:
         """The gathered parameters that stand for the sharded ones in a graph, as far as they exist."""
         groups = self._groups()
         found = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
         return [one for one in found if one is not None]
 
-    def rest(self) -> None:
-        """All parameters sharded, and no forward remembered: what a microbatch sends is the same each time.
+    def reshard(self) -> None:
+        """Shard all parameters, and forget forwards: then each microbatch has the same collectives.
 
         A forward without a backward (evaluation) leaves the root's parameters gathered, and an entry in the
         order by which FSDP2 gathers ahead in the next backward: one collective more there.
@@ -91,13 +91,13 @@ class Shards:
                 getattr(group, "_post_forward_indices", []).clear()
 
     def check_flags(self) -> None:
-        """Refuse gradients that FSDP2 would keep unsharded, out of reach of a try that is taken back."""
+        """Refuse gradients that FSDP2 would keep unsharded, where they cannot be undone."""
         for module in self._modules:
             for group in fsdp.groups_of(module):
                 if not (group.reduce_grads and getattr(group, "all_reduce_grads", True)):
                     raise BatchfitError(
                         "set_requires_gradient_sync(False) keeps gradients unsharded inside FSDP2, where "
-                        "they cannot be put back after an out-of-memory. Leave it True: backward calls add up"
+                        "they cannot be undone after an OOM. Leave it True: backward calls add up"
                     )
 
     def reset(self) -> bool:
@@ -107,12 +107,12 @@ class Shards:
                 fsdp.reset(module)
         except SnapshotError:
             with suppress(Exception):  # as far as it goes: memory for what is still to be sent
-                self.rest()
+                self.reshard()
             return False
         return True
 
     def can_retry(self) -> str:
-        """Why a batch cannot be done again here; "" where it can. All ranks call it together."""
+        """Why a batch cannot be retried here; "" where it can. All ranks call it together."""
         tests = [fsdp.self_test(mesh, ranks=self._ranks) for mesh in self._meshes]
         return next((test.why for test in tests if not test.passed), "")
 
@@ -123,8 +123,8 @@ class Shards:
                 for one in group.fsdp_params:
                     if getattr(one, "is_dtensor", False):
                         raise BatchfitError(
-                            "parameters are spread over ranks by tensor parallelism too, which talks to "
-                            "other ranks in forward, with sizes of the batch. Shard with FSDP2 alone"
+                            "parameters are spread over ranks by tensor parallelism too, which has "
+                            "collectives in forward, with sizes of the batch. Shard with FSDP2 alone"
                         )
                     mesh = one.sharded_param.device_mesh
                     found.setdefault(id(mesh), mesh)

@@ -2,8 +2,9 @@
 
 Rules
 - As long as the others wait for a vote of this rank, it votes, also when it raises.
-- An optimizer that talks to other ranks in its step is refused.
-- Once it moves and nobody can go back, an error makes it leave: the others raise at their next agreement.
+- An optimizer with collectives in its step is refused.
+- Once parameters change and no copy can be restored, an error makes the rank leave: the others raise at their
+  next vote.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEP: Final = "an optimizer step"
 
 
 @final
-class StepTurn:
+class RankStep:
     """One optimizer step of one rank: as long as others wait for its vote, an error inside votes too."""
 
     def __init__(self, ranks: Ranks, steps: StepsTaken | None = None) -> None:
@@ -44,10 +45,10 @@ class StepTurn:
     ) -> None:
         self._counting.__exit__(kind, error, trace)
         if error is not None:
-            self._gave_up(error)
+            self._give_up(error)
 
     def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse a step that sends: a rank that runs out in it would leave the others waiting."""
+        """Refuse a step with collectives: a rank that has an OOM in it would leave the others waiting."""
         zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
         kind = getattr(zero, "ZeroRedundancyOptimizer", None)
         for one in optimizers:
@@ -55,30 +56,30 @@ class StepTurn:
             if kind is not None and isinstance(inner, kind):
                 raise BatchfitError(
                     "ZeroRedundancyOptimizer sends parameters from rank to rank inside its step: a rank that "
-                    "runs out of memory there would leave the others waiting. Call optimizer.step() "
+                    "is out of memory there would leave the others waiting. Call optimizer.step() "
                     "yourself, or shard with FSDP2"
                 )
 
     def vote(self, mine: StepVote) -> list[StepVote]:
-        """Everybody's votes."""
-        self._phase = "over"  # where it fails, all know
+        """All ranks' votes."""
+        self._phase = "over"  # where it fails, all ranks raise
         entry = [mine.error, mine.out_of_memory, mine.protected]
         try:
             votes = [StepVote(*one) for one in self._ranks.gather(entry, doing=STEP)]
         except RanksDisagreeError as error:
-            ahead = [rank for rank, place in enumerate(error.places) if place != STEP]
+            ahead = [rank for rank, point in enumerate(error.places) if point != STEP]
             if not ahead:
                 raise
             raise RanksDisagreeError(
                 f"{name_of(ahead)} went on to the next batch without this optimizer step, after an error "
-                "between backward and step, say: no rank has stepped. Go on with the next batch",
+                "between backward and step: no rank has stepped. Go on with the next batch",
                 error.places,
             ) from None
         self._phase = "before"
         return votes
 
     def over(self) -> None:
-        """All have taken the last decision of this step: whatever is raised now, nobody waits."""
+        """All have taken the last decision of this step: whatever is raised now, no rank waits."""
         self._phase = "over"
 
     def failed(self, votes: Sequence[StepVote]) -> RankFailedError:
@@ -88,11 +89,11 @@ class StepTurn:
         )
 
     def moves(self) -> None:
-        """From here on nobody waits for this rank before its next call, and nobody can go back."""
+        """From here on no rank waits for this one before its next call, and no rank can undo."""
         self._phase = "moving"
 
-    def _gave_up(self, error: BaseException) -> None:
-        """This rank raises: the others are told."""
+    def _give_up(self, error: BaseException) -> None:
+        """This rank raises: report it to the others."""
         text = f"{type(error).__name__}: {error}"[:500]
         if self._phase == "moving" or not isinstance(error, Exception):
             self._ranks.leave(text)
@@ -102,4 +103,4 @@ class StepTurn:
         try:
             self.vote(StepVote(text, isinstance(error, torch.OutOfMemoryError)))
         except BatchfitError as other:
-            error.add_note(f"batchfit: the other ranks could not be told: {other}")
+            error.add_note(f"batchfit: the other ranks could not be informed: {other}")

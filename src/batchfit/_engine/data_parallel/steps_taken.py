@@ -40,7 +40,7 @@ class StepsTaken:
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Inside, steps are tries; it counts as one step where it ends well."""
+        """Inside, steps are attempts; all together count as one step where no error is raised."""
         self._paused = True
         try:
             yield

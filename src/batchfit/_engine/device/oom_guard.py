@@ -66,14 +66,24 @@ def run_guarded(
     return None
 
 
-def run_twice(run: Callable[[], T], *, device: Device, note: str) -> T:
-    """What `run` returns; after an OOM, memory is released and `run` is called once more."""
+def run_twice(
+    run: Callable[[], T], *, device: Device, note: str, failed: Callable[[str], Exception] | None = None
+) -> T:
+    """What `run` returns; after an OOM, memory is released and `run` is called once more.
+
+    `failed` makes the error to raise from the text of a second OOM; default: the OOM itself.
+    """
     answer: list[T] = []
     failure = run_guarded(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
     if failure is None:
         return answer[0]
     recover(device)
-    return run()
+    if failed is None:
+        return run()
+    failure = run_guarded(lambda: answer.append(run()), device=device, last=True, note=lambda: note)
+    if failure is not None:
+        raise failed(failure.message)
+    return answer[0]
 
 
 def _is_host(message: str, device: Device) -> bool:

@@ -3,9 +3,9 @@
 Rules:
 - What a step takes is recorded while real steps run, as the sizes of what is alive at its peak; the optimizer
   state, which the next step finds, is left out. Before the first step there is only a generous guess.
-- To reserve is to allocate those pieces and free them: they then lie in the caching allocator, on the stream
-  that the step uses. It asks for nothing that the step would not ask for, in pieces of the allocator's own
-  segments, and is left out where the cache alone is clearly enough. No call here waits for the device.
+- To reserve is to allocate those blocks and free them: the caching allocator then holds them, on the stream
+  that the step uses. It requests nothing that the step would not request, in the allocator's own
+  segments, and is left out where the cache alone is clearly enough. No call here synchronizes.
 - A device without an allocator of its own (a CPU outside `virtual_memory`) is not asked: it never refuses.
 """
 
@@ -43,28 +43,28 @@ Sizes = Mapping[torch.device, Sequence[int]]
 class Need:
     """What a step takes on each device, in the form in which it is asked for."""
 
-    __slots__ = ("_pieces", "total_bytes")
+    __slots__ = ("_blocks", "total_bytes")
 
     def __init__(self, sizes: Sizes) -> None:
-        found = [_Pieces(device, tuple(pieces)) for device, pieces in sizes.items()]
-        self._pieces = tuple(one for one in found if one.sizes)
-        self.total_bytes = sum(sum(one.sizes) for one in self._pieces)
+        found = [_Blocks(device, tuple(blocks)) for device, blocks in sizes.items()]
+        self._blocks = tuple(one for one in found if one.sizes)
+        self.total_bytes = sum(sum(one.sizes) for one in self._blocks)
 
     def merged(self, other: Need) -> Need:
         """What is enough for either of two steps."""
-        sizes = {one.device: one.sizes for one in self._pieces}
-        for one in other._pieces:
+        sizes = {one.device: one.sizes for one in self._blocks}
+        for one in other._blocks:
             if sum(one.sizes) > sum(sizes.get(one.device, ())):
                 sizes[one.device] = one.sizes
         return Need(sizes)
 
     def reserve(self) -> bool:
-        """Whether the pieces can be had now; where not at once, after memory was freed."""
-        return all(_reserve(one) for one in self._pieces if _can_refuse(one.device))
+        """Whether the blocks can be allocated now; where not at once, after memory was freed."""
+        return all(_reserve(one) for one in self._blocks if _can_refuse(one.device))
 
 
 @final
-class _Pieces:
+class _Blocks:
     """What a step takes on one device: exactly, and as blocks of the allocator's two pools."""
 
     __slots__ = ("device", "large", "large_bytes", "sizes", "small", "small_bytes")
@@ -84,27 +84,27 @@ def _can_refuse(device: torch.device) -> bool:
     return device.type != "meta" and (device.type != "cpu" or memory.active() is not None)
 
 
-def _reserve(pieces: _Pieces) -> bool:
-    wanted: Sequence[int] = pieces.sizes
-    if pieces.device.type == "cuda":
-        wanted = _not_cached(pieces)
-    if _can_have(wanted, pieces.device):
+def _reserve(blocks: _Blocks) -> bool:
+    wanted: Sequence[int] = blocks.sizes
+    if blocks.device.type == "cuda":
+        wanted = _not_cached(blocks)
+    if _can_have(wanted, blocks.device):
         return True
-    free_memory((pieces.device,))
+    free_memory((blocks.device,))
     # Not in blocks: whole segments are more than the step asks for.
-    return _can_have(pieces.sizes, pieces.device)
+    return _can_have(blocks.sizes, blocks.device)
 
 
-def _not_cached(pieces: _Pieces) -> Sequence[int]:
+def _not_cached(blocks: _Blocks) -> Sequence[int]:
     """The blocks to ask for: none of a pool that has twice the bytes in its cache, fragments included."""
-    stats: Any = torch.cuda.memory_stats_as_nested_dict(pieces.device)
+    stats: Any = torch.cuda.memory_stats_as_nested_dict(blocks.device)
     reserved, active = stats.get("reserved_bytes", {}), stats.get("active_bytes", {})
 
     def cached(pool: str) -> int:
         return int(reserved.get(pool, {}).get("current", 0) - active.get(pool, {}).get("current", 0))
 
-    small = pieces.small if cached("small_pool") < 2 * pieces.small_bytes else []
-    large = pieces.large if cached("large_pool") < 2 * pieces.large_bytes else []
+    small = blocks.small if cached("small_pool") < 2 * blocks.small_bytes else []
+    large = blocks.large if cached("large_pool") < 2 * blocks.large_bytes else []
     return [*small, *large]
 
 
@@ -121,7 +121,7 @@ def _can_have(sizes: Sequence[int], device: torch.device) -> bool:
 
 
 def free_memory(devices: Iterable[torch.device]) -> None:
-    """Give back what nobody uses: garbage in cycles, and the allocators' caches."""
+    """Free garbage in cycles, and release the allocators' caches."""
     gc.collect()
     for kind in {device.type for device in devices} - {"cpu", "meta"}:
         empty = getattr(torch.get_device_module(kind), "empty_cache", None)

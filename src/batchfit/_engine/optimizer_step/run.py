@@ -1,7 +1,7 @@
 """One optimizer step as one would write it by hand, and how far it has come.
 
 Rules: `unscale_`, clip, step, `update`, each by the public call; what a failed step may have touched can be
-told afterwards; of a scaler, its private notes on each optimizer are read, since nothing public tells them.
+named afterwards; of a scaler, its private notes on each optimizer are read: they are not public.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StepRun:
             for one in optimizers
         ]
         self.norm: torch.Tensor | None = None
-        self.skipped = False  # known while recording only: reading it may wait for the device
+        self.skipped = False  # known while recording only: reading it may synchronize
         self._phase: Literal["gradients", "parameters", "scaler"] = "gradients"
         self._at = 0
         self._versions: list[int] = []
@@ -73,7 +73,7 @@ class StepRun:
         return sum(map(len, self.parameters))
 
     def interrupted(self, detail: str) -> StepInterruptedError:
-        """The error for a step that ran out and cannot be undone; what the scaler noted is forgotten."""
+        """The error for a step that had an OOM and cannot be undone; what the scaler noted is forgotten."""
         optimizer, parameters = self.optimizers[self._at], self.parameters[self._at]
         if self.scaler is not None and self._phase != "scaler":
             # Left behind, the next step would be scaled twice, or refused as one that was begun already.

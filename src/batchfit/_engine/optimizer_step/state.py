@@ -4,7 +4,7 @@ Rules:
 - State is made by `_init_group`, which is how the steps of torch's own optimizers make it: the step then
   finds it, and ends bit for bit as it would have.
 - Only where nothing comes between now and the step that would make other state: no step hook of the user's.
-- What was made can be taken away again: the optimizer is then as it was, the same objects in the same places.
+- What was made can be removed: the optimizer is then as it was, with the same objects.
 """
 
 from __future__ import annotations

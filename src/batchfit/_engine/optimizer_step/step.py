@@ -1,19 +1,19 @@
-"""An optimizer step that running out of memory cannot leave half done.
+"""An optimizer step that an OOM cannot leave half done.
 
 Rules:
-- Before anything moves, optimizer state is made and the step's temporaries are reserved (`step_memory`).
-  Running out there is harmless: memory is freed, it is tried once more, then a `torch.OutOfMemoryError` says
-  that nothing has moved, and nothing has, bit for bit: what was made is taken away again.
+- Before anything changes, optimizer state is made and the step's temporaries are reserved (`memory`). An OOM
+  there is harmless: memory is freed, it is retried once, then a `torch.OutOfMemoryError` says that nothing
+  has changed, and nothing has, bit for bit: what was made is removed.
 - A step whose memory could not be promised (the reservation failed, or nothing is known of the optimizer
-  yet) runs under a host copy, and so does every step with `rollback=True`. If it runs out, the copy is
-  put back, memory is freed, it is tried once more, then raised like the above.
-- Any other step that runs out all the same raises `StepInterruptedError`. Never a silent half step.
+  yet) runs under a host copy, and so does every step with `rollback=True`. After an OOM the copy is
+  restored, memory is freed, the step is retried once, then the OOM is raised as above.
+- Any other step that has an OOM all the same raises `StepInterruptedError`. Never a silent half step.
 - Steps are taken with the public `optimizer.step` and `scaler.step`: hooks, counters of LR schedulers and
   compiled steps stay what they are. Errors that are not memory come out unchanged.
-- In the steady state nothing waits for the device and nothing is copied.
-- Ranks (`sync`): a vote before anything moves, so that all step or none does; where one of them needs a host
-  copy all take one, and vote after the step too. A rank whose step was cut off without one tells the others,
-  which raise at their next agreement.
+- In the steady state nothing synchronizes and nothing is copied.
+- Ranks (`data_parallel`): a vote before anything moves, so that all step or none does; where one needs a
+  host copy all take one, and vote after the step too. A rank whose step was interrupted without one reports
+  that to the others, which raise at their next vote.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from batchfit._engine.data_parallel.ddp import DdpRanks, SingleProcess
-from batchfit._engine.data_parallel.pure.protocol import StepVote, settle_ready, settle_tried
-from batchfit._engine.data_parallel.step_vote import StepTurn
+from batchfit._engine.data_parallel.interface import DataParallel
+from batchfit._engine.data_parallel.pure.protocol import StepVote, settle_attempt, settle_ready
+from batchfit._engine.data_parallel.single import SINGLE_PROCESS
+from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import oom
 from batchfit._engine.device.ram import read_ram
 from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_memory, guess
@@ -45,8 +46,6 @@ from batchfit.errors import BatchfitError, SnapshotError
 
 logger = logging.getLogger("batchfit")
 
-_ALONE: Final = SingleProcess()
-
 # RAdam takes more from its sixth step on, when its variance is tractable.
 _RECORDED_STEPS: Final = 8
 
@@ -57,53 +56,55 @@ def step(
     scaler: torch.amp.GradScaler | None = None,
     clip_norm: float | None = None,
     rollback: bool = False,
-    ranks: DdpRanks | SingleProcess = _ALONE,
+    ranks: DataParallel = SINGLE_PROCESS,
 ) -> torch.Tensor | None:
     """Clip and step, all of it or nothing: `unscale_`, clip, `optimizer.step()`, `scaler.update()`.
 
         norm = step(optimizer, scaler=scaler, clip_norm=1.0)
 
     Returns the norm of the gradients before clipping, as `clip_grad_norm_` does (a tensor: reading it is
-    what would wait for the device), or None without `clip_norm`. Several optimizers are prepared together
-    and stepped in turn; `clip_norm` is then the norm over the parameters of all of them.
+    what would synchronize), or None without `clip_norm`. Several optimizers are prepared together
+    and stepped in rank_step; `clip_norm` is then the norm over the parameters of all of them.
 
     An OOM before anything moved, or one that could be undone, is a `torch.OutOfMemoryError` that says so:
     parameters, gradients, optimizer state and scaler are as before the call. Otherwise it is a
     `StepInterruptedError`. `rollback=True` makes sure that every OOM can be undone: parameters, gradients
     and optimizer state are copied to host memory before each step (for AdamW four times the parameters, at
-    the speed of the bus, and the copy waits for the device). Without it only a step whose memory cannot be
+    the speed of the bus, and the copy synchronizes). Without it only a step whose memory cannot be
     reserved is copied, and the first one of an optimizer that is not torch's own.
 
-    A step that is tried again after a rollback runs the optimizer's step hooks again. A first step that
+    A step that is retried after a rollback runs the optimizer's step hooks twice. A first step that
     the scaler skips leaves the new optimizer state behind, untouched (its moments are zero).
     """
-    with ranks.step() as turn:
+    with ranks.step() as rank_step:
         optimizers = _checked(optimizer, scaler, clip_norm, rollback)
-        if turn is not None:
-            turn.check(optimizers)
+        if rank_step is not None:
+            rank_step.check(optimizers)
         work = StepRun(optimizers, scaler if scaler is not None and scaler.is_enabled() else None, clip_norm)
         ranks.check_reduced(parameter for some in work.parameters for parameter in some)
         plan = _plan_of(work)
         learned = plan.need if plan.covers(work) else None
         made = [] if learned is not None else _prepared(work)
         snapshot = _protection(work, plan, learned, made, rollback=rollback)
-        if turn is not None:
-            snapshot = _agreed(work, turn, snapshot, made)
+        if rank_step is not None:
+            snapshot = _agreed(work, rank_step, snapshot, made)
         recording = plan.steps < _RECORDED_STEPS and not any(map(_is_compiled, optimizers))
         if snapshot is not None:
-            _protected(work, snapshot, plan, made, turn, recording=recording)
+            _protected(work, snapshot, plan, made, rank_step, recording=recording)
             return work.norm
-        if turn is not None:
-            turn.moves()
+        if rank_step is not None:
+            rank_step.moves()
         failed = _attempt(work, None, plan, recording=recording)
         if failed is not None:
             raise work.interrupted(failed) from torch.OutOfMemoryError(failed)
         return work.norm
 
 
-def _agreed(work: StepRun, turn: StepTurn, snapshot: Snapshot | None, made: list[Undo]) -> Snapshot | None:
+def _agreed(
+    work: StepRun, rank_step: RankStep, snapshot: Snapshot | None, made: list[Undo]
+) -> Snapshot | None:
     """All ranks are ready, or all raise; a host copy on all of them, or on none."""
-    votes = turn.vote(StepVote(protected=snapshot is not None))
+    votes = rank_step.vote(StepVote(protected=snapshot is not None))
     action = settle_ready(votes)
     if action == "protect":
         if snapshot is None:
@@ -113,12 +114,12 @@ def _agreed(work: StepRun, turn: StepTurn, snapshot: Snapshot | None, made: list
                 undo_all(made)
                 why = f"another rank needs a host copy on all of them, and here: {oom.describe(error)}"
                 raise _nothing_moved(why, None) from error
-        votes = turn.vote(StepVote(protected=True))
+        votes = rank_step.vote(StepVote(protected=True))
         action = settle_ready(votes)
     if action == "fail":
-        turn.over()
+        rank_step.over()
         undo_all(made)
-        raise _failed_elsewhere(votes, turn)
+        raise _failed_elsewhere(votes, rank_step)
     return snapshot
 
 
@@ -127,21 +128,21 @@ def _protected(
     snapshot: Snapshot,
     plan: _StepPlan,
     made: list[Undo],
-    turn: StepTurn | None,
+    rank_step: RankStep | None,
     *,
     recording: bool,
 ) -> None:
-    """Take a step that can be taken back: on all ranks, after at most two tries, or on none."""
+    """Take a step that can be undone: on all ranks, after at most two attempts, or on none."""
     failed: str | None = None
     votes: list[StepVote] = []
-    for tries in (1, 2):
+    for attempts in (1, 2):
         failed = _attempt(work, snapshot, plan, recording=recording)
         votes = [StepVote(failed or "", failed is not None, True)]
-        if turn is not None:
-            votes = _tried(turn, votes[0], snapshot)
-        action = settle_tried(votes, tries=tries)
-        if turn is not None and action != "again":
-            turn.over()
+        if rank_step is not None:
+            votes = _votes_on(rank_step, votes[0], snapshot)
+        action = settle_attempt(votes, attempts=attempts)
+        if rank_step is not None and action != "retry":
+            rank_step.over()
         if action == "done":
             return
         snapshot.restore()
@@ -149,23 +150,23 @@ def _protected(
         if action == "undo":
             break
     undo_all(made)
-    if failed is None and turn is not None:
-        raise _failed_elsewhere(votes, turn)
+    if failed is None and rank_step is not None:
+        raise _failed_elsewhere(votes, rank_step)
     raise _nothing_moved(failed or "", plan)
 
 
-def _tried(turn: StepTurn, mine: StepVote, snapshot: Snapshot) -> list[StepVote]:
-    """How the try went on all ranks; where nobody can say, the step is taken back here."""
+def _votes_on(rank_step: RankStep, mine: StepVote, snapshot: Snapshot) -> list[StepVote]:
+    """How the attempt ended on all ranks; where the vote fails, the step is undone here."""
     try:
-        return turn.vote(mine)
+        return rank_step.vote(mine)
     except BatchfitError:
         snapshot.restore()
         raise
 
 
-def _failed_elsewhere(votes: Sequence[StepVote], turn: StepTurn) -> Exception:
+def _failed_elsewhere(votes: Sequence[StepVote], rank_step: RankStep) -> Exception:
     """What a rank raises that did nothing wrong itself: the same kind of error as those that did."""
-    error = turn.failed(votes)
+    error = rank_step.failed(votes)
     if all(vote.out_of_memory for vote in votes if vote.error):
         return _nothing_moved(str(error), None)
     return error
@@ -174,7 +175,7 @@ def _failed_elsewhere(votes: Sequence[StepVote], turn: StepTurn) -> Exception:
 def warm(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     """Make the optimizer state of every parameter that has a gradient, where that can be done without a step.
 
-    An OOM is tried once more with memory freed, then raised with everything as it was.
+    An OOM is retried once with memory freed, then raised with everything as it was.
     """
     _prepared(StepRun(_checked(optimizer, None, None, False), None, None))
 
@@ -287,7 +288,7 @@ def _is_compiled(optimizer: Optimizer) -> bool:
 
 
 def _prepared(work: StepRun) -> list[Undo]:
-    """Make optimizer state; what is returned takes it away again."""
+    """Make optimizer state; what is returned removes it."""
     ambient = sys.exception()
     failed = ""
     for _ in range(2):
@@ -316,7 +317,7 @@ def _protection(
     if need is None:
         need, known = _guess(work), all(_is_known(work, one) for one in work.optimizers)
         if plan.steps >= _RECORDED_STEPS:
-            plan.steps = 0  # another set of parameters: it is recorded again
+            plan.steps = 0  # another set of parameters: it is recorded from the start
     if not rollback and known and need.reserve():
         return None
     if known and not rollback and not plan.tight:
@@ -337,7 +338,7 @@ def _protection(
         failed = oom.describe(error)
     if known:
         raise _nothing_moved(f"its memory cannot be reserved, nor the state copied: {failed}", plan)
-    logger.warning("the first step of %s has no host copy to go back to: %s", _kinds(work), failed)
+    logger.warning("the first step of %s has no host copy to restore: %s", _kinds(work), failed)
     return None
 
 
@@ -370,7 +371,7 @@ def _kinds(work: StepRun) -> str:
 
 
 def _attempt(work: StepRun, snapshot: Snapshot | None, plan: _StepPlan, *, recording: bool) -> str | None:
-    """Take the step: None, or what ran out. Any other error is raised, with the copy put back."""
+    """Take the step: None, or the text of an OOM. Any other error is raised, with the copy restored."""
     ambient = sys.exception()
     recorder = StorageRecorder() if recording else None
     try:
@@ -395,7 +396,7 @@ def _nothing_moved(detail: str, plan: _StepPlan | None) -> torch.OutOfMemoryErro
     if plan is not None and plan.need is not None:
         takes = f" It takes {format_bytes(plan.need.total_bytes)} beside what is held."
     return torch.OutOfMemoryError(
-        f"the optimizer step ran out of memory, and nothing has moved: parameters, gradients, optimizer "
+        f"the optimizer step is out of memory, and nothing has moved: parameters, gradients, optimizer "
         f"state and scaler are as before the call.{takes} Free memory and call it again, or make the "
         f"optimizer with fused=True (no temporaries) or foreach=False (one parameter's at a time). ({detail})"
     )

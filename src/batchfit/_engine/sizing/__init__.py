@@ -1,4 +1,5 @@
-"""Which microbatch size is tried next, and what is learned from each batch.
+"""Which microbatch size is next, and what is learned from each batch.
 
-`uniform.py` sizes batches of equal samples, `ragged.py` batches of unequal lengths.
+`interface.py` declares what callers use; `uniform.py` sizes batches of equal samples, `ragged.py` batches of
+unequal lengths.
 """

@@ -1,8 +1,8 @@
-"""Why nothing fits: what is held already, and by whom.
+"""Why nothing fits: how much memory is held already, and by which tensors.
 
 Rules
-- Where tensors that are no part of the batch hold all that may be used, no size is tried.
-- The models' own memory (weights, gradients, buffers) is told apart from that of other tensors.
+- Where tensors that are no part of the batch hold all that may be used, no size is run.
+- The models' own memory (weights, gradients, buffers) is counted apart from that of other tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def owned_bytes(models: Sequence[Any], kind: str) -> int:
 def nothing_fits(
     what: str, *, device: str, limit_bytes: int, held_bytes: int | None, models_bytes: int, message: str = ""
 ) -> NothingFitsError:
-    """The error for `what` (a batch and its shape), with who holds the memory."""
+    """The error for `what` (a batch and its shape), with what holds the memory."""
     parts, advice = [], ""
     if held_bytes is not None:
         others = max(0, held_bytes - models_bytes)

@@ -1,19 +1,16 @@
-"""Which microbatch size next: what earlier batches taught, and what the device says now.
+"""Which microbatch size next: what earlier batches showed, and what the device reports now.
 
 Rules
-- One reading of the device a batch, at its beginning; a peak is measured only when a size is new. Nothing
-  waits for the device unless memory has run out.
-- A size that is new runs under the budget; one that ran is trusted.
-- Every change of size is an event: one line in the log, and a call of `on_event`.
-- Where others hold all the memory that may be used, that is said before anything runs.
+- A peak is measured only when a size is new. A new size runs under the budget; a size that ran is trusted.
+- Every change of size is an event (`EventLog`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -21,20 +18,18 @@ import torch
 
 from batchfit._engine.batch.pure.pieces import Piece, Shape, balanced, equal, pieces
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.device import oom_guard as trying
 from batchfit._engine.device import readings
 from batchfit._engine.device.compile import compilations, recompile_limit
-from batchfit._engine.device.oom_guard import Failure
-from batchfit._engine.device.readings import DeviceReading
-from batchfit._engine.device.resolve import CudaDevice, Device
+from batchfit._engine.device.oom_guard import Failure, run_guarded
+from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.sizing.interface import Pass
+from batchfit._engine.sizing.memory_budget import MemoryBudget
 from batchfit._engine.sizing.pure.bounds import Bounds, Learned
-from batchfit._engine.sizing.pure.events import EventKind, MicrobatchEvent
-from batchfit._engine.sizing.shortage import nothing_fits, whole_sentences
-from batchfit.errors import NothingFitsError
+from batchfit._engine.sizing.pure.events import EventKind, EventLog
 
 log = logging.getLogger("batchfit")
 
-BEFORE = "batchfit: raised before the first microbatch ran, while the batch was cut, weighed or copied"
+BEFORE_FIRST = "batchfit: raised before the first microbatch ran, while the batch was cut, weighed or copied"
 _STATE_VERSION = 1
 _MOST_PEAKS = 1024
 
@@ -44,264 +39,76 @@ def counted(count: int, one: str, many: str = "") -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-@dataclass(slots=True)
-class BatchCall:
-    """One batch on its way through a call."""
-
-    whole: Batch
-    size: int
-    bounds: Bounds
-    held_bytes: int | None
-    compiled: bool
-    retries: int = 0
-    peak_bytes: int | None = None
-    again: bool = False  # whether this size was already tried a second time
-    needs_two: bool = False  # BatchNorm trains, which a remainder of one sample is too small for
-    watch: None = None  # peaks are read once for the whole batch
-
-    @property
-    def is_new(self) -> bool:
-        """Whether this size has never run for this shape."""
-        return self.retries > 0 or self.bounds.good < self.size
-
-
 @final
 class UniformSizer:
-    """The sizes of one Microbatcher."""
+    """The microbatch sizes of one Microbatcher, learned per shape of a batch."""
 
-    def __init__(
-        self,
-        device: Device,
-        *,
-        budget_bytes: int | None,
-        most: int | None,
-        on_event: Callable[[MicrobatchEvent], object] | None,
-        models_bytes: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.device = device
+    def __init__(self, memory: MemoryBudget, events: EventLog, *, most: int | None) -> None:
+        self.memory = memory
+        self.events = events
         self.learned = Learned()
-        self.budget_bytes = budget_bytes
         self.shards = 1  # ranks that share the parameters: with fewer of them less memory is left on each
         self._most = most
-        self._on_event = on_event
-        self._models_bytes = models_bytes
-        self._limit_bytes: int | None = None
-        self.last: Callable[[int], None] | None = None  # told how often the last batch's allocations failed
-        self.retries_seen: int | None = None
         self._peaks: dict[tuple[Shape, int], int] = {}
         self._compiled: dict[str, set[int]] = {}
         self._compiled_before: int | None = None
-        self._said: set[str] = set()
 
-    # --- one batch
+    def begin(self, whole: Batch, *, compiled: bool, needs_two: bool) -> UniformBatch:
+        """Choose the size that a batch begins with.
 
-    def begin(self, whole: Batch, *, compiled: bool) -> BatchCall:
-        """A batch comes: the size to begin with."""
-        reading = self.read()
+        `needs_two`: BatchNorm trains, and a remainder of one sample is too small for it.
+        """
+        reading = self.memory.begin_batch()
         known = self.learned.of(whole.shape)
-        room = self.room(reading, fresh=known is None)
-        size = self.learned.begin(whole.shape, whole.length, room, compiled=compiled)
+        free_bytes = self.memory.free_bytes(reading, fresh=known is None)
+        size = self.learned.begin(whole.shape, whole.length, free_bytes, compiled=compiled)
         bounds = known or Bounds()
         most = self._most or whole.length
         usual = min(bounds.size or whole.length, whole.length, most)
         size = min(size, most)
         if 0 < bounds.good < size < whole.length:
             why = f"after {counted(bounds.calm, 'calm batch', 'calm batches')}"
-            self.tell("grown", bounds.size or bounds.good, size, why, shape=whole.shape)
+            self.report("grown", bounds.size or bounds.good, size, why, whole.shape)
         elif size < usual:
             why = "less memory is free than when it was learned"
-            if known is None or not bounds.is_over(usual, room):
+            if known is None or not bounds.is_over(usual, free_bytes):
                 why = "batches of other shapes or sizes say that more would not fit"
-            self.tell("lowered", usual, size, why, shape=whole.shape)
-        return BatchCall(whole, size, bounds, reading.held_bytes, compiled)
+            self.report("lowered", usual, size, why, whole.shape)
+        return UniformBatch(whole, self, size, bounds, reading.held_bytes, compiled, needs_two)
 
-    def shortage(self, what: str, held_bytes: int | None, message: str = "") -> NothingFitsError:
-        """The error for `what` that does not fit."""
-        return nothing_fits(
-            what,
-            device=self.device.name,
-            limit_bytes=self.limit(fresh=True),
-            held_bytes=held_bytes,
-            models_bytes=self._models_bytes(),
-            message=message,
+    def report(self, kind: EventKind, before: int, after: int, why: str, shape: Shape) -> None:
+        """Report a change of size, with the peak memory of the size before."""
+        peak = self._peaks.get((shape, before))
+        self.events.report(kind, before, after, why, shape=shape.key, peak_bytes=peak)
+
+    def learn(self, sized: UniformBatch, bounds: Bounds) -> None:
+        """Keep what a batch that ran has shown; fill in its peak where it was measured earlier."""
+        shape, size = sized.whole.shape, sized.size
+        self.learned.put(shape, bounds)
+        self.memory.after_batch = partial(
+            self._learn_retries, shape, size, sized.whole.length, sized.compiled
         )
-
-    def plan(self, call: BatchCall, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
-        """Microbatches for the samples that are still to run."""
-        start = sum(piece.size for piece in done)
-        left = call.whole.length - start
-        if call.compiled:
-            sizes = equal(left, min(call.size, left))
-            if call.needs_two and len(sizes) > 1 and sizes[-1] == 1 and sizes[-2] > 2:
-                sizes = (*sizes[:-2], sizes[-2] - 1, 2)
-            self._count_compiled(call.whole.shape, sizes)
-        else:
-            sizes = balanced(left, call.size)
-        if left == call.whole.length:
-            call.size = sizes[0]
-        return pieces(sizes, start)
-
-    def is_proven(self, call: BatchCall) -> bool:
-        """Whether this size has run for this shape."""
-        return not call.is_new
-
-    def attempt(self, call: BatchCall, run: Any) -> Failure | None:
-        """Call `run`, measuring it where its size is new."""
-        new = call.is_new
-        if new:
-            readings.begin_peak(self.device)
-        failure = trying.run_guarded(
-            run,
-            device=self.device,
-            last=call.size == 1,
-            note=lambda: (
-                BEFORE
-                if run.at < 0
-                else f"batchfit: raised in microbatch {run.at + 1}, of at most {counted(call.size, 'sample')}"
-            ),
-        )
-        if failure is None and new:
-            call.peak_bytes = readings.peak(self.device)
-        return failure
-
-    def shrink(self, call: BatchCall, failure: Failure, at: int) -> None:
-        """After what the failed try changed was put back: free what it left, and choose what to try next."""
-        readings.recover(self.device)
-        call.retries += 1
-        reading = readings.read(self.device)
-        self.retries_seen = reading.retries  # running out is a retry too: it must not count as thrashing
-        call.held_bytes = reading.held_bytes
-        if failure.fragmented and not call.again:
-            call.again = True
-            why = f"memory was fragmented ({failure.message})"
-            self.tell("retry", call.size, call.size, why, shape=call.whole.shape)
-            return
-        if call.size == 1 or (reading.held_bytes or 0) >= self.limit(fresh=True):
-            what = f"a batch of {call.whole.length}, {call.whole.shape.key}"
-            raise self.shortage(what, reading.held_bytes, failure.message)
-        before, shape = call.size, call.whole.shape
-        self.learned.failed(shape, before)
-        sure = self.learned.sure(shape)
-        call.bounds = call.bounds.ran_out(before, call.whole.length, sure=sure, compiled=call.compiled)
-        call.size = call.bounds.size
-        most = call.bounds.most(self.room(reading, fresh=True))
-        if most is not None:
-            call.size = max(1, min(call.size, max(most, sure if sure < before else 0)))
-        call.again = False
-        self.tell("shrunk", before, call.size, failure.message, shape=call.whole.shape)
-
-    def loss_ran_out(self, call: Any, size: int, failure: Failure, *, again: bool) -> None:
-        """A loss over the whole batch ran out: once more with memory freed; smaller chunks do not help it."""
-        readings.recover(self.device)
-        if again:
-            raise NothingFitsError(
-                call.whole.length,
-                device=self.device.name,
-                budget_bytes=self.limit(fresh=True),
-                detail=whole_sentences(failure.message),
-                advice="loss_fn ran out over the representations of the whole batch, which smaller chunks of "
-                "the encoder do not change: use a smaller batch, or a loss that needs less memory.",
-            )
-        call.retries += 1
-        self.tell("retry", size, size, f"memory ran out in loss_fn ({failure.message})")
-
-    def finish(self, call: BatchCall, plan: Sequence[Piece]) -> None:
-        """Learn from a batch that ran."""
-        shape, used = call.whole.shape, None
-        if call.peak_bytes is not None and call.held_bytes is not None:
-            used = max(0, call.peak_bytes - call.held_bytes)
-        self.learned.put(shape, call.bounds.ran(call.size, call.whole.length, used_bytes=used))
-        self.last = partial(self._after, shape, call.size, call.whole.length, call.compiled)
-        if call.peak_bytes is None:
-            call.peak_bytes = self._peaks.get((shape, call.size))
+        if sized.peak_bytes is None:
+            sized.peak_bytes = self._peaks.get((shape, size))
             return
         if len(self._peaks) >= _MOST_PEAKS:
             self._peaks.clear()
-        self._peaks[shape, call.size] = call.peak_bytes
+        self._peaks[shape, size] = sized.peak_bytes
 
-    def limited(self, call: BatchCall) -> AbstractContextManager[None]:
-        """Inside, no more than the budget can be used, where the size is new."""
-        return self.within_budget(call.whole) if call.is_new else nullcontext()
-
-    @contextmanager
-    def within_budget(self, whole: Batch) -> Iterator[None]:
-        """Inside, no more than the budget can be used; where all of it is held already, nothing is tried."""
-        if self.budget_bytes is None:
-            yield
-            return
-        with self.device.limit(min(self.budget_bytes, self.device.total_bytes())):
-            held = readings.read(self.device).held_bytes
-            if held is not None and held >= self.budget_bytes:
-                raise self.shortage(f"a batch of {whole.length}, {whole.shape.key}", held)
-            yield
-
-    # --- the device
-
-    def read(self) -> DeviceReading:
-        """The reading of this batch; who ran the last one is told of allocation retries since then."""
-        reading = readings.read(self.device)
-        seen, self.retries_seen = self.retries_seen, reading.retries
-        if self.last is not None and seen is not None and reading.retries is not None:
-            self.last(reading.retries - seen)
-        return reading
-
-    def _after(self, shape: Shape, size: int, total: int, compiled: bool, retries: int) -> None:
-        """Allocation retries lower the size of the shape that ran."""
+    def _learn_retries(self, shape: Shape, size: int, total: int, compiled: bool, retries: int) -> None:
+        """Allocation retries in the last batch lower the size of its shape."""
         bounds = self.learned.of(shape)
         if bounds is not None and retries > 0:
             lower = bounds.thrashed(size, total, compiled=compiled)
             if lower.thrash == 0:
                 why = f"allocations were retried {counted(retries, 'time')} in a batch"
-                self.tell("shrunk", size, lower.size, why, shape=shape)
+                self.report("shrunk", size, lower.size, why, shape)
             self.learned.put(shape, lower)
         elif bounds is not None and bounds.thrash:
             self.learned.put(shape, bounds.settled())
 
-    def limit(self, *, fresh: bool) -> int:
-        """Bytes that may be used. Asking a GPU takes a while, so its answer is kept."""
-        if fresh or self._limit_bytes is None or not isinstance(self.device, CudaDevice):
-            free = self.device.budget_bytes()
-            self._limit_bytes = free if self.budget_bytes is None else min(free, self.budget_bytes)
-        return self._limit_bytes
-
-    def room(self, reading: DeviceReading, *, fresh: bool) -> int | None:
-        """Bytes that are left for a batch."""
-        return None if reading.held_bytes is None else self.limit(fresh=fresh) - reading.held_bytes
-
-    # --- telling
-
-    def tell(
-        self,
-        kind: EventKind,
-        before: int,
-        after: int,
-        why: str,
-        *,
-        shape: Shape | None = None,
-        peak_bytes: int | None = None,
-    ) -> None:
-        """An event: to the log and to the user's function. Without `peak_bytes`, that of `before` samples."""
-        peak = peak_bytes
-        if peak is None and shape is not None:
-            peak = self._peaks.get((shape, before))
-        event = MicrobatchEvent(kind, before, after, why, peak, "" if shape is None else shape.key)
-        log.log(logging.INFO if kind in ("grown", "lowered", "skipped") else logging.WARNING, "%s", event)
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def warn_once(self, topic: str, text: str) -> None:
-        """A warning that is true for all batches."""
-        if topic not in self._said:
-            self._said.add(topic)
-            log.warning("%s", text)
-
-    def inform_once(self, topic: str, text: str) -> None:
-        """Advice that is true for all batches."""
-        if topic not in self._said:
-            self._said.add(topic)
-            log.info("%s", text)
-
-    def _count_compiled(self, shape: Shape, sizes: Sequence[int]) -> None:
+    def count_compiled(self, shape: Shape, sizes: Sequence[int]) -> None:
+        """Warn before torch.compile gives up on a function that has had too many sizes."""
         # Sizes alone say little: from the second one on torch may have compiled for any number.
         if self._compiled_before is None:
             self._compiled_before = compilations()
@@ -309,32 +116,30 @@ class UniformSizer:
         seen.update(sizes)
         limit, made = recompile_limit(), compilations() - self._compiled_before
         if limit is not None and min(len(seen), made) >= limit - 1:
-            self.warn_once(
+            self.events.once(
                 "compiled",
                 f"{len(seen)} microbatch sizes made torch compile {made} times, and it gives up at {limit} "
                 "for one function: then that runs uncompiled. Keep the batch size the same, or pass "
                 "microbatch_size",
             )
 
-    # --- what survives a checkpoint
-
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, and where."""
+        """What was learned, and on which device."""
         return {"version": _STATE_VERSION, **self._circumstances(), "learned": self.learned.to_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over what was learned, unless it was on another device or under another budget: then False."""
+        """Load what was learned; False, and nothing is loaded, for another device or budget."""
         if not hasattr(state, "get") or state.get("version") != _STATE_VERSION:
             raise ValueError(f"state must be what state_dict() returned, not {state!r:.80}")
         now = self._circumstances()
-        if "shards" not in state:  # of a version that did not say
+        if "shards" not in state:  # of a version that did not save it
             now["shards"] = None
         compared = ("device", "total_bytes", "budget_bytes", "shards")
         changed = [name for name in compared if state.get(name) != now[name]]
         if changed:
             why = ", ".join(f"{name} was {state.get(name)!r} and is {now[name]!r}" for name in changed)
             self.learned = Learned()
-            self.tell("relearned", 0, 0, why)
+            self.events.report("relearned", 0, 0, why)
             return False
         if state.get("torch") != now["torch"]:
             log.info("sizes were learned with torch %s, and this is %s", state.get("torch"), now["torch"])
@@ -342,13 +147,123 @@ class UniformSizer:
         return True
 
     def _circumstances(self) -> dict[str, Any]:
-        name = self.device.name
-        if isinstance(self.device, CudaDevice):
-            name = torch.cuda.get_device_name(self.device.index)
+        device = self.memory.device
+        name = device.name
+        if isinstance(device, CudaDevice):
+            name = torch.cuda.get_device_name(device.index)
         return {
             "device": name,
-            "total_bytes": None if name == "cpu" else self.device.total_bytes(),
-            "budget_bytes": self.budget_bytes,
+            "total_bytes": None if name == "cpu" else device.total_bytes(),
+            "budget_bytes": self.memory.budget_bytes,
             "shards": self.shards,
             "torch": str(torch.__version__),
         }
+
+
+@final
+@dataclass(slots=True)
+class UniformBatch:
+    """A `SizedBatch` whose samples are alike: cut in the batch's order, into near-equal sizes."""
+
+    whole: Batch
+    sizer: UniformSizer
+    size: int
+    bounds: Bounds
+    held_bytes: int | None
+    compiled: bool
+    needs_two: bool = False
+    retries: int = 0
+    peak_bytes: int | None = None
+    watch: None = None  # peaks are read once for the whole batch
+    _was_retried: bool = False  # whether this size was already run a second time
+    _size_in_use: int | None = None  # where `plan_finer` has cut the batch finer
+
+    def is_new(self) -> bool:
+        """Whether this size has never run for this shape."""
+        return self.retries > 0 or self.bounds.good < self.size
+
+    def is_proven(self) -> bool:
+        return not self.is_new()
+
+    def plan(self, done: Sequence[Piece] = ()) -> tuple[Piece, ...]:
+        start = sum(piece.size for piece in done)
+        left = self.whole.length - start
+        if self.compiled:
+            sizes = equal(left, min(self.size, left))
+            if self.needs_two and len(sizes) > 1 and sizes[-1] == 1 and sizes[-2] > 2:
+                sizes = (*sizes[:-2], sizes[-2] - 1, 2)
+            self.sizer.count_compiled(self.whole.shape, sizes)
+        elif self.size >= left:  # as `balanced` says too: nearly all batches
+            sizes = (left,)
+        else:
+            sizes = balanced(left, self.size)
+        if not start:
+            self.size = sizes[0]
+        return pieces(sizes, start) if len(sizes) > 1 else (Piece(slice(start, start + left), left),)
+
+    def plan_finer(self, count: int, least: int) -> tuple[Piece, ...]:
+        plan = self.plan()
+        self._size_in_use = None
+        if len(plan) >= count or self.compiled:
+            return plan
+        self._size_in_use = self.bounds.size or (self.size if len(plan) > 1 else 0)
+        self.size = -(-self.whole.length // max(1, min(count, self.whole.length // least)))
+        return self.plan()
+
+    def limit_untested(self, headroom: float) -> None:
+        if self.held_bytes is None:  # the device cannot be read: the size that the user has asked for
+            return
+        memory = self.sizer.memory
+        free_bytes = memory.free_bytes(readings.read(memory.device), fresh=True)
+        most = self.bounds.most(None if free_bytes is None else int(free_bytes * (1 - headroom)))
+        known = self.bounds.good
+        self.size = min(self.size, max(1, known, min(4 * known, 2 * known if most is None else most)))
+
+    def limited(self) -> AbstractContextManager[None]:
+        return self.sizer.memory.enforced(self.whole) if self.is_new() else nullcontext()
+
+    def attempt(self, run: Pass) -> Failure | None:
+        device, is_new = self.sizer.memory.device, self.is_new()
+        if is_new:
+            readings.begin_peak(device)
+
+        def note() -> str:
+            if run.at < 0:
+                return BEFORE_FIRST
+            return f"batchfit: raised in microbatch {run.at + 1}, of at most {counted(self.size, 'sample')}"
+
+        failure = run_guarded(run, device=device, last=self.size == 1, note=note)
+        if failure is None and is_new:
+            self.peak_bytes = readings.peak(device)
+        return failure
+
+    def shrink(self, failure: Failure, at: int) -> None:
+        sizer, shape, before = self.sizer, self.whole.shape, self.size
+        reading = sizer.memory.recover()
+        self.retries += 1
+        self.held_bytes = reading.held_bytes
+        if failure.fragmented and not self._was_retried:
+            self._was_retried = True
+            sizer.report("retry", before, before, f"memory was fragmented ({failure.message})", shape)
+            return
+        if before == 1 or (reading.held_bytes or 0) >= sizer.memory.limit(fresh=True):
+            what = f"a batch of {self.whole.length}, {shape.key}"
+            raise sizer.memory.shortage(what, reading.held_bytes, failure.message)
+        sizer.learned.failed(shape, before)
+        sure = sizer.learned.sure(shape)
+        self.bounds = self.bounds.after_oom(before, self.whole.length, sure=sure, compiled=self.compiled)
+        self.size = self.bounds.size
+        most = self.bounds.most(sizer.memory.free_bytes(reading, fresh=True))
+        if most is not None:
+            self.size = max(1, min(self.size, max(most, sure if sure < before else 0)))
+        self._was_retried = False
+        sizer.report("shrunk", before, self.size, failure.message, shape)
+
+    def finish(self, plan: Sequence[Piece]) -> None:
+        used = None
+        if self.peak_bytes is not None and self.held_bytes is not None:
+            used = max(0, self.peak_bytes - self.held_bytes)
+        bounds = self.bounds.ran(self.size, self.whole.length, used_bytes=used)
+        if self._size_in_use is not None:
+            bounds = replace(bounds, size=self._size_in_use)
+        self.sizer.learn(self, bounds)

@@ -23,29 +23,29 @@ from batchfit._engine.snapshot import rng
 
 _MOST_FUNCTIONS = 64
 _MOST_NAMED = 3
-# How far, and into how long containers, generators are looked for.
+# How far, and into how long containers, generators are searched.
 _DEEPEST = 4
 _MOST_ITEMS = 64
 _NO_GENERATORS = (torch.Tensor, type, ModuleType, str, bytes, int, float, type(None))
 
-Look = Callable[[Iterable[torch.Tensor]], None]
+GraphCheck = Callable[[Iterable[torch.Tensor]], None]
 
 
 @final
 class Coverage:
-    """Which functions have been looked at."""
+    """Which functions have been checked."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[object, ...]] = set()
 
-    def look(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> Look | None:
+    def check_of(self, fns: Sequence[Any], leaves: Sequence[torch.Tensor], kind: str) -> GraphCheck | None:
         """What to call with the losses before the first backward; None: these functions are known."""
-        key = (kind, len(leaves), *map(_code, fns))
+        key = (kind, len(leaves), *map(function_key, fns))
         if key in self._seen:
             return None
         known = {id(leaf) for leaf in leaves}
 
-        def look(losses: Iterable[torch.Tensor]) -> None:
+        def check(losses: Iterable[torch.Tensor]) -> None:
             missing = [leaf for leaf in _leaves(losses) if id(leaf) not in known]
             if missing:
                 _refuse(missing, fns)
@@ -53,7 +53,7 @@ class Coverage:
                 self._seen.clear()
             self._seen.add(key)
 
-        return look
+        return check
 
 
 def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
@@ -67,17 +67,18 @@ def modules_held(fns: Iterable[Any]) -> Iterator[nn.Module]:
 def generators_held(fns: Iterable[Any]) -> list[object]:
     """The generators of random numbers that these functions can reach by name, each once.
 
-    Asked once a batch, so long containers are not looked into, and globals of libraries neither.
+    Called once per batch, so long containers and globals of libraries are left out.
     """
     found: dict[int, object] = {}
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(fn, 0) for fn in fns]
     while waiting:
         value, depth = waiting.pop()
-        if isinstance(value, _NO_GENERATORS) or id(value) in seen:
+        kind = type(value)
+        if issubclass(kind, _NO_GENERATORS) or id(value) in seen:
             continue
         seen.add(id(value))
-        if rng.is_generator(value):
+        if rng.is_generator_type(kind):
             found[id(value)] = value
         elif depth < _DEEPEST:
             waiting += [(one, depth + 1) for one in _within(value)]
@@ -104,7 +105,7 @@ def _within(value: Any) -> Iterable[Any]:
     return (*cells, *named, *(plain.__defaults__ or ()), getattr(value, "__self__", None))
 
 
-def _code(fn: Any) -> object:
+def function_key(fn: Any) -> object:
     """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
     plain = getattr(fn, "__func__", fn)
     code = getattr(plain, "__code__", None)
@@ -125,7 +126,7 @@ def loss_key(fn: Any) -> object:
         return id(fn) if isinstance(fn, nn.Module) else type(fn)
     inside = [_content(cell) for cell in getattr(plain, "__closure__", None) or ()]
     called = (getattr(one, "__code__", None) or type(one) for one in inside if callable(one))
-    return _code(fn), *called
+    return function_key(fn), *called
 
 
 def _content(cell: Any) -> Any:
@@ -205,7 +206,7 @@ def _held(fn: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
 
 
 def _opened(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """The value, and what one look into it shows."""
+    """The value, and what it holds directly."""
     yield name, value
     if isinstance(value, nn.Module | torch.Tensor | type) or depth:
         return

@@ -32,14 +32,23 @@ def global_states() -> list[tuple[str, Undo]]:
 
 def is_generator(value: object) -> bool:
     """Whether `undo_generator` knows it: one of torch's, NumPy's or Python's that is an object of its own."""
-    if isinstance(value, torch.Generator):
+    return is_generator_type(type(value))
+
+
+def is_generator_type(kind: type) -> bool:
+    """Whether objects of this type are generators that `undo_generator` knows.
+
+    By type, since `isinstance` of torch's classes runs Python code: a batch asks for dozens of values.
+    """
+    if issubclass(kind, torch.Generator):
         return True
-    if isinstance(value, random.Random):
-        return not isinstance(value, random.SystemRandom)
+    if issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is None:
         return False
-    return isinstance(value, numpy_random.Generator | numpy_random.RandomState | numpy_random.BitGenerator)
+    kinds = (numpy_random.Generator, numpy_random.RandomState, numpy_random.BitGenerator)
+    return issubclass(kind, kinds)
 
 
 def undo_generator(value: object) -> Undo | None:

@@ -1,17 +1,24 @@
-"""What makes two workloads the same for the store: a digest of all that memory depends on.
+"""What makes two workloads the same for the store: names, shapes and settings. No code is read.
 
 Rules:
-- The same program gives the same digest in another process (`describe` sees to that).
-- Where in doubt, more goes in: a needless miss costs one search, a shared digest a wrong answer.
-- What takes no memory stays out: values of parameters, learning rates, the place of a device.
-- Data counts by its shape: a batch is made once, at the smallest size, and every generator is put back.
+- A hit is confirmed by one trial, so a shared key costs a trial and never a wrong answer: an edited function
+  keeps its key, and the search continues where the trial needs more memory, or clearly less.
+- Functions count by qualified name and file name, modules by `repr` and the shapes of their tensors.
+- The same program gives the same key in another process: no id, address, hash order or folder goes in.
+- What takes no memory stays out: values of parameters, learning rates, the index of a device.
+- Data counts by its shape: a batch is made once, at the smallest size, and every generator is restored.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any, Final
 
 import torch
@@ -22,14 +29,6 @@ from batchfit._engine.batch.structure import children, is_array
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.store.describe import (
-    ATOMS,
-    UndescribableError,
-    ValueReader,
-    atom,
-    digest_of,
-    tensor_shape,
-)
 from batchfit.workload import Workload
 
 ALLOCATOR_VARIABLES: Final = (
@@ -40,8 +39,18 @@ ALLOCATOR_VARIABLES: Final = (
 _ADDRESS: Final = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
 
-class NoSampleError(UndescribableError):
-    """No batch could be made: the trial will say so itself."""
+class NoKeyError(Exception):
+    """A workload that has no key; the text says why."""
+
+
+class NoSampleError(NoKeyError):
+    """No batch could be made: the trial will raise the error itself."""
+
+
+def digest_of(parts: object) -> str:
+    """A name for nested lists, text and numbers: equal for equal ones, whatever the process."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def rank_digest(
@@ -68,28 +77,26 @@ def workload_digest(work: Workload, *, sample_size: int) -> str:
 def described(work: Workload, *, sample_size: int) -> list[Any]:
     """All that the digest is made of, as nested lists: two of them show where workloads differ.
 
-    A workload without a model has none: what its step does cannot be read.
+    A workload without a model has none: a name and shapes would say too little about its step.
     """
     if work.model is None:
-        raise UndescribableError("a step without a model says nothing about itself")
-    reader = ValueReader()
+        raise NoKeyError("a step without a model says nothing about itself")
     source = work._parts.get("source")
-    # First, and with every generator put back: a dataset is also scanned here for its longest samples.
+    # First, and with every generator restored: a dataset is also scanned here for its longest samples.
     sample = None if source is None else _sample(work, source, sample_size)
     return [
         work.kind,
-        reader.read(work.model),
-        _model_text(work.model),
-        _optimizer(reader, work.optimizer, work.model),
-        [[name, reader.read(part)] for name, part in sorted(work._parts.items()) if name != "source"],
+        _model(work.model),
+        _optimizer(work.optimizer, work.model),
+        [[name, _part(part)] for name, part in sorted(work._parts.items()) if name != "source"],
         [_state(part) for part in work.state],
-        _source(reader, source),
+        _source(source),
         sample,
     ]
 
 
 def state_digest(work: Workload) -> str:
-    """The shapes of the declared state: what can be told of a workload that the user has named."""
+    """The shapes of the declared state: all that is known of a workload that the user has named."""
     return digest_of([work.kind, [_state(part) for part in work.state]])
 
 
@@ -125,13 +132,23 @@ def environment(device: Device) -> list[Any]:
     return [kind, properties, flags, variables, built]
 
 
-def _model_text(model: object) -> str:
-    """`repr(model)` shows what modules say about themselves; an address in it says nothing."""
-    return _ADDRESS.sub("0x", repr(model)) if isinstance(model, nn.Module) else ""
+def _model(model: object) -> list[Any]:
+    """What a model prints, which of its modules are in training mode, and the versions of their packages."""
+    if not isinstance(model, nn.Module):
+        return [type(model).__qualname__, [], _versions([type(model)])]
+    modules = list(model.modules())
+    text = _ADDRESS.sub("0x", repr(model))  # an address says nothing
+    return [text, [one.training for one in modules], _versions([type(one) for one in modules])]
+
+
+def _versions(classes: list[type]) -> dict[str, str]:
+    packages = {cls.__module__.partition(".")[0] for cls in classes}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in packages}
+    return {name: version for name, version in versions.items() if isinstance(version, str)}
 
 
 def _sample(work: Workload, source: Any, size: int) -> Any:
-    """The shapes of a batch of `size` samples; what making it has moved is put back."""
+    """The shapes of a batch of `size` samples; what making it has changed is restored."""
     # Parameters are not copied: a batch is made without touching them, and copies of a large model are slow.
     small = [
         part for part in work.state if not (isinstance(part, nn.Module) or hasattr(part, "param_groups"))
@@ -139,13 +156,13 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
     why = ""
     try:
         snapshot = Snapshot.take(small)
-    except TypeError:  # a state that cannot be put back: the search will refuse it
-        raise NoSampleError("its state cannot be put back") from None
+    except TypeError:  # a state that cannot be restored: the search will refuse it
+        raise NoSampleError("its state cannot be restored") from None
     with Interrupts() as interrupts:
         try:
             with interrupts.opened():
                 return _shapes(source(size))
-        except Exception as error:  # noqa: BLE001  the trial will raise it, where the user sees it in its place
+        except Exception as error:  # noqa: BLE001  the trial will raise it, where the user expects it
             why = f"{type(error).__name__} while making a batch of {size}"
         finally:
             snapshot.restore()
@@ -155,7 +172,7 @@ def _sample(work: Workload, source: Any, size: int) -> Any:
 def _shapes(node: Any) -> Any:
     """The shape of a batch: tensors and arrays by shape, text by length, all else by type."""
     if isinstance(node, torch.Tensor):
-        return tensor_shape(node)
+        return _tensor(node)
     if is_array(node):
         return ["array", list(node.shape), str(node.dtype)]
     if isinstance(node, str | bytes):
@@ -169,7 +186,7 @@ def _shapes(node: Any) -> Any:
     return [type(node).__qualname__, list(extent) if isinstance(extent, tuple) else None]
 
 
-def _optimizer(reader: ValueReader, optimizer: Any, model: object) -> Any:
+def _optimizer(optimizer: Any, model: object) -> Any:
     """Class and options of each group. Of a number only whether it is zero counts: momentum takes
     memory, 0.9 or 0.95 does not; of the learning rate only whether it is a tensor."""
     if optimizer is None:
@@ -179,54 +196,13 @@ def _optimizer(reader: ValueReader, optimizer: Any, model: object) -> Any:
         names = {id(one): name for name, one in model.named_parameters()}
     groups = [
         [
-            [names.get(id(one)) or tensor_shape(one) for one in group["params"]],
+            [names.get(id(one)) or _tensor(one) for one in group["params"]],
             [[name, _option(name, group[name])] for name in sorted(group) if name != "params"],
         ]
         for group in getattr(optimizer, "param_groups", ())
     ]
-    own = vars(optimizer) if hasattr(optimizer, "__dict__") else {}
-    hooks = [
-        [name, reader.read(list(own[name].values()))]
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        if own.get(name)
-    ]
-    # Some keep what they were told beside the groups (bitsandbytes: in `args`).
-    more = [
-        [name, _option(name, one) if type(one) in ATOMS else reader.read(one)]
-        for name, one in sorted(own.items())
-        if not name.startswith("_") and name != "optimizer" and not isinstance(one, Mapping | list)
-    ]
-    wrapped = own.get("optimizer")  # of a wrapper such as Accelerate's
-    inner = _optimizer(reader, wrapped, model) if hasattr(wrapped, "param_groups") else None
-    return [reader.read(type(optimizer)), groups, hooks, more, inner]
-
-
-def _state(part: Any) -> Any:
-    """A part of the declared state: its class, and the tensors in it."""
-    if isinstance(part, nn.Module):
-        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
-        return [type(part).__qualname__, [[name, tensor_shape(one)] for name, one in tensors.items()]]
-    if isinstance(part, torch.Tensor):
-        return tensor_shape(part)
-    if isinstance(groups := getattr(part, "param_groups", None), list):
-        sizes = [[tensor_shape(one) for one in group["params"]] for group in groups]
-        return [type(part).__qualname__, sizes]
-    if isinstance(part, Mapping):
-        return [[str(name), _state(one)] for name, one in part.items()]
-    if isinstance(part, list | tuple):
-        return [_state(one) for one in part]
-    return type(part).__qualname__
-
-
-def _source(reader: ValueReader, source: Any) -> Any:
-    """Where batches come from. Of data only the shape counts, which `_sample` and the lengths show."""
-    if isinstance(source, Made):
-        return ["made", reader.read(source.make)]
-    if isinstance(source, Longest):
-        return ["longest", reader.read(type(source.dataset)), reader.read(source.collate), source.lengths()]
-    if isinstance(source, Repeated):
-        return ["repeated", _shapes(source.example)]
-    return reader.read(source)
+    wrapped = getattr(optimizer, "optimizer", None)  # of a wrapper such as Accelerate's
+    return [type(optimizer).__qualname__, type(wrapped).__qualname__, groups]
 
 
 def _option(name: str, value: Any) -> Any:
@@ -238,4 +214,64 @@ def _option(name: str, value: Any) -> Any:
         return value != 0
     if isinstance(value, tuple | list):
         return [_option("", one) for one in value]
-    return atom(value) if type(value) in ATOMS else type(value).__qualname__
+    return _part(value)
+
+
+def _part(value: Any) -> Any:
+    """What else a step is made of: plain values as they are, functions and objects by their names."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return [type(value).__name__, str(value)]
+    if isinstance(value, Mapping):
+        return [[str(name), _part(one)] for name, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_part(one) for one in value]
+    if isinstance(value, functools.partial):
+        return [_part(value.func), _part(value.args), _part(value.keywords)]
+    if isinstance(value, torch.autocast):
+        return ["autocast", value.device, str(value.fast_dtype), value._enabled, value._cache_enabled]
+    if isinstance(value, torch.amp.GradScaler):
+        return ["scaler", value.is_enabled()]
+    code = getattr(value, "__code__", None)  # a method's too
+    file = "" if code is None else PurePath(code.co_filename).name
+    return [getattr(value, "__qualname__", type(value).__qualname__), file]
+
+
+def _state(part: Any) -> Any:
+    """A part of the declared state: its class, and the tensors in it."""
+    if isinstance(part, nn.Module):
+        tensors = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+        return [type(part).__qualname__, [[name, _tensor(one)] for name, one in tensors.items()]]
+    if isinstance(part, torch.Tensor):
+        return _tensor(part)
+    if isinstance(groups := getattr(part, "param_groups", None), list):
+        sizes = [[_tensor(one) for one in group["params"]] for group in groups]
+        return [type(part).__qualname__, sizes]
+    if isinstance(part, Mapping):
+        return [[str(name), _state(one)] for name, one in part.items()]
+    if isinstance(part, list | tuple):
+        return [_state(one) for one in part]
+    return type(part).__qualname__
+
+
+def _source(source: Any) -> Any:
+    """Where batches come from. Of data only the shape counts, which `_sample` and the lengths show."""
+    if isinstance(source, Made):
+        return ["made", _part(source.make)]
+    if isinstance(source, Longest):
+        return ["longest", type(source.dataset).__qualname__, _part(source.collate), source.lengths()]
+    if isinstance(source, Repeated):
+        return ["repeated", _shapes(source.example)]
+    return _part(source)
+
+
+def _tensor(tensor: torch.Tensor) -> list[Any]:
+    described: list[Any] = [
+        *(type(tensor).__qualname__, [str(side) for side in tensor.shape], str(tensor.dtype)),
+        *(str(tensor.layout), tensor.device.type, tensor.requires_grad),
+    ]
+    if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous():
+        described.append(list(tensor.stride()))  # channels-last chooses other kernels
+    placements = getattr(tensor, "placements", None)  # a DTensor: how it is spread over the ranks
+    if placements is not None:
+        described.append([str(placements), _tensor(tensor.to_local())])  # type: ignore[attr-defined]
+    return described

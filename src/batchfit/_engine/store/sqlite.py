@@ -34,7 +34,7 @@ FILE_NAME: Final = "store.sqlite3"
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x62666974  # "bfit": in the header of the file, so that it is known as ours
 BUSY_S: Final = 10.0
-MOST_ANSWERS: Final = 2000  # a few megabytes
+MOST_ANSWERS: Final = 2000  # a few megabytes; beyond it the least recently used are removed
 MOST_BUDGETS: Final = 8  # kept for one key: where the budget is "what is free", it differs from run to run
 
 _TABLE: Final = """
@@ -46,10 +46,13 @@ CREATE TABLE answers (
     PRIMARY KEY (key, budget_bytes)
 ) WITHOUT ROWID
 """
-# Which answers are the oldest, and how many there are, without a look at the results themselves. Not made
-# with the table: files of before have none, and an older batchfit does not mind one.
+# The ages of answers and how many there are, without reading the results themselves; when an answer was last
+# used. Neither is made with the table: files of before have none, and an older batchfit ignores both.
 _INDEX: Final = "CREATE INDEX IF NOT EXISTS answers_by_age ON answers (found_at)"
-_MOST_AT_ONCE: Final = 500  # taken out by one write, however many a file holds
+_USES: Final = (
+    "CREATE TABLE IF NOT EXISTS uses (key TEXT NOT NULL PRIMARY KEY, used_at REAL NOT NULL) WITHOUT ROWID"
+)
+_MOST_AT_ONCE: Final = 500  # removed by one write, however many a file holds
 _SPARE_BYTES: Final = 4 * 2**20  # a file with more than that unused, and most of it, is made smaller ...
 _COPIED_BYTES: Final = 64 * 2**20  # ... once no more than this has to be copied for it
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -113,7 +116,7 @@ class Store:
         return (self._folder or cache_folder()).absolute() / FILE_NAME
 
     def get(self, key: str) -> list[StoredAnswer]:
-        """The answers for `key`, one a budget, the newest first. Makes no file and no folder."""
+        """The answers for `key`, one per budget, the newest first. Makes no file and no folder."""
 
         def read(path: Path) -> list[tuple[float, str]]:
             if not path.exists():
@@ -146,6 +149,17 @@ class Store:
 
         return self._safely(write, "written") or False
 
+    def mark_used(self, key: str) -> None:
+        """Count a confirmed answer of `key` as used now; where that cannot be written, nothing happens."""
+        known = "SELECT 1 FROM answers WHERE key = ?"
+        row = f"INSERT OR REPLACE INTO uses SELECT ?, ? WHERE EXISTS ({known})"
+        with (
+            suppress(sqlite3.Error, OSError, RuntimeError, UnicodeError, _UnusableError),
+            _opened(self.path) as db,
+        ):
+            db.execute(_USES)
+            db.execute(row, (key, time.time(), key))
+
     def state(self) -> StoreState:
         """Where the store is and what it holds."""
         try:
@@ -162,7 +176,7 @@ class Store:
             return StoreState(str(path), 0, 0, f"the store cannot be used: {error}")
 
     def _safely(self, work: Callable[[Path], _T], done: str) -> _T | None:
-        """What `work` returns; whatever goes wrong is a warning, and a damaged file is put out of the way."""
+        """What `work` returns; whatever goes wrong is a warning, and a damaged file is renamed."""
         path: Path | None = None
         identity: tuple[int, int] | None = None
         try:
@@ -207,15 +221,18 @@ def _prune(db: sqlite3.Connection, key: str) -> None:
     db.execute(_INDEX)
     (count,) = db.execute("SELECT count(found_at) FROM answers INDEXED BY answers_by_age").fetchone()
     if count > MOST_ANSWERS:
+        db.execute(_USES)
         db.execute(
             "DELETE FROM answers WHERE (key, budget_bytes) IN "
-            "(SELECT key, budget_bytes FROM answers ORDER BY found_at LIMIT ?)",
+            "(SELECT key, budget_bytes FROM answers INDEXED BY answers_by_age LEFT JOIN uses USING (key) "
+            "ORDER BY max(found_at, ifnull(used_at, 0)) LIMIT ?)",
             (min(count - MOST_ANSWERS, _MOST_AT_ONCE),),
         )
+        db.execute("DELETE FROM uses WHERE key NOT IN (SELECT key FROM answers)")
 
 
 def _shrink(path: Path) -> None:
-    """Give back the space of a file that is mostly unused; one that is in use now will be another time."""
+    """Shrink a file that is mostly unused; one that another process uses now is left for a later write."""
     address = f"{path.as_uri()}?mode=rw"
     with (
         suppress(sqlite3.OperationalError),  # another process has it, or the disk is full

@@ -30,9 +30,8 @@ from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_cache import FakeResults
 from batchfit._engine.trace.known_values import WHOLE
-from batchfit._engine.workload.reachable import NameBinding, hooks_of, kept_by_classes, parts_of, reached
+from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
 from batchfit.errors import UntraceableError
-from batchfit.workload import Workload
 
 # What is looked into wherever it is held.
 _KNOWN = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -72,15 +71,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         self._is_meta = all(one.device.type == "meta" for one in tensors_in(parts))
 
     @classmethod
-    def of(cls, workload: Workload, *, device: torch.device) -> Self:
-        parts, (_, containers, places) = list(parts_of(workload)), reached(workload.step)
-        for hook in hooks_of(parts):
-            more = reached(hook)
-            known = {id(one) for one in parts}
-            parts += [one for one in more.parts if id(one) not in known]
-            containers += more.containers
-            places += more.places
-        return cls(parts, device, containers, places)
+    def of(cls, reach: StepReach, *, device: torch.device) -> Self:
+        return cls([*reach.parts, *reach.parts_of_hooks], device, reach.containers, reach.places)
 
     def __enter__(self) -> Self:
         try:

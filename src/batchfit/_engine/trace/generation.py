@@ -25,6 +25,8 @@ from torch import Tensor
 
 from batchfit._engine.allocator.generation import TokenLoop
 from batchfit._engine.trace.block_log import Blocks
+from batchfit._engine.trace.provenance import calling_frame
+from batchfit._engine.trace.unknown_values import replaced
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
@@ -45,6 +47,7 @@ _OTHERWISE: dict[str, tuple[Any, ...]] = {
     "stop_strings": (),
 }
 _MOST_ANSWERS = 1000  # for one pass: it has no end that a pass would bring
+_GENERATION_PACKAGE = "transformers.generation"
 _BEAMS_GO_ON = "_beam_search_has_unfinished_sequences"
 
 
@@ -59,9 +62,13 @@ class Generating:
     def __init__(self) -> None:
         self.passes: _Passes | None = None
 
+    def asks(self) -> bool:
+        """Whether it is `generate` that reads a value now."""
+        return self.passes is not None and asked_by_generate()
+
     def goes_on(self) -> bool:
         """One more such question; whether it may be answered."""
-        if self.passes is None:
+        if self.passes is None or not self.asks():
             return False
         self.passes.questions += 1
         if self.passes.questions > _MOST_ANSWERS:
@@ -69,13 +76,21 @@ class Generating:
         return True
 
 
+def asked_by_generate() -> bool:
+    """Whether the function that reads a value is transformers' own code of `generate`.
+
+    The functions that ask cannot be wrapped: `generate` asks about padding in its own body, between calls of
+    processors and criteria that may be the program's. So the module of the reading function decides.
+    """
+    frame = calling_frame()
+    name = str(frame.f_globals.get("__name__", "")) if frame is not None else ""
+    return name.startswith(f"{_GENERATION_PACKAGE}.")
+
+
 @contextlib.contextmanager
 def short_generation(workload: Workload, blocks: Blocks, generating: Generating) -> Iterator[None]:
-    """Inside, the model's `generate` ends early, and `blocks` are told of the passes that it left out."""
+    """Inside, the model's `generate` ends early, and `blocks` hears of the passes that it left out."""
     model: Any = workload.model
-    if workload.kind != "generation":
-        yield
-        return
     if model is None:
         raise UntraceableError("generate", "", "it is a function of yours, not transformers'")
     whole = model.generate
@@ -83,7 +98,7 @@ def short_generation(workload: Workload, blocks: Blocks, generating: Generating)
     def generate(*args: Any, **options: Any) -> Tensor:
         return _shortened(model, whole, args, options, blocks, generating)
 
-    with _instead(model, "generate", generate):
+    with replaced(model, "generate", generate):
         yield
 
 
@@ -105,9 +120,9 @@ def _shortened(
         generating.passes = passes
         stack.enter_context(contextlib.suppress(_EnoughError))
         for one in inner:
-            stack.enter_context(_instead(one, "forward", passes.counted(one.forward)))
+            stack.enter_context(replaced(one, "forward", passes.counted(one.forward)))
             if hasattr(one, _BEAMS_GO_ON):
-                stack.enter_context(_instead(one, _BEAMS_GO_ON, lambda *_, **__: True))
+                stack.enter_context(replaced(one, _BEAMS_GO_ON, lambda *_, **__: True))
         whole(*args, **options)
     if count > late:
         spans = passes.spans
@@ -158,20 +173,6 @@ class _Passes:
         before, self._length = self._length, int(cache.get_seq_length())
         if before is not None and self._length != before + 1:
             raise UntraceableError("generate", "", "it has passes that do not make one token each")
-
-
-@contextlib.contextmanager
-def _instead(model: Any, name: str, function: Any) -> Iterator[None]:
-    """Inside, this one instance of the model has another method."""
-    had, own = name in vars(model), vars(model).get(name)
-    model.__dict__[name] = function
-    try:
-        yield
-    finally:
-        if had:
-            model.__dict__[name] = own
-        else:
-            del model.__dict__[name]
 
 
 def _checked(model: Any, args: Any, options: dict[str, Any]) -> Tensor:

@@ -52,6 +52,7 @@ _LIKE = frozenset(
 _BOTH = _MAKERS | _LIKE
 _ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 _UPDATE_SCALE = aten._amp_update_scale_.default
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 _HEAVY = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution"})
 # Statistics that normalisations write into without saying so.
 _STATISTICS = frozenset({"running_mean", "running_var"})
@@ -80,6 +81,10 @@ class KnownValues:
         address = fake.untyped_storage()._cdata
         self._values[key] = (weakref.ref(fake, lambda _: self._values.pop(key, None)), value, address)
 
+    def _put_zero(self, found_inf: Tensor) -> None:
+        with unset_fake_temporarily():
+            self.put(found_inf, torch.zeros(found_inf.shape))
+
     def see(self, fake: Tensor, real: Tensor, *, is_index: bool) -> None:
         """A tensor of the host comes in as `fake`: known if it is an index, or a whole number all over."""
         plain = real.layout is torch.strided and real.dtype in WHOLE and real.device.type == "cpu"
@@ -95,9 +100,12 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
         """After an operation: the values of its results, or that they are no longer known."""
         known: list[Tensor] | None = []
+        if func is _UNSCALE:
+            self._forget(func, args, kwargs)
+            self._put_zero(args[1])
+            return
         if func is _UPDATE_SCALE:
-            with unset_fake_temporarily():
-                self.put(args[2], torch.zeros(args[2].shape))
+            self._put_zero(args[2])
         if func in _BOTH:
             # Positions, masks and counters: what is large or a fraction is a computation, but for a mask of
             # ones, a row for each sample (as OPT and BART make one for themselves).

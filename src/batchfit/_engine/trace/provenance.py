@@ -1,13 +1,15 @@
 """Where a traced step is: phase, module and line, so that a block can say what it is for.
 
-Rules: followed from outside, by hooks that are gone after the trace; backward, which runs in C++, is told by
-the number of the autograd node and what was noted in forward.
+Rules: hooks follow the step from outside, and are removed after the trace. Backward runs in C++: the number
+of the autograd node says which operation of the forward pass it belongs to. An error never names a line of
+torch or batchfit; a library's line is followed by the program's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,10 +20,48 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import batchfit
 from batchfit._engine.allocator.footprint import Origin
-from batchfit._engine.trace.source_line import HERE, TORCH, calling_line
 from batchfit._engine.workload import phase as phases
 from batchfit.errors import UntraceableError
+
+
+def _folder(file: str, up: int) -> tuple[str, str]:
+    """The folder as it is imported from and as it really is: an environment may be a link."""
+    path = Path(file)
+    return str(path.absolute().parents[up]), str(path.resolve().parents[up])
+
+
+HERE = _folder(batchfit.__file__, 0)
+TORCH = _folder(torch.__file__, 0)
+
+
+def named(places: Iterable[tuple[str, int]]) -> str:
+    """The innermost line outside torch; where it is a library's, the program's own line beside it."""
+    library = ""
+    for filename, number in places:
+        if filename.startswith((*TORCH, *HERE, "<")):
+            continue
+        line = f"{Path(filename).name}:{number}"
+        if "site-packages" not in filename and "dist-packages" not in filename:
+            return f"{library}, called from {line}" if library else line
+        library = library or line
+    return library
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost frame outside torch and batchfit."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*TORCH, *HERE)):
+        frame = frame.f_back
+    return frame
+
+
+def calling_line() -> str:
+    """The line that is running, for an error: a library's is followed by the program's own."""
+    return named(
+        (frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(2))
+    )
 
 
 @final

@@ -1,24 +1,22 @@
 """The dispatch mode of a trace: every operation of a step, on a fake device beside a real host.
 
 Rules:
-- Operations of the host are really run; what they write into and the step did not make is put back.
-- An operation on the fake device runs with fake tensors; what it allocates, inside a kernel too, is written
-  down in the order in which the card would.
-- A value that depends on the data is never invented, but where only a library's bookkeeping reads it.
+- Operations of the host are really run (`host.py`).
+- An operation on the fake device runs with fake tensors; what it allocates, inside a kernel too, is recorded
+  in the order in which the GPU would allocate it.
+- A value that depends on the data is never invented, except where only a library's bookkeeping reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any, Never, final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,21 +27,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
+from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.cuda_model.copies import Extra
-from batchfit._engine.cuda_model.dispatch import CudaRules, packed
-from batchfit._engine.trace.block_log import Blocks, address_of
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, packed
+from batchfit._engine.cuda_model.workspaces import extra_rule, is_gemm
+from batchfit._engine.trace.block_log import Blocks
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
-from batchfit._engine.trace.host_writes import HostWrites
+from batchfit._engine.trace.host import HostTensors, collect
 from batchfit._engine.trace.in_place import InPlace
-from batchfit._engine.trace.known_values import KnownValues, written_by
-from batchfit._engine.trace.operation import ITEM, Operation
-from batchfit._engine.trace.provenance import Whereabouts
-from batchfit._engine.trace.source_line import calling_line, library_caller
+from batchfit._engine.trace.known_values import KnownValues
+from batchfit._engine.trace.provenance import Whereabouts, calling_line
+from batchfit._engine.trace.unknown_values import LibraryReads
 from batchfit.errors import UntraceableError
 
 _LINEAR = torch.ops.aten.linear.default
 _DEVICE = torch.ops.prim.device.default
+_PACK = torch.ops.aten._pack_padded_sequence.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_SHAPED_BY_DATA = frozenset({torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default})
 
 
 @final
@@ -72,17 +74,10 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self.in_place = InPlace()
         self.generating = Generating()
         self._where = Whereabouts(faked.module_names, outside)
-        self._adopted: dict[int, tuple[weakref.ref[Any], Tensor]] = {}
         self._values = KnownValues()
-        self._known: dict[Any, Operation] = {}
-        self._made: dict[int, Any] = {}  # host storages that the step made itself, by address
-        self.host_writes = HostWrites()  # into others
-        # Whether the program names the device itself; else, without a GPU, it has put everything on the CPU.
-        # What a step computes there before a weight comes in is then the device's (`counts_host`), but for
-        # batches that are made for it: theirs is the host.
-        self._tells_apart = not rules.host_means_device
-        self._counts_host = counts_host
-        self._filled: dict[int, tuple[Any, bool]] = {}  # host storages with values of the device, by address
+        self._operations: dict[Any, Operation] = {}
+        self.reads = LibraryReads()
+        self.host = HostTensors(faked, rules, self.blocks, self._where, self._values, counts_host=counts_host)
         self._names: dict[int, str] = {}  # of parameters, by id
         for name, tensor, kind in faked.held():
             self.blocks.see(tensor, Origin(kind, "held", module=name))
@@ -132,38 +127,31 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if func is _DEVICE:  # asked for all the time, and by torch itself
             return args[0].device if type(args[0]) is FakeTensor else func(*args)
         self._check()
-        kwargs = kwargs or {}
         self.operation = func
         if self._ends is not None and time.perf_counter() > self._ends:
             raise UntraceableError("", "", "the trace takes too long")
-        if "device" in kwargs:
-            place = self.rules.renamed(kwargs["device"])
-            self._tells_apart |= place is not kwargs["device"]
-            kwargs = {**kwargs, "device": place}
         given = args
+        kwargs = self.host.renamed(kwargs or {})
         tensors: list[Tensor] = []
-        _collect(args, tensors)
+        collect(args, tensors)
         if kwargs:
-            _collect(kwargs.values(), tensors)
+            collect(kwargs.values(), tensors)
         fakes = [type(one) for one in tensors].count(FakeTensor)
-        if not fakes and not (self._filled and self._any_filled(tensors)):
-            place = kwargs.get("device")
-            place = place if place is not None else tensors[0].device if tensors else torch.device("cpu")
-            if place.type == "cpu" and place != self.rules.device and self._is_host(tensors):
-                return self._on_host(func, args, kwargs)
+        if not fakes and self.host.runs(func, tensors, kwargs):
+            return self.host.run(func, args, kwargs)
         if func is _PACK and fakes == 1 and isinstance(args[0], FakeTensor):
             return self._packed(*args)
         if fakes < len(tensors):
             if fakes:
-                self._note_filled(func, args, kwargs)
-            args, kwargs = self._faked_arguments(func, args, kwargs, tensors)
+                self.host.note_filled(func, args, kwargs)
+            args, kwargs = self.host.faked_arguments(func, args, kwargs, tensors)
             tensors = []
-            _collect((*args, *kwargs.values()), tensors)
-        known = self._known.get(func)
+            collect((*args, *kwargs.values()), tensors)
+        known = self._operations.get(func)
         if known is None:
-            known = self._known[func] = Operation.of(func, self.rules)
+            known = self._operations[func] = Operation.of(func, self.rules)
         if known.reads_data:
-            if func is ITEM:
+            if func is _ITEM:
                 return self._item(args[0])
             counted = self._counted(func, args, kwargs, tensors)
             if counted is not None:
@@ -176,11 +164,20 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
+        into = self.in_place.written_into(func, args, given, depth=1)
+        return self._on_device(known, func, args, kwargs, tensors, into)
+
+    def _on_device(
+        self, known: Operation, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], into: Tensor | None
+    ) -> Any:
+        """Run an operation of the device with fakes, and record what it allocates.
+
+        `into` is the argument whose memory the result takes over.
+        """
         self._where.note_node()
         extra = None
         if known.takes is not None and all(one.layout is torch.strided for one in tensors):
             extra = known.takes(args, self.rules.card)
-        into = self.in_place.written_into(func, args, given, depth=1)
         stand_in = known.stand_in
         try:
             out = self._result(func, args, kwargs) if stand_in is None else stand_in(*args, **kwargs)
@@ -201,18 +198,18 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         try:
             return self.faked.results.of(func, args, kwargs)
         except RuntimeError:
-            moved = None if self._tells_apart else self._on_device((args, kwargs))
+            moved = None if self.host.device_is_named else self._moved((args, kwargs))
             if moved is None:
                 raise
             return self.faked.results.of(func, *moved)
 
-    def _on_device(self, arguments: Any) -> Any:
-        """The arguments of an operation with all tensors on the device; None where they are in one place."""
+    def _moved(self, arguments: Any) -> Any:
+        """The arguments of an operation with all tensors on the device; None where they share a device."""
         here, there = self.rules.device, torch.device("cpu")
         tensors: list[Tensor] = []
-        _collect((*arguments[0], *arguments[1].values()), tensors)
-        places = {one.device for one in tensors if one.dim()}
-        if places != {here, there}:
+        collect((*arguments[0], *arguments[1].values()), tensors)
+        devices = {one.device for one in tensors if one.dim()}
+        if devices != {here, there}:
             return None
 
         def moved(one: Any) -> Any:
@@ -237,36 +234,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         """Whether the values of a tensor are known."""
         return self._values.of(value) is not None
 
-    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Really run an operation of the host; what it writes into and the step did not make is put back."""
-        with unset_fake_temporarily():
-            for one in written_by(func, args, kwargs):
-                address = address_of(one)
-                if address not in self._made and address not in self.host_writes:
-                    self.host_writes.note(one)
-                self._forget_adopted(address)
-            out = func(*args, **kwargs)
-        made: list[Tensor] = []
-        if not func.is_view:
-            _collect((out,), made)
-        counts = self._counts_host and not self._tells_apart
-        for one in made:
-            if one.layout is not torch.strided:
-                continue
-            if counts and one.dim():
-                self.blocks.see(one, self._where.origin("batch", str(func)))
-            address = address_of(one)
-            if address not in self._made and address not in self.host_writes:
-                forget = functools.partial(_forget, self._made, address)
-                self._made[address] = weakref.ref(one.untyped_storage(), forget)
-        return out
-
-    def _forget_adopted(self, address: int) -> None:
-        """A host tensor is written into: what it was when it came to the device is no longer its value."""
-        for real, fake in list(self._adopted.values()):
-            living = real()
-            if living is not None and address_of(living) == address:
-                self._values.drop(fake)
+    def answers(self) -> bool:
+        """Whether code of a library reads a value now, which `_item` answers or refuses."""
+        return self.reads.active or self.generating.asks()
 
     def _counted(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Tensor | None:
         """The result of an operation whose shape depends on values, where these are known."""
@@ -279,108 +249,20 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         self._values.put(fake, real)
         return fake
 
-    def _is_host(self, tensors: list[Tensor]) -> bool:
-        if any(one.device.type != "cpu" for one in tensors):
-            return False
-        for one in tensors:
-            # A frozen one as well: without a GPU its model would really be computed, and not be counted.
-            learns = one.requires_grad and one.is_leaf
-            if isinstance(one, nn.Parameter) and (learns or self.rules.host_means_device):
-                self._refuse_undeclared()
-            if learns and self.rules.host_means_device and address_of(one) not in self._made:
-                self._refuse_undeclared()
-        return True
-
-    def _refuse_undeclared(self) -> Never:
-        raise UntraceableError(
-            str(self.operation),
-            calling_line(),
-            "it uses a parameter of a model that is not in the workload's state: declare it, "
-            "batchfit.Workload(step, state=[model, optimizer])",
-        )
-
-    def _faked_arguments(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """Real tensors beside fake ones: from the host, or the program's own on the device."""
-        moves = func in _MOVES
-        # A table is where its index is. By its id: `faked` is a circle, which would keep the table alive.
-        on_device = func is _INDEX and any(one.device == self.rules.device for one in tensors)
-        table = id(args[0]) if on_device else None
-
-        def faked(value: Any) -> Any:
-            if isinstance(value, FakeTensor) or not isinstance(value, Tensor | list | tuple):
-                return value
-            if isinstance(value, Tensor):
-                stays = moves and id(value) != table
-                return self._adopt(value, as_host=stays or value.dim() == 0, is_index=func is _INDEX)
-            return type(value)(faked(one) for one in value) if type(value) in (list, tuple) else value
-
-        real = [one for one in tensors if not isinstance(one, FakeTensor)]
-        learning = [one for one in real if isinstance(one, nn.Parameter) and one.requires_grad]
-        if learning and not self._is_host(real) and torch.is_grad_enabled():
-            self._refuse_undeclared()  # its gradient would be the real parameter's
-        return tuple(faked(one) for one in args), {name: faked(one) for name, one in kwargs.items()}
-
-    def _note_filled(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What of the program's is written with values that are not there: who reads it must not see its own.
-
-        It was copied from the device, or is itself what would be on the device.
-        """
-        to_host = func in _MOVES and self._tells_apart
-        for one in written_by(func, args, kwargs):
-            if isinstance(one, FakeTensor):
-                continue
-            address = address_of(one)
-            forget = functools.partial(_forget, self._filled, address)
-            self._filled[address] = (weakref.ref(one.untyped_storage(), forget), to_host)
-
-    def _any_filled(self, tensors: list[Tensor]) -> bool:
-        plain = (one for one in tensors if one.layout is torch.strided)
-        return any(address_of(one) in self._filled for one in plain)
-
-    def _adopt(self, real: Tensor, *, as_host: bool, is_index: bool) -> Tensor:
-        """The fake that stands for a real tensor from now on."""
-        key = id(real)
-        found = self._adopted.get(key)
-        if found is not None and found[0]() is real:
-            return found[1]
-        filled = self._filled.get(address_of(real)) if self._filled and real.layout is torch.strided else None
-        if filled is not None:
-            as_host = filled[1]
-        on_device = real.device.type != "cpu" or (self.rules.host_means_device and not as_host)
-        with unset_fake_temporarily():
-            place = self.rules.device if on_device else torch.device("cpu")
-            fake = self.faked.shaped_like(real.detach(), place)
-            if filled is None:
-                if place.type == "cpu" and real.dim() == 0 and real.device.type == "cpu":
-                    fake.constant = real.detach().clone()  # type: ignore[attr-defined]
-                self._values.see(fake, real, is_index=is_index)
-        if as_host and not on_device:
-            return fake
-        if on_device and real.layout is torch.strided and real in self.blocks:
-            self.blocks.take_over(fake, real)
-        elif on_device:
-            self.blocks.see(fake, self._where.origin("batch", "adopted"))
-        self._adopted[key] = (weakref.ref(real, lambda _: self._adopted.pop(key, None)), fake)
-        return fake
-
     def _item(self, tensor: Any) -> Any:
         known = self._values.of(tensor)
         known = getattr(tensor, "constant", None) if known is None else known
         if known is not None:
             with unset_fake_temporarily():
                 return known.item()
-        # Step counters and found_inf: they enter formulas, never a shape. A scaler that found no inf steps.
-        # A truth value is a branch: it is not guessed, but where `generate` asks whether all samples have
-        # ended, or a prompt with padding: all tokens are made, of whole prompts.
-        caller, decides = library_caller(), tensor.dtype is torch.bool
-        if caller == "generate" and decides and self.generating.goes_on():
-            return False
-        if caller == "distributions" and decides:  # whether arguments are valid: a step that runs has such
-            return True
-        if caller == "optim" and not decides:
-            return 1.0
-        if caller == "grad_scaler" and not decides:
-            return 0.0
+        # A truth value is a branch, which is not guessed, except where `generate` asks whether all samples
+        # have ended, or whether a prompt has padding: all tokens are made, of whole prompts.
+        is_bool = tensor.dtype is torch.bool
+        answer = self.reads.answer(is_bool=is_bool)
+        if answer is None and is_bool and self.generating.goes_on():
+            answer = False
+        if answer is not None:
+            return answer
         error = UntraceableError(
             ".item()", calling_line(), "the program reads a value that depends on the data"
         )
@@ -389,7 +271,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _record(self, known: Operation, out: Any, extra: Extra | None) -> None:
         made: list[Tensor] = []
-        _collect((out,), made)
+        collect((out,), made)
         here = self.rules.device
         name = known.name
         allocates = False
@@ -428,18 +310,27 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
                 self.blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
 
 
-_INDEX = torch.ops.aten.index.Tensor
-_PACK = torch.ops.aten._pack_padded_sequence.default
-_MOVES = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, _INDEX})
+class Operation(NamedTuple):
+    """What is asked about an operation each time, looked up once: they come by the ten thousand."""
 
+    name: str
+    reads_data: bool  # a value is read, or makes the shape of the result
+    composite: Any  # CUDA's way through it, where it comes whole
+    is_composite: bool
+    takes: Callable[[Any, Gpu], Extra | None] | None
+    stand_in: Any
+    is_gemm: bool
 
-def _collect(values: Any, found: list[Tensor]) -> None:
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            _collect(value, found)
-
-
-def _forget(table: dict[int, Any], key: int, _: Any) -> None:
-    table.pop(key, None)
+    @classmethod
+    def of(cls, func: Any, rules: CudaRules) -> Operation:
+        plain = isinstance(func, torch._ops.OpOverload)
+        return cls(
+            str(func),
+            func is _ITEM or func in _SHAPED_BY_DATA,
+            rules.composite(func),
+            plain
+            and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+            extra_rule(func),
+            STAND_INS.get(func),
+            is_gemm(func),
+        )

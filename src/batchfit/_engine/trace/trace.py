@@ -39,12 +39,13 @@ from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import short_generation
-from batchfit._engine.trace.logged_values import Unread, values_unread
+from batchfit._engine.trace.provenance import HERE, TORCH, named
 from batchfit._engine.trace.recorder import TraceRecorder
-from batchfit._engine.trace.source_line import HERE, TORCH, named
+from batchfit._engine.trace.unknown_values import Unread, replaced, values_unread
 from batchfit._engine.virtual_memory.eager import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload import phase as phases
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -65,11 +66,13 @@ def trace(
     steps: int = STEPS,
     changes: tuple[Any, ...] = (),
     limit_s: float | None = None,
+    reach: StepReach | None = None,
 ) -> Trace:
     """The allocations and frees of `steps` steps of `size` samples.
 
     `changes` are contexts that change the step for the trace only: `change(workload, faked)`. A trace that
-    has not ended after `limit_s` is given up (`UntraceableError`).
+    has not ended after `limit_s` is given up (`UntraceableError`). `reach` is what the step can reach, where
+    a caller has walked it already.
     """
     undo = UndoStack()
     # Neither while state is replaced, nor in Python that is called by C++, where it would end the process.
@@ -77,13 +80,14 @@ def trace(
         for name, again in global_states():
             undo.push(name, again)
         try:
-            return _traced(workload, size, rules, steps, changes, limit_s, interrupts)
+            reach = reach_of(workload) if reach is None else reach
+            return _traced(reach, size, rules, steps, changes, limit_s, interrupts)
         finally:
             undo.run()
 
 
 def _traced(
-    workload: Workload,
+    reach: StepReach,
     size: int,
     rules: CudaRules,
     steps: int,
@@ -91,12 +95,13 @@ def _traced(
     limit_s: float | None,
     interrupts: TraceInterrupts,
 ) -> Trace:
+    workload = reach.workload
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncollected())  # a collection would free things at moments of its own
-        faked = stack.enter_context(Faked.of(workload, device=rules.device))
+        faked = stack.enter_context(Faked.of(reach, device=rules.device))
         stack.enter_context(rules.active())
         stack.enter_context(eagerly())
-        stack.enter_context(_told_once())
+        stack.enter_context(_error_is_not_logged())
         for change in changes:
             stack.enter_context(change(workload, faked))
         recorder = TraceRecorder(
@@ -108,15 +113,16 @@ def _traced(
             counts_host=workload.kind == "step",
         )
         stack.enter_context(recorder.in_place.active(rules.autograd_key))
-        stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
-        stack.callback(recorder.host_writes.restore)
+        if workload.kind == "generation":
+            stack.enter_context(short_generation(workload, recorder.blocks, recorder.generating))
+        stack.callback(recorder.host.restore)
         stack.enter_context(not_called_a_trace(recorder.knows))
         stack.enter_context(saved_on_the_host())
         stack.enter_context(flex_refused())
         # A fused kernel of TorchScript would really run, on the addresses of tensors that have none.
         jit: Any = torch.jit
         stack.enter_context(jit.optimized_execution(False))
-        stack.enter_context(values_unread(recorder.knows, recorder.refused))
+        stack.enter_context(values_unread(recorder.knows, recorder.answers, recorder.reads, recorder.refused))
         # What its variables keep is still there when the trace is taken: no step has let go of it.
         stack.enter_context(loop.running(most_passes=loop.PASSES))
         with recorder.watching():
@@ -143,7 +149,7 @@ def uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
+def _error_is_not_logged() -> Iterator[None]:
     """Inside, torch does not log the traceback of an operation's error, which it raises as well."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -240,11 +246,8 @@ def not_called_a_trace(known: Callable[[Any], bool]) -> Iterator[None]:
     if before is None:
         yield
         return
-    module.is_fake_tensor = lambda value: before(value) and not known(value)
-    try:
+    with replaced(module, "is_fake_tensor", lambda value: before(value) and not known(value)):
         yield
-    finally:
-        module.is_fake_tensor = before
 
 
 @contextlib.contextmanager
@@ -259,11 +262,8 @@ def saved_on_the_host() -> Iterator[None]:
     def make(self: Any, pin_memory: bool = False, *args: Any, **kwargs: Any) -> None:
         made(self, False, *args, **kwargs)
 
-    kind.__init__ = make
-    try:
+    with replaced(kind, "__init__", make):
         yield
-    finally:
-        kind.__init__ = made
 
 
 @contextlib.contextmanager
@@ -281,8 +281,5 @@ def flex_refused() -> Iterator[None]:
     def refuse(*_: Any) -> None:
         raise NotImplementedError("FlexAttention is a compiled kernel")
 
-    module._validate_device = refuse
-    try:
+    with replaced(module, "_validate_device", refuse):
         yield
-    finally:
-        module._validate_device = before

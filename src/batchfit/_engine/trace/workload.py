@@ -35,7 +35,7 @@ from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.fake_state import is_paged
 from batchfit._engine.trace.trace import STEPS, trace
-from batchfit._engine.workload.reachable import parts_of
+from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._units import format_bytes
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -59,7 +59,7 @@ Change = Callable[[Workload, Any], AbstractContextManager[Any]]
 class TracedWorkload:
     """A workload's footprint, and how it came about."""
 
-    workload: Workload
+    reach: StepReach
     rules: CudaRules
     footprint: Footprint | None
     sizes: tuple[int, ...]
@@ -72,6 +72,10 @@ class TracedWorkload:
     gap_bytes: float = 0.0  # how far the lines are from the small traces
     single: dict[int, Footprint] = field(default_factory=dict)  # of sizes that were traced by themselves
     _single_s: float = 0.0
+
+    @property
+    def workload(self) -> Workload:
+        return self.reach.workload
 
     @property
     def may_retry(self) -> bool:
@@ -95,6 +99,7 @@ class TracedWorkload:
                 steps=_steps_of(self.workload),
                 changes=self.changes,
                 limit_s=left_s,
+                reach=self.reach,
             )
         except UntraceableError as error:
             if time.perf_counter() - begun < left_s:
@@ -133,13 +138,13 @@ def card_of(device: torch.device) -> Gpu:
     )
 
 
-def rules_for(workload: Workload, card: Gpu | None = None) -> CudaRules:
-    """A fake `cuda` where the workload is on one, a fake card on the CPU otherwise.
+def rules_for(workload: Workload, card: Gpu | None = None, reach: StepReach | None = None) -> CudaRules:
+    """A fake `cuda` where the workload is on one, a fake GPU on the CPU otherwise.
 
-    Another card than the one that is here is always traced on the CPU: torch would make the choices of the
-    card that it sees.
+    Another GPU than the one that is here is always traced on the CPU: torch would make the choices of the
+    GPU that it sees.
     """
-    device = _cuda_device(workload)
+    device = _cuda_device((reach_of(workload) if reach is None else reach).parts)
     if device is not None and card is None:
         return CudaRules(card_of(device), device)
     return CudaRules(card or DEFAULT, torch.device("cpu", 1))
@@ -154,6 +159,7 @@ def trace_workload(
     small: tuple[Trace, Trace] | None = None,
     changes: tuple[Change, ...] = (),
     limit_s: float | None = None,
+    reach: StepReach | None = None,
 ) -> TracedWorkload:
     """The footprint of a workload, from traces around the largest size that may fit the budget.
 
@@ -161,13 +167,14 @@ def trace_workload(
     trace that takes longer than `limit_s` is given up.
     """
     begun = time.perf_counter()
+    reach = reach_of(workload) if reach is None else reach
     done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
     whole = _steps_of(workload)
 
     def at(size: int, steps: int = whole) -> Trace:
         if (size, steps) not in done:
             done[size, steps] = trace(
-                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s
+                workload, size, rules=rules, steps=steps, changes=changes, limit_s=limit_s, reach=reach
             )
         return done[size, steps]
 
@@ -207,13 +214,13 @@ def trace_workload(
     except ShapeChangedError:
         footprint = None
     return TracedWorkload(
-        workload,
+        reach,
         rules,
         footprint,
         sizes,
         check,
         time.perf_counter() - begun,
-        unseen=(*unseen(workload), *_growing(done.values())),
+        unseen=(*unseen(reach.parts), *_growing(done.values())),
         changes=changes,
         small=(first, second),
         budget_bytes=budget_bytes,
@@ -232,21 +239,23 @@ def glance(
     samples against all, staging) shows most at the end.
     """
     begun = time.perf_counter()
-    small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s)
+    reach = reach_of(workload)
+    small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
     sample = small.batch_bytes / small.size
     most = int(_HOST_BYTES / sample) if sample else 2**30
     high = min(expected_end(small, budget_bytes), most)
 
     def through(size: int, limit_s: float | None) -> Footprint:
         steps = _steps_of(workload)
-        return Footprint.through(small, trace(workload, size, rules=rules, steps=steps, limit_s=limit_s))
+        whole = trace(workload, size, rules=rules, steps=steps, limit_s=limit_s, reach=reach)
+        return Footprint.through(small, whole)
 
     try:
         if high <= SMALL[1]:
             raise ShapeChangedError("too few samples fit to tell lines from two sizes")
         footprint = through(high, limit_s)
     except ShapeChangedError:
-        return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
+        return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s, reach=reach)
     end = upper_bound(footprint, budget_bytes, most=most)
     left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
     if end > _FAR * high and workload.kind != "generation":  # whose traces take long
@@ -255,7 +264,7 @@ def glance(
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
     return TracedWorkload(
-        workload, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(workload))
+        reach, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(reach.parts))
     )
 
 
@@ -291,9 +300,9 @@ def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = No
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
 
 
-def unseen(workload: Workload) -> Iterator[str]:
-    """What a trace cannot see of this workload."""
-    for part in parts_of(workload):
+def unseen(parts: Iterable[Any]) -> Iterator[str]:
+    """What a trace cannot see of the parts of a workload."""
+    for part in parts:
         if is_paged(part):
             yield (
                 "paged optimizer state: managed memory, which the driver moves to the GPU by pages and back; "
@@ -314,8 +323,8 @@ def _growing(traces: Iterable[Trace]) -> Iterator[str]:
         yield f"each step keeps {format_bytes(left)} more than the one before ({line}): no size lasts"
 
 
-def _cuda_device(workload: Workload) -> torch.device | None:
-    for part in parts_of(workload):
+def _cuda_device(parts: Iterable[Any]) -> torch.device | None:
+    for part in parts:
         if isinstance(part, nn.Module):
             for tensor in part.parameters():
                 if tensor.device.type == "cuda":

@@ -10,6 +10,7 @@ import dis
 import functools
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, final
 
@@ -72,15 +73,32 @@ class Reached(NamedTuple):
     places: list[NameBinding]
 
 
-def parts_of(workload: Workload) -> Iterator[Any]:
-    """What a step works on: its declared state, and what its functions close over."""
-    seen: set[int] = set()
-    given = (*workload.state, workload.model, workload.optimizer, *used_by(workload.step))
-    for whole in given:
-        for part in _with_inner(whole):
-            if part is not None and id(part) not in seen:
-                seen.add(id(part))
-                yield part
+@final
+@dataclass(frozen=True, slots=True)
+class StepReach:
+    """What the step of a workload can reach; walked once, and passed on to all who ask."""
+
+    workload: Workload
+    parts: tuple[Any, ...]  # its declared state, and what its functions close over
+    parts_of_hooks: tuple[Any, ...]  # what else the hooks on its parameters reach
+    containers: tuple[Any, ...]
+    places: tuple[NameBinding, ...]
+
+
+def reach_of(workload: Workload) -> StepReach:
+    """Walk what the step of a workload can reach, and what the hooks on its parameters can."""
+    by_step = reached(workload.step)
+    given = (*workload.state, workload.model, workload.optimizer, *by_step.parts)
+    parts = {id(part): part for whole in given for part in _with_inner(whole) if part is not None}
+    more = [reached(hook) for hook in hooks_of(list(parts.values()))]
+    hooked = {id(part): part for one in more for part in one.parts if id(part) not in parts}
+    return StepReach(
+        workload,
+        tuple(parts.values()),
+        tuple(hooked.values()),
+        tuple(held for one in (by_step, *more) for held in one.containers),
+        tuple(place for one in (by_step, *more) for place in one.places),
+    )
 
 
 def _with_inner(part: Any) -> Iterator[Any]:
@@ -90,11 +108,6 @@ def _with_inner(part: Any) -> Iterator[Any]:
         for value in vars(part).values():
             if isinstance(value, torch.optim.Optimizer) and value is not part:
                 yield from _with_inner(value)
-
-
-def used_by(step: Any) -> list[Any]:
-    """The modules, optimizers, schedulers and scalers that a function can reach, its own and its helpers'."""
-    return reached(step).parts
 
 
 def reached(step: Any) -> Reached:

@@ -148,7 +148,7 @@ def run(search: Search, trial: Callable[[Request], Observation | None]) -> Searc
 
 @lru_cache(maxsize=256)
 def _decide(search: Search) -> Request | str:
-    """The next trial, or why there is none: computed once per state, since `ask` and its siblings share it."""
+    """The next trial, or why there is none; computed once per state, for `ask` and all properties."""
     step = STRATEGIES[search.strategy](search)
     if search.max_trials is None or not isinstance(step, Request):
         return step

@@ -26,7 +26,7 @@ class SharedBudget:
     """What a search may use now, and what it might when it began.
 
     >>> MiB = 2**20
-    >>> room = Room(1000 * MiB, 1000 * MiB).after(700 * MiB)
+    >>> room = SharedBudget(1000 * MiB, 1000 * MiB).after(700 * MiB)
     >>> room.budget_bytes // MiB, room.gone_bytes // MiB
     (700, 300)
     >>> room.after(1000 * MiB) == room

@@ -1,14 +1,14 @@
-"""Who gets which samples of an epoch: batches, ranks, and what is still on its way.
+"""Who gets which samples of an epoch: batches, ranks, and prefetched batches.
 
 Rules
-- An epoch is a row of samples, the same on all ranks. A batch is the next piece of it, and each rank gets a
-  piece of that batch: sizes differ by one at most, the larger ones first (17 over 4 ranks is 5, 4, 4, 4).
+- An epoch is a row of samples, the same on all ranks. A batch is the next run of them, and each rank gets a
+  part of that batch: sizes differ by one at most, the larger ones first (17 over 4 ranks is 5, 4, 4, 4).
 - Every rank has a sample in every batch, the last one too, and no sample is lost or repeated: where fewer
   samples than ranks would be left, the batch before gives some of its own, or takes them in.
 - Positions count samples over all ranks. What was handed to the user is the position that is saved; what was
-  dealt runs ahead of it by what is in flight.
-- A change of size makes what is in flight void, by number: everything below `void_below`. Its samples are
-  dealt again, in order.
+  dealt is ahead of it by the prefetched batches.
+- A change of size discards prefetched batches, by number: all below `discarded_below`. Their samples are
+  re-batched, in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def cut(wanted: int, left: int, *, world_size: int = 1, drop_last: bool = False)
     rest = left - wanted
     if drop_last or rest >= world_size:
         return wanted
-    # The last batch would leave a rank without a sample, and DDP would wait for it for ever.
+    # The last batch would leave a rank without a sample, and DDP would wait for it without end.
     shorter = wanted - (world_size - rest)
     return shorter if shorter >= world_size else left
 
@@ -72,65 +72,77 @@ class Deal:
 @final
 @dataclass(frozen=True, slots=True)
 class DealtSamples:
-    """What was handed out of an epoch, and what is in flight, in the order in which it will arrive."""
+    """What was handed out of an epoch, and the prefetched batches, in the order in which they will arrive."""
 
     handed: int = 0
     batches: int = 0  # handed
     cursor: int = 0  # the next deal begins here
     number: int = 0  # and is this batch of the epoch
     serial: int = 0
-    void_below: int = 0
-    in_flight: tuple[Deal, ...] = ()
+    discarded_below: int = 0
+    prefetched: tuple[Deal, ...] = ()
 
     def next_epoch(self) -> DealtSamples:
-        """A new epoch; what is in flight of this one is void."""
-        return DealtSamples(serial=self.serial, void_below=self.serial)
+        """A new epoch; the prefetched batches of this one are discarded."""
+        return DealtSamples(serial=self.serial, discarded_below=self.serial)
 
     def resumed(self, handed: int, batches: int) -> DealtSamples:
         """The same epoch, so far on."""
         return DealtSamples(handed, batches, handed, batches, self.serial, self.serial)
 
     def deal(self, size: int) -> DealtSamples:
-        """The next `size` samples are on their way: the last of `in_flight`."""
+        """The next `size` samples are prefetched: the last of `prefetched`."""
         stop = self.cursor + size
         new = Deal(self.serial, self.number, self.cursor, stop)
-        flight = (*self.in_flight, new)
+        prefetched = (*self.prefetched, new)
         return DealtSamples(
-            self.handed, self.batches, stop, self.number + 1, self.serial + 1, self.void_below, flight
+            self.handed,
+            self.batches,
+            stop,
+            self.number + 1,
+            self.serial + 1,
+            self.discarded_below,
+            prefetched,
         )
 
-    def is_void(self, serial: int) -> bool:
+    def is_discarded(self, serial: int) -> bool:
         """Whether that deal is to be thrown away when it arrives."""
-        return serial < self.void_below
+        return serial < self.discarded_below
 
     @property
     def fresh(self) -> tuple[Deal, ...]:
-        """What is in flight and not void."""
-        return tuple(deal for deal in self.in_flight if not self.is_void(deal.serial))
+        """The prefetched batches that are not discarded."""
+        return tuple(deal for deal in self.prefetched if not self.is_discarded(deal.serial))
 
     def arrived(self, serial: int) -> DealtSamples:
-        """That deal is the next: those before it failed, and the user was told."""
-        flight = self.in_flight
-        while flight[0].serial != serial:
-            flight = flight[1:]
-        if flight is self.in_flight:
+        """That deal is the next: those before it failed, with an error."""
+        prefetched = self.prefetched
+        while prefetched[0].serial != serial:
+            prefetched = prefetched[1:]
+        if prefetched is self.prefetched:
             return self
-        return replace(self, in_flight=flight)
+        return replace(self, prefetched=prefetched)
 
     def throw_away(self) -> DealtSamples:
-        """The first in flight is void."""
-        return replace(self, in_flight=self.in_flight[1:])
+        """Discard the first prefetched batch."""
+        return replace(self, prefetched=self.prefetched[1:])
 
     def hand(self) -> DealtSamples:
-        """The first in flight goes to the user."""
-        first, flight = self.in_flight[0], self.in_flight[1:]
+        """The first prefetched batch goes to the user."""
+        first, prefetched = self.prefetched[0], self.prefetched[1:]
         return DealtSamples(
-            first.stop, first.number + 1, self.cursor, self.number, self.serial, self.void_below, flight
+            first.stop,
+            first.number + 1,
+            self.cursor,
+            self.number,
+            self.serial,
+            self.discarded_below,
+            prefetched,
         )
 
     def hand_part(self, size: int) -> DealtSamples:
-        """The first in flight came with `size` samples only (0: no batch), near the end of a stream."""
-        first, later = self.in_flight[0], self.in_flight[1:]
+        """The first prefetched batch has `size` samples only (0: no batch), near the end of a stream."""
+        first, later = self.prefetched[0], self.prefetched[1:]
         missing, none = first.size - size, int(size == 0)
         return DealtSamples(
             first.start + size,
@@ -138,14 +150,14 @@ class DealtSamples:
             self.cursor - missing,
             self.number - none,
             self.serial,
-            self.void_below,
+            self.discarded_below,
             tuple(Deal(d.serial, d.number - none, d.start - missing, d.stop - missing) for d in later),
         )
 
     def cancel(self) -> DealtSamples:
-        """What is in flight is void: the next deal begins where the last one that was handed out ended."""
+        """Discard the prefetched batches: the next deal begins where the last one handed out ended."""
         return DealtSamples(
-            self.handed, self.batches, self.handed, self.batches, self.serial, self.serial, self.in_flight
+            self.handed, self.batches, self.handed, self.batches, self.serial, self.serial, self.prefetched
         )
 
 
@@ -153,8 +165,8 @@ class DealtSamples:
 class Tape(Generic[Item]):
     """A stream that can be read again from any point that was not yet forgotten.
 
-    With `snapshot`, the source's own state is noted after every read from it, so that a position can be
-    told as that state and a number of items to skip.
+    With `snapshot`, the source's own state is noted after every read from it, so that a position is
+    that state and a number of items to skip.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class NoiseState:
     steps: int = 0
     samples: float = 0.0
     skipped: int = 0
-    single: int = 0  # steps in one piece, of which nothing can be told
+    single: int = 0  # steps of one microbatch, which say nothing
     total: float = 0.0
     total2: float = 0.0
     total4: float = 0.0
@@ -157,7 +157,7 @@ class NoiseState:
         if decay is not None and not (math.isfinite(decay) and decay > 0):
             raise ValueError(f"decay_samples must be a number above 0, not {decay!r}")
 
-    def told(self, seen: NoiseObservation) -> NoiseState:
+    def with_step(self, seen: NoiseObservation) -> NoiseState:
         """With one more step."""
         if not seen.is_finite:
             return replace(self, skipped=self.skipped + 1)
@@ -187,7 +187,7 @@ class NoiseState:
             square_ss=kept**2 * self.square_ss + spread * apart_signal**2,
         )
 
-    def told_single(self) -> NoiseState:
+    def with_single(self) -> NoiseState:
         """With one more step that came in one piece."""
         return replace(self, single=self.single + 1)
 
@@ -343,9 +343,9 @@ def fieller(
 
 
 def selected(z: float, quantile: float) -> tuple[float, float | None]:
-    """How far above and below an estimate the truth may lie, in errors, where small ones are not told.
+    """How far above and below an estimate the truth may lie, in errors, where small ones are not reported.
 
-    For an estimate z ~ N(g, 1) that is told only where it exceeds `CLEARLY`, the limits for g solve
+    For an estimate z ~ N(g, 1) that is reported only where it exceeds `CLEARLY`, the limits for g solve
     P(Z > z | Z > CLEARLY, g) = 1 - tail and = tail. Below is None where zero is not excluded. Above is never
     less than one error, although a z at the very border would say so: that far, the formula is not trusted.
     """

@@ -126,7 +126,7 @@ def _by_goodput(
     """The neighbour with more goodput at both ends of the interval."""
     now = _measured(throughput, current)
     low, high = _ends(reading)
-    told = f"noise scale {_interval(reading)}"
+    measured = f"noise scale {_interval(reading)}"
     gains: list[str] = []
     for other, action, worst in ((above, "grow", low), (below, "shrink", high)):
         if other is None:
@@ -140,12 +140,12 @@ def _by_goodput(
         )
         if gain >= 1 + settings.hysteresis:
             grows: Action = "grow" if action == "grow" else "shrink"
-            return Decision(other, grows, f"{told}; {text}", gain)
+            return Decision(other, grows, f"{measured}; {text}", gain)
         gains.append(text)
     if not gains:
-        return Decision(current, "stay", f"{told}; no other size is allowed")
+        return Decision(current, "stay", f"{measured}; no other size is allowed")
     need = f"less than the x{1 + settings.hysteresis:.2f} that a change must bring"
-    return Decision(current, "stay", f"{told}; {'; '.join(gains)}, {need}")
+    return Decision(current, "stay", f"{measured}; {'; '.join(gains)}, {need}")
 
 
 def _by_aim(
@@ -155,15 +155,15 @@ def _by_aim(
     low, high = (settings.target * end for end in _ends(reading))
     slack = 1 + settings.hysteresis
     aim = "" if settings.target == 1 else f" times {settings.target:g}"
-    told = f"noise scale {_interval(reading)}{aim}"
+    measured = f"noise scale {_interval(reading)}{aim}"
     if above is not None and above * slack <= low:
-        return Decision(above, "grow", f"{told} is above {above} in all of its interval")
+        return Decision(above, "grow", f"{measured} is above {above} in all of its interval")
     if below is not None and below >= high * slack:
-        return Decision(below, "shrink", f"{told} is below {below} in all of its interval")
+        return Decision(below, "shrink", f"{measured} is below {below} in all of its interval")
     if above is None and current * slack <= low:
-        return Decision(current, "stay", f"{told}; {current} is the largest size that is allowed")
+        return Decision(current, "stay", f"{measured}; {current} is the largest size that is allowed")
     return Decision(
-        current, "stay", f"{told}; neither half nor twice as much is clearly better than {current}"
+        current, "stay", f"{measured}; neither half nor twice as much is clearly better than {current}"
     )
 
 

@@ -18,7 +18,7 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`speed(batch_size)` in samples/s over all ranks; `points` are (size, seconds a step), by size.
+    """`speed(batch_size)` in samples/s over all ranks; `points` are (size, seconds per step), by size.
 
     >>> speed = Speed.of([(8, 0.5), (32, 1.0)])
     >>> speed(4), speed(8), speed(20), speed(64)

@@ -1,6 +1,6 @@
 """What all batch-size schedules share: fields that check themselves, a cap, rounding, and the way to a plan.
 
-Rules: a wrong field is told by name and value, in one sentence (`gamma must be at least 2, not 1`), by the
+Rules: the error of a wrong field names it and its value (`gamma must be at least 2, not 1`), by the
 constructor and by whatever validates a mapping. What a schedule wants (`wanted`) knows no limits: they are
 applied in one place.
 """

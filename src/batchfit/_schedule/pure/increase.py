@@ -1,9 +1,10 @@
 """A batch size that a user's function increases, epoch by epoch.
 
-Rules: the function is asked once for each epoch, in order, with the size that the epoch before left; an
+Rules: the function is called once for each epoch, in order, with the size that the epoch before left; an
 increase past the limit is left out, or goes to the limit where that was asked for. The sizes that it led to
-are kept, so that asking about an epoch again changes nothing: one entry for each change, however many epochs
-there are. Why a size is not what was wanted is kept for the last epochs only.
+are kept, so that asking about an epoch twice changes nothing: one entry for each change, however many epochs
+there are, and for the last `_CHANGES_KEPT` changes. Why a size is not what was wanted is kept for the last
+epochs only.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from batchfit._schedule.pure.bound import fitted
 from batchfit._units import Rounding
 
 _REASONS_KEPT = 64  # epochs: a loader asks ahead of what is trained, and not that far
+_CHANGES_KEPT = 1024  # a checkpoint of about 16 kB
+_NOT_KEPT = 0  # in place of a size: that of the epochs before the changes that are kept
 
 
-class Told(NamedTuple):
+class EpochSize(NamedTuple):
     """The size from an epoch on, and why it is not what the function wanted, if it is not."""
 
     epoch: int
@@ -60,29 +63,37 @@ class Increases:
 
     def size_at(self, progress: Progress) -> int:
         """The size of an epoch; asks the function for those that it was not asked for."""
-        return self.told_at(progress.epoch).size
+        return self.at_epoch(progress.epoch).size
 
     def steady_until(self, progress: Progress) -> int | None:
         """It may change with every epoch."""
         return progress.epoch + 1
 
-    def told_at(self, epoch: int) -> Told:
+    def at_epoch(self, epoch: int) -> EpochSize:
         """What became of the function's answer for an epoch."""
         while self._epochs <= epoch:
             before = self._changes[-1][1] if self._changes else self._initial
             self._keep(self._next(self._epochs, before))
         at = bisect_right(self._changes, epoch, key=lambda change: change[0]) - 1
-        return Told(epoch, self._changes[at][1], self._reasons.get(epoch, ""))
+        size = self._changes[at][1]
+        if size == _NOT_KEPT:
+            raise ValueError(
+                f"epoch must be at least {self._changes[1][0]}, not {epoch}: only the last {_CHANGES_KEPT:,} "
+                "changes of the batch size are kept"
+            )
+        return EpochSize(epoch, size, self._reasons.get(epoch, ""))
 
-    def _keep(self, told: Told) -> None:
-        if not self._changes or self._changes[-1][1] != told.size:
-            self._changes.append((told.epoch, told.size))
-        self._epochs = told.epoch + 1
-        self._reasons.pop(told.epoch - _REASONS_KEPT, None)
-        if told.why:
-            self._reasons[told.epoch] = told.why
+    def _keep(self, decided: EpochSize) -> None:
+        if not self._changes or self._changes[-1][1] != decided.size:
+            self._changes.append((decided.epoch, decided.size))
+            if len(self._changes) > _CHANGES_KEPT + 1:
+                self._changes[:2] = [(0, _NOT_KEPT)]
+        self._epochs = decided.epoch + 1
+        self._reasons.pop(decided.epoch - _REASONS_KEPT, None)
+        if decided.why:
+            self._reasons[decided.epoch] = decided.why
 
-    def _next(self, epoch: int, size: int) -> Told:
+    def _next(self, epoch: int, size: int) -> EpochSize:
         increase = self._increase(epoch, size)
         wanted = size + increase
         if wanted < self._world_size:
@@ -91,19 +102,19 @@ class Increases:
                 f"{self._world_size} ranks (epoch {epoch})"
             )
         if increase == 0:
-            return Told(epoch, size)
+            return EpochSize(epoch, size)
         if self._cap is not None and wanted > self._cap:
             why = f"an increase by {increase} to {wanted} is more than the limit of {self._cap}"
             if not self._clamp or size >= self._cap:
-                return Told(epoch, size, why)
-            return Told(epoch, fitted(self._cap, self._cap, self._multiple_of, "down"), why)
+                return EpochSize(epoch, size, why)
+            return EpochSize(epoch, fitted(self._cap, self._cap, self._multiple_of, "down"), why)
         rounded = fitted(wanted, self._cap, self._multiple_of, self._rounding)
         why = (
             f"{wanted} is rounded {self._rounding} to a multiple of {self._multiple_of}"
             if rounded != wanted
             else ""
         )
-        return Told(epoch, rounded, why)
+        return EpochSize(epoch, rounded, why)
 
     def runs(self, *, before_epoch: int) -> list[list[int]]:
         """The sizes of the epochs before one, for a checkpoint: how many epochs in a row have which."""
@@ -120,5 +131,5 @@ class Increases:
         self._epochs, self._changes, self._reasons = 0, [], {}
         for one in sizes:
             count, size = (1, one) if isinstance(one, int) else one
-            self._keep(Told(self._epochs, size))
+            self._keep(EpochSize(self._epochs, size))
             self._epochs += count - 1

@@ -49,14 +49,14 @@ def parse_milestones(given: Any, *, most: Any = None) -> tuple[tuple[int, int], 
 def unit_of(given: Any, unit: Any) -> str | None:
     """The unit that a text ends with, or the one that was given; None: neither."""
     words = given.split() if isinstance(given, str) else []
-    told = words[-1] if words and words[-1].isalpha() else None
-    if told is not None and told not in UNITS:
-        raise ValueError(f"unit must be one of {', '.join(map(repr, UNITS))}, not {told!r}")
-    if told is not None and unit is not None and told != unit:
-        raise ValueError(f"unit must be {told!r}, which milestones ends with, not {unit!r}")
-    if told is None and unit is None and _has_suffix(given):
+    named = words[-1] if words and words[-1].isalpha() else None
+    if named is not None and named not in UNITS:
+        raise ValueError(f"unit must be one of {', '.join(map(repr, UNITS))}, not {named!r}")
+    if named is not None and unit is not None and named != unit:
+        raise ValueError(f"unit must be {named!r}, which milestones ends with, not {unit!r}")
+    if named is None and unit is None and _has_suffix(given):
         raise ValueError(f"unit must be given ('samples' or 'tokens') for milestones such as {given!r}")
-    return told or unit
+    return named or unit
 
 
 def _entries(given: Any) -> Iterable[tuple[Any, Any]]:

@@ -76,7 +76,7 @@ class Constant:
         return initial_batch_size
 
     def steady_until(self, progress: Progress, initial_batch_size: int) -> int | None:
-        """For ever."""
+        """None: it never changes."""
         return None
 
     def smallest(self, initial_batch_size: int) -> tuple[str, int] | None:

@@ -1,6 +1,6 @@
 """A schedule for one run: the plan of any kind, with the limits of that run.
 
-Rules: what is wrong with sizes, ranks and limits is told here, before training, for all kinds in the same
+Rules: wrong sizes, ranks and limits are errors here, before training, for all kinds in the same
 words. A size is a multiple of `world_size` where that was given, and of `microbatch_size` on every rank where
 that was, whoever said how many ranks there are. A schedule by noise has no plan but its initial size.
 """

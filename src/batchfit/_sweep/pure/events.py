@@ -1,4 +1,4 @@
-"""What happens in a sweep, as values, and the lines that tell it.
+"""What happens in a sweep, as values, and the lines that report it.
 
 Rules: an event is made when its thing happens, by whoever runs the configuration; lines are made from events
 alone, so that a log, a terminal and another process say the same. Imports nothing heavy.
@@ -29,7 +29,7 @@ class SweepEvent:
 
     - "begin": its turn has come. "search": its workload is made; `estimate` and `start` as far as there are.
     - "trying": a trial at `size` begins; `before` is the size of the last one. "trial": it ended (`trial`).
-    - "using": `size` is the answer. "measure": the measurement at `size` begins. "measure_oom": it ran out of
+    - "using": `size` is the answer. "measure": the measurement at `size` begins. "measure_oom": it was out of
       memory at `before`, and goes on at `size`.
     - "record": all of it is in `record`.
     """
@@ -54,7 +54,7 @@ class SweepEvent:
 OnEvent = Callable[[SweepEvent], object]
 
 
-def tell(event: SweepEvent, on_event: OnEvent | None) -> None:
+def report_event(event: SweepEvent, on_event: OnEvent | None) -> None:
     """Log an event, and hand it over."""
     line = event_line(event)
     if line:
@@ -102,8 +102,8 @@ def _record(event: SweepEvent) -> str:
         return f"✗ {event.label} failed: {record.error}"
     if not record.measures:
         return ""
-    told = ", ".join(f"{name}={short(value)}" for name, value in record.measures.items())
-    return f"Measured {event.label} at batch size {record.batch_size_used}: {told}"
+    measures = ", ".join(f"{name}={short(value)}" for name, value in record.measures.items())
+    return f"Measured {event.label} at batch size {record.batch_size_used}: {measures}"
 
 
 _LINES: dict[str, Callable[[SweepEvent], str]] = {

@@ -97,9 +97,9 @@ def _of_mapping(knobs: Mapping[str, Sequence[Any]], mode: str) -> list[dict[str,
         return [dict(zip(knobs, row, strict=True)) for row in rows]
     lengths = {name: len(values) for name, values in knobs.items()}
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name}: {count}" for name, count in lengths.items())
+        given = ", ".join(f"{name}: {count}" for name, count in lengths.items())
         odd = next(name for name, count in lengths.items() if count != next(iter(lengths.values())))
-        raise GridError(f"knobs must have lists of one length with mode 'zip', not {told}", "knobs", odd)
+        raise GridError(f"knobs must have lists of one length with mode 'zip', not {given}", "knobs", odd)
     return [dict(zip(knobs, row, strict=True)) for row in zip(*knobs.values(), strict=True)]
 
 
@@ -201,7 +201,7 @@ def _before_start(
     if start_from is None:
         return {}
     start = _start(rows[0], start_from)
-    told = f"it stands before {label(start)}"
+    why = f"it stands before {label(start)}"
     for name, value in start.items():
         if not any(value_text(row[name]) == value_text(value) for row in rows):
             known = list(dict.fromkeys(str(row[name]) for row in rows))
@@ -216,7 +216,7 @@ def _before_start(
         }
         early = {name: {value_text(one) for one in knobs[name][:place]} for name, place in places.items()}
         return {
-            index: told
+            index: why
             for index, row in enumerate(rows)
             if any(value_text(row[name]) in early[name] for name in start)
         }
@@ -226,7 +226,7 @@ def _before_start(
     )
     if first is None:
         raise GridError(f"start_from must be among the configurations, not {label(start)}", "start_from")
-    return dict.fromkeys(range(first), told)
+    return dict.fromkeys(range(first), why)
 
 
 def _start(first: Configuration, start_from: object) -> dict[str, Any]:

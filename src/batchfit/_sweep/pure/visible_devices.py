@@ -1,4 +1,4 @@
-"""Devices by name, and what a process has to be told to see one of them alone.
+"""Devices by name, and the variable with which a process sees one of them alone.
 
 Rules: a process that is given a GPU sees that one and no other, so that `cuda` and `cuda:0` in the user's
 code mean it; one that is given a CPU sees no GPU. A GPU is given to one process only: two would take each
@@ -69,6 +69,8 @@ def _place(given: object, visible: str | None, count: Callable[[], int]) -> Visi
     seen = None if visible is None else [one.strip() for one in visible.split(",") if one.strip()]
     there = count() if seen is None else min(len(seen), count())
     if index >= there:
-        told = f"cuda:0 to cuda:{there - 1}" if there > 1 else "cuda:0" if there else "cpu (there is no GPU)"
-        raise ValueError(f"devices must be among {told}, not {given!r}")
+        there_are = (
+            f"cuda:0 to cuda:{there - 1}" if there > 1 else "cuda:0" if there else "cpu (there is no GPU)"
+        )
+        raise ValueError(f"devices must be among {there_are}, not {given!r}")
     return VisibleDevice(f"cuda:{index}", {VISIBLE: str(index) if seen is None else seen[index]})

@@ -1,4 +1,4 @@
-"""Lightning: find the batch size, survive running out of memory, change the batch size while training.
+"""Lightning: find the batch size, survive an OOM, change the batch size while training.
 
     from batchfit.integrations.lightning import BatchSizeFinder, BatchSizeSchedule, OomProofTraining, Tuner
     trainer = Trainer(callbacks=[BatchSizeFinder()])

@@ -193,20 +193,20 @@ class Evaluation:
         sizes = done.sizes
         if sum(sizes) != samples:
             raise BatchfitError(
-                f"validation_step ran out of memory, and the microbatches of its batch of {samples} samples "
+                f"validation_step is out of memory, and the microbatches of its batch of {samples} samples "
                 f"have {sum(sizes)}: give split=, or the validation loader a smaller batch_size"
             )
-        place = max(range(len(sizes)), key=sizes.__getitem__)
-        if sizes[place] < 2:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[largest] < 2:
             return
         with self._unseen():
-            once, again = (self._tried(done, done.micros[place], sizes[place]) for _ in range(2))
-            halves = self._tried(done, done.micros[place], -(-sizes[place] // 2))
+            once, again = (self._tried(done, done.micros[largest], sizes[largest]) for _ in range(2))
+            halves = self._tried(done, done.micros[largest], -(-sizes[largest] // 2))
         for name, value in once.items():
             steady = name in again and _near(value, again[name])  # otherwise the step draws random numbers
             if steady and name in halves and not _near(value, halves[name]):
                 raise BatchfitError(
-                    f"validation_step ran out of memory with {samples} samples, and {name} is no mean over "
+                    f"validation_step is out of memory with {samples} samples, and {name} is no mean over "
                     f"samples, so it cannot be had from microbatches of {max(sizes)}: use a metric of "
                     f"torchmetrics for it, or give the validation loader a batch_size of at most {max(sizes)}"
                 )

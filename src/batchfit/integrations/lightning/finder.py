@@ -1,7 +1,8 @@
 """BatchSizeFinder: Lightning's callback of that name, with batchfit's search.
 
 Rules
-- A size is never set that was not run, with the longest samples of the loaders, for all the steps of a soak.
+- Every size that is set was run with the longest samples of the loaders, for all steps of the stability
+  check (soak).
 - A search leaves the run as it was: weights, optimizers, schedulers, scaler, random numbers, progress,
   logged values; no checkpoint is written for it. It may begin at any time.
 - On several ranks all of them search together and get one size, that of a rank's own batch.
@@ -76,7 +77,7 @@ class BatchSizeFinder(Callback):
             `batchfit.find_batch_size`.
         steps_per_trial: steps of each trial; 1 is run as 2, since optimizers allocate state in the first.
         init_val: the first size to try; default: 2 with "power" and "binsearch", otherwise the search's own.
-        max_trials: how many trials there may be, the stability check (soak) of the answer apart. With 0
+        max_trials: how many trials there may be, not counting the stability check (soak). With 0
             nothing runs: the size is `init_val`, or the present one.
         batch_arg_name: the attribute that holds the size; it need not exist. In a trial it has its size.
         margin: this share of the size is given up, and the smaller size is run too; not with "power".
@@ -85,10 +86,10 @@ class BatchSizeFinder(Callback):
         min_val, multiple_of, power_of_two: which sizes may be tried.
         budget: bytes that the program may use ("24GiB"); default: all that is free (of RAM a quarter,
             at most 4 GiB).
-        soak_steps: steps that the answer has to survive; 0 for none. Default: as in `find_batch_size`.
+        soak_steps: steps of the stability check (soak); 0 for none. Default: as in `find_batch_size`.
         tolerance, time_limit_s, on_trial: as in `batchfit.find_batch_size`.
-        key: a name under which the answer is stored, and confirmed by one trial the next time.
-        fresh: search even where the answer is stored, or in a checkpoint that the run goes on from.
+        key: a name under which the size is stored; one trial confirms it the next time.
+        fresh: search even where a size is stored, or in a checkpoint that the run resumes from.
         make_batch: `make_batch(n)`, for loaders that have no dataset and collate function.
     """
 

@@ -31,7 +31,7 @@ log = logging.getLogger("batchfit")
 NAMES: Final[tuple[str, ...]] = ("lightning.pytorch", "pytorch_lightning")
 TESTED: Final = ((2, 5), (2, 6))  # the first and the last release that the tests have run with
 _METHODS: Final = ("fit", "validate", "test", "predict")
-_told: set[str] = set()
+_warned_versions: set[str] = set()
 
 
 def callback_bases() -> tuple[type, ...]:
@@ -82,9 +82,9 @@ def check_trainer(trainer: Any, callback: Any) -> None:
 
 def _check_version(name: str, version: str) -> None:
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if TESTED[0] <= found <= TESTED[1] or version in _told:
+    if TESTED[0] <= found <= TESTED[1] or version in _warned_versions:
         return
-    _told.add(version)
+    _warned_versions.add(version)
     first, last = (".".join(map(str, one)) for one in TESTED)
     warnings.warn(
         f"{name} {version} is not known to batchfit, whose callbacks were tested with {first} to {last}: "

@@ -102,7 +102,7 @@ def resized(loader: Any, size: int, *, world_size: int) -> Any:
             "a batch sampler must have an integer batch_size to get another one, not be a "
             f"{type(sampler).__name__}"
         )
-    # Not built anew: subclasses have arguments that nobody else knows. `__setattr__` refuses these names.
+    # Not a new loader: subclasses have arguments that are not known here. `__setattr__` refuses these names.
     twin = copy.copy(loader)
     for name in [name for name in vars(twin) if name.startswith("__pl_")]:
         del vars(twin)[name]  # the arguments that Lightning has seen have the old size
@@ -137,7 +137,7 @@ def check_resizable(trainer: Any, loop: Any, module: Any, attribute: str, given:
 def _reloading(trainer: Any, attribute: str) -> ValueError:
     return ValueError(
         f"reload_dataloaders_every_n_epochs must be 0 with BatchSizeFinder where no attribute {attribute!r} "
-        f"sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: loaders made anew would "
+        f"sets their batch size, not {trainer.reload_dataloaders_every_n_epochs}: reloaded ones would "
         "have the old size"
     )
 
@@ -176,7 +176,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def _follows(trainer: Any, loop: Any, module: Any, attribute: str) -> bool:
-    """Whether loaders made anew have the size that the attribute says."""
+    """Whether reloaded loaders have the size of the attribute."""
     with attribute_moving(trainer, module, attribute) as move:
         if move is None:
             return False
@@ -189,7 +189,7 @@ def _follows(trainer: Any, loop: Any, module: Any, attribute: str) -> bool:
 
 @contextlib.contextmanager
 def attribute_moving(trainer: Any, module: Any, name: str) -> Iterator[Callable[[int], None] | None]:
-    """What sets the attribute of this name to a size, wherever it is kept; None where nobody has it.
+    """What sets the attribute of this name to a size, wherever it is kept; None where there is none.
 
     Afterwards each holder (module, hparams, datamodule) has its own value again.
     """
@@ -240,7 +240,7 @@ def largest_batch(given: Any, *, world_size: int) -> float:
 def _samples_of_a_rank(loader: Any, world_size: int) -> float:
     """How many samples an epoch of the loader has on one rank; infinite where it does not say."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    # With a batch sampler of the user's own, `loader.sampler` is one that nobody asks.
+    # With a batch sampler of the user's own, `loader.sampler` is not used.
     samplers: tuple[Any, ...] = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
     for sampler in samplers:
         try:
@@ -290,7 +290,7 @@ def set_size(trainer: Any, loop: Any, module: Any, attribute: str, size: int) ->
         loop._data_source.instance = given
     if loop._combined_loader is not None:
         with same_random_numbers(*generators_of(given)):
-            _load_anew(loop)
+            _reload(loop)
         if named and loop is trainer.fit_loop:  # validation loads its data when it comes
             loop.epoch_loop.val_loop._combined_loader = None
 
@@ -308,7 +308,7 @@ def generators_of(given: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _load_anew(loop: Any) -> None:
+def _reload(loop: Any) -> None:
     """The loop has set up its data before: once more, with the loaders of now."""
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
@@ -337,7 +337,7 @@ def resizable(loader: Any, *, batch_size: int) -> batchfit.ResizableLoader:
         if getattr(type(loader), name, None) is not getattr(DataLoader, name, None):
             raise TypeError(
                 f"the train loader must be iterated over as a DataLoader is, and {type(loader).__name__} has "
-                f"its own {name}: the loader that takes its place while sizes change would not call it. Do "
+                f"its own {name}: the loader that replaces it while sizes change would not call it. Do "
                 "what it does in collate_fn, in the dataset or in the module's on_after_batch_transfer"
             )
     if type(loader.batch_sampler) is not BatchSampler:

@@ -74,8 +74,8 @@ def _one(calls: list[Logged], weights: list[float]) -> Logged:
     if len(calls) == 1 or not isinstance(last.value, torch.Tensor):  # a metric holds all parts by itself
         return last
     values = torch.stack([torch.as_tensor(call.value) for call in calls])
-    told = [call.options["batch_size"] for call in calls if call.options.get("batch_size") is not None]
-    options = {**last.options, "batch_size": sum(told)} if told else last.options
+    sizes = [call.options["batch_size"] for call in calls if call.options.get("batch_size") is not None]
+    options = {**last.options, "batch_size": sum(sizes)} if sizes else last.options
     return Logged(last.place, _reduced(values, options.get("reduce_fx"), weights), options)
 
 
@@ -155,7 +155,7 @@ def _like(node: Mapping[str, Any], items: dict[str, Any]) -> Any:
 
 
 def metrics_in(module: nn.Module) -> list[nn.Module]:
-    """Each torchmetrics.Metric in the module, told without importing torchmetrics."""
+    """Each torchmetrics.Metric in the module, found without importing torchmetrics."""
     return [
         part for part in module.modules() if hasattr(part, "_defaults") and hasattr(part, "_update_count")
     ]

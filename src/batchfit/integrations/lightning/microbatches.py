@@ -1,8 +1,8 @@
-"""OomProofTraining: training steps that survive running out of memory.
+"""OomProofTraining: training steps that survive an OOM.
 
 Rules
 - A batch runs through `batchfit.Microbatcher`: whole where it fits, otherwise in microbatches, with the
-  gradients of the whole. A batch that ran out is done again from where it began.
+  gradients of the whole. A batch that is out of memory is retried from its beginning.
 - What the module logs for microbatches is logged once, as the batch would have logged it.
 - Clipping, accumulation, precision, hooks around backward and the optimizer's step stay Lightning's. Where
   they cannot (manual optimization, a `backward` of the user's), that is said before training.
@@ -182,7 +182,7 @@ class OomProofTraining(Callback):
         self._let_evaluation_go()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned about sizes, and how often a batch was done again."""
+        """The sizes that were learned, and how often a batch was retried."""
         learned = self._learned if self._microbatcher is None else self._microbatcher.state_dict()
         evaluated = self._evaluated if self._evaluation is None else self._evaluation.state_dict()
         return {"learned": learned, "retries": self.retries, "evaluation": evaluated}
@@ -194,7 +194,7 @@ class OomProofTraining(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, steps run as without this callback: for a search that must see them run out."""
+        """Run steps as without this callback: a search must see their OOMs."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -317,7 +317,7 @@ class OomProofTraining(Callback):
     def _optimizer_step(
         self, plain: Callable[..., Any], optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """In place of the precision plugin's: the same order, with a step that is never left half done."""
+        """Replace the precision plugin's step by one in the same order that an OOM cannot leave half done."""
         if self._is_paused or kwargs:
             return plain(optimizer, model=model, closure=closure, **kwargs)
         assert self._microbatcher is not None

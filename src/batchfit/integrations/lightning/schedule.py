@@ -4,9 +4,9 @@ Rules
 - The user's train loader is replaced by a `ResizableLoader` over the same dataset for as long as `fit` runs.
   Sizes are those of all ranks; each rank loads its part, without a DistributedSampler.
 - Lightning counts an epoch's batches when it loads data. Here they are counted again for each epoch, and when
-  a size changes that nobody could foresee, so that epochs end and validation begins where they should.
-- Schedule and loader are in the callback's state: a run that goes on has the sizes, samples and learning
-  rates of one that was never stopped. One with another Trainer and no checkpoint begins anew.
+  a size changes that was not planned, so that epochs end and validation begins where they should.
+- Schedule and loader are in the callback's state: a resumed run has the sizes, samples and learning
+  rates of one that was never stopped. With another Trainer and no checkpoint it starts from the beginning.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BatchSizeSchedule(Callback):
         }
         if largest is not None and (type(largest) is not int or largest < 1):
             raise ValueError(f"largest must be a positive integer or None, not {largest!r}")
-        # Wrong sizes and rules are told here, not after the set-up.
+        # Wrong sizes and rules raise here, not after the set-up.
         if initial_batch_size is not None or getattr(config, "starts_by_itself", False):
             options = {"largest": largest, "on_event": on_event, **self._options}
             batchfit.BatchSizeScheduler(config, initial_batch_size, **options)
@@ -102,7 +102,7 @@ class BatchSizeSchedule(Callback):
         if any(isinstance(one, BatchSizeFinder) for one in trainer.callbacks[own + 1 :]):
             raise ValueError(
                 "callbacks must not hold BatchSizeSchedule before BatchSizeFinder, which searches with the "
-                "loader that the schedule takes the place of: list the finder first"
+                "loader that the schedule replaces: list the finder first"
             )
         why = "both would change the batch of an optimizer step. Keep one of them"
         refuse_beside(trainer, self, "GradientAccumulationScheduler", why=why)
@@ -112,8 +112,8 @@ class BatchSizeSchedule(Callback):
         ):
             if value:
                 raise ValueError(
-                    f"{name} must be 0 with BatchSizeSchedule, not {value!r}: loaders made anew would "
-                    "take the place of the one whose size changes"
+                    f"{name} must be 0 with BatchSizeSchedule, not {value!r}: reloaded ones would "
+                    "replace the loader whose size changes"
                 )
         if trainer.accumulate_grad_batches != 1 and getattr(self._config, "unit", "step") == "step":
             raise ValueError(
@@ -144,7 +144,7 @@ class BatchSizeSchedule(Callback):
             self.scheduler.load_state_dict(saved["scheduler"])
         self._feed = _Feed(loader, lambda: int(loop.epoch_progress.current.processed), self._begun)
         loop._data_source.instance = self._feed
-        loop._combined_loader = None  # whoever asked for the number of steps has loaded the user's
+        loop._combined_loader = None  # code that read the number of steps has loaded the user's
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """The pass of this epoch begins, before Lightning sets its limits and its progress bar."""
@@ -207,7 +207,7 @@ class BatchSizeSchedule(Callback):
             loader=loader,
             largest=self._cap(trainer),
             world_size=trainer.world_size if trainer.world_size > 1 else None,
-            on_event=self._told,
+            on_event=self._log_event,
             **rule,
             **self._options,
         )
@@ -221,7 +221,7 @@ class BatchSizeSchedule(Callback):
         most: int = found.optimal_batch_size * trainer.world_size
         return most if self._largest is None else min(most, self._largest)
 
-    def _told(self, event: batchfit.ScheduleEvent) -> None:
+    def _log_event(self, event: batchfit.ScheduleEvent) -> None:
         if event.kind == "changed":
             write(self._trainer, {"batchfit/batch_size": event.size_after})
         if self._on_event is not None:
@@ -235,14 +235,14 @@ class BatchSizeSchedule(Callback):
         self._count(self._trainer)
 
     def _count(self, trainer: Any) -> int | None:
-        """How many batches this epoch has, told to all parts of Lightning that keep the number."""
+        """Set the number of batches of this epoch in all parts of Lightning that keep it."""
         loop = trainer.fit_loop
         combined, fetcher = loop._combined_loader, loop._data_fetcher
         if combined is None or self._feed is None:
             return None
         try:
             total = len(self._feed)
-        except (TypeError, NotImplementedError):  # a stream: Lightning looks one batch ahead
+        except (TypeError, NotImplementedError):  # a stream: Lightning fetches one batch ahead
             return None
         limit = trainer.limit_train_batches
         count = min(total, limit) if isinstance(limit, int) else int(total * limit)
@@ -272,7 +272,7 @@ class BatchSizeSchedule(Callback):
 class _Feed:
     """What Lightning iterates over: the passes of a ResizableLoader, at Lightning's epochs.
 
-    Lightning asks for an iterator more often than it uses one: a pass that nobody has taken from is the one.
+    Lightning makes more iterators than it uses: an iterator from which no batch was taken is used again.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class _Feed:
         return self._pass
 
     def end(self) -> None:
-        """Workers go now, not when Lightning's loops let go of what they hold."""
+        """End the workers now, not when Lightning's loops release the loader."""
         if self._pass is not None:
             self._pass.end()
             self._pass = None

@@ -1,4 +1,4 @@
-"""One step of a trial: the Trainer's own, with a batch of any size, and nobody told.
+"""One step of a trial: the Trainer's own, with a batch of any size, without logs or callbacks.
 
 Rules
 - A step is what Lightning runs for a batch: the module's transfer hooks, its step through strategy and
@@ -82,7 +82,7 @@ def _state(trainer: Any) -> list[object]:
 
 @contextmanager
 def _logged(trainer: Any, loop: Any, batch: Any, dataloader_idx: int | None = None) -> Iterator[None]:
-    """`self.log` works, values are kept as in the loop, and the batch is let go afterwards."""
+    """`self.log` works, values are kept as in the loop, and the batch is released afterwards."""
     if loop._results is None:  # predict
         yield
         return
@@ -96,7 +96,7 @@ def _logged(trainer: Any, loop: Any, batch: Any, dataloader_idx: int | None = No
 
 @contextmanager
 def undisturbed(trainer: Any, loop: Any) -> Iterator[None]:
-    """Nobody but the module sees what runs inside, and the Trainer's own counters are put back."""
+    """Hide what runs inside from all but the module, and restore the Trainer's own counters."""
     fits = loop is trainer.fit_loop
     keeper = loop.epoch_loop if fits else loop
     connector, module = trainer._logger_connector, trainer.lightning_module
@@ -120,7 +120,7 @@ def undisturbed(trainer: Any, loop: Any) -> Iterator[None]:
     trainer.callbacks = []
     trainer.loggers = [part(trainer, "loggers.logger").DummyLogger()] if loggers else []
     try:
-        # Evaluation is in inference mode already, where nothing could be put back.
+        # Evaluation is in inference mode already, where nothing could be restored.
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:

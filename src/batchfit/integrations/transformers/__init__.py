@@ -3,8 +3,8 @@
     from batchfit.integrations.transformers import adapt
     adapt(trainer).train()
 
-Before training the largest microbatch that fits is found with the trainer's own step; a batch that runs out
-of memory is done again in smaller pieces, with the gradients of the whole; the batch of an optimizer step
+Before training, a search finds the largest microbatch that fits with the trainer's own step. A batch that is
+out of memory is retried in smaller microbatches, with the gradients of the whole batch. The global batch size
 stays `per_device_train_batch_size * gradient_accumulation_steps * ranks`, or follows `schedule=`.
 """
 
@@ -14,7 +14,7 @@ import importlib
 import warnings
 
 try:
-    importlib.import_module("accelerate")  # Trainer cannot do without it, and says so much later
+    importlib.import_module("accelerate")  # Trainer needs it, and raises much later
     import transformers
 except ImportError as error:
     raise ImportError(
@@ -33,7 +33,8 @@ __all__ = ["BatchfitMixin", "BatchfitSeq2SeqTrainer", "BatchfitTrainer", "Option
 
 # Methods of Trainer that are not public are overridden, in ways that were tested from this version on.
 OLDEST = (4, 57)
-_NOT_IN_ALL = {"found", "_prepare_for_training"}  # ours alone; since 5.3, where its absence changes a clock
+# A name of ours; and one that came with 5.3, without which `train_runtime` includes the search.
+_NOT_IN_ALL = {"found", "_prepare_for_training"}
 
 
 def _check_version(version: str, trainer: type = transformers.Trainer) -> None:
@@ -44,8 +45,8 @@ def _check_version(version: str, trainer: type = transformers.Trainer) -> None:
     if missing:
         raise ImportError(
             f"batchfit.integrations.transformers needs transformers {oldest} or later, and the Trainer of "
-            f"{version} has no {', '.join(sorted(missing))}: pip install 'transformers>={oldest}'. Without it "
-            "use batchfit.Microbatcher in a training_step of your own"
+            f"{version} has no {', '.join(sorted(missing))}: pip install 'transformers>={oldest}'. With an "
+            "older one use batchfit.Microbatcher in a training_step of your own"
         )
     parts = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     if parts < OLDEST:

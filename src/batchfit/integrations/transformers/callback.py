@@ -1,4 +1,4 @@
-"""What batchfit does at the Trainer's events."""
+"""What batchfit does at events of the Trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import transformers
 
 
 @final
-class TrainingCallback(transformers.TrainerCallback):  # type: ignore[misc]
+class TrainingCallback(transformers.TrainerCallback):
     """Follows the schedule after each step, and writes what happened into `log_history`."""
 
     def __init__(self, trainer: Any) -> None:

@@ -1,10 +1,10 @@
-"""What a trainer counts while it steps, restored after a trial, a look at the loss or an OOM retry.
+"""What a trainer counts while it steps, restored after a trial, a probe of the loss or an OOM retry.
 
 Rules
 - Attributes of the trainer and of its `state` and `control`: numbers, texts, small tensors and arrays, and
   lists, dicts and sets of such, however nested (TRL's `_metrics`, sentence-transformers' components), and
   objects that hold nothing else (an average meter). New ones are removed.
-- In place: whoever holds a list still holds it. What has not changed is not touched.
+- In place: references to a list stay valid. What has not changed is not touched.
 - Never models, datasets or anything large: only what a step can count is copied, once per batch.
 """
 
@@ -55,12 +55,12 @@ _MOST_ENTRIES = 10_000  # of one attribute: beyond that it is data, and no count
 _MOST_ELEMENTS = 4_096
 
 
-def kept(trainer: Any) -> Undo:
-    """Note what a trainer counts; call what this returns to restore it, as often as needed."""
+def save_counts(trainer: Any) -> Undo:
+    """Save what a trainer counts; the function returned restores it, as often as it is called."""
     undos: list[Undo] = []
     for holder in (trainer, getattr(trainer, "state", None), getattr(trainer, "control", None)):
         if holder is not None:
-            _note_attributes(vars(holder), undos)
+            _save_attributes(vars(holder), undos)
 
     def restore() -> None:
         for undo in undos:
@@ -69,21 +69,22 @@ def kept(trainer: Any) -> Undo:
     return restore
 
 
-def _note_attributes(table: dict[str, Any], undos: list[Undo]) -> None:
-    """All attributes of one object that are counts."""
+def _save_attributes(table: dict[str, Any], undos: list[Undo]) -> None:
+    """Save all attributes of one object that are counts."""
     before: dict[str, Any] = {}
     for name, value in table.items():
         if name in _NEVER:
             continue
-        notes = _Notes()
-        if notes.take(value):
+        saved = _SavedCounts()
+        if saved.take(value):
             before[name] = value
-            undos += notes.undos
+            undos += saved.undos
     others = set(table) - set(before)
 
     def restore() -> None:
         for name, value in list(table.items()):
-            if name not in before and name not in others and name not in _NEVER and _Notes().take(value):
+            is_new = name not in before and name not in others and name not in _NEVER
+            if is_new and _SavedCounts().take(value):
                 del table[name]
         for name, value in before.items():
             if name not in table or table[name] is not value:
@@ -93,15 +94,15 @@ def _note_attributes(table: dict[str, Any], undos: list[Undo]) -> None:
 
 
 @final
-class _Notes:
-    """The way back for one value, where it is a count."""
+class _SavedCounts:
+    """How to restore one value, where it is a count."""
 
     def __init__(self) -> None:
         self.undos: list[Undo] = []
         self._seen: set[int] = set()
 
     def take(self, value: Any) -> bool:
-        """Note it; False: it is, or holds, something else."""
+        """Save a value; False where it is, or holds, something else."""
         if type(value) in _NUMBERS:
             return True
         if id(value) in self._seen:
@@ -155,7 +156,7 @@ class _Notes:
                 value.update(copy)
 
         self.undos.append(restore)
-        # All of it, though one says no: the numbers beside a model are counts.
+        # All entries, even where one is no count: the numbers beside a model are counts.
         taken = [self.take(one) for one in copy.values()]
         return any(taken) or not copy
 
@@ -172,7 +173,7 @@ class _Notes:
         return any(taken) or not copy
 
     def _take_object(self, value: Any) -> bool:
-        """One whose attributes are counts, all of them."""
+        """Save an object whose attributes all are counts."""
         table = getattr(value, "__dict__", None)
         if isinstance(value, (type, torch.nn.Module)) or callable(value) or type(table) is not dict:
             return False

@@ -1,8 +1,8 @@
 """Epochs of a training whose batch size follows a schedule, as the Trainer's loop counts them.
 
 Rules
-- The Trainer assumes that all epochs have one number of steps. Its numbers are upper bounds here, and an epoch
-  ends with its last batch (`get_batch_samples` sets `control.should_epoch_stop`).
+- The Trainer assumes that all epochs have one number of steps. Its numbers are upper bounds here, and an
+  epoch ends with its last batch (`get_batch_samples` sets `control.should_epoch_stop`).
 - An epoch is entered when the Trainer calls `set_epoch` of its loader: all versions do, before they iterate.
 - A resumed run continues in the checkpoint's epoch, at the sample that the loader stands at.
 """

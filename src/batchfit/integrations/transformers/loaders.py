@@ -1,10 +1,10 @@
-"""What is read from the loader that a Trainer trains with, and which loaders are refused.
+"""Batch size and order of the loader that a Trainer trains with; which loaders are refused.
 
 Rules
-- The batch of an optimizer step is the one that was asked for: a loader that has a size of its own, where
-  batches would be accumulated, is refused, not read as if it had another.
-- A schedule's loader loads what the given one would: its dataset, sampler, collator and last batch. One of
-  which that cannot be said is refused.
+- The batch of an optimizer step has the size that the user set: where batches would be accumulated, a loader
+  with a size of its own is refused.
+- A schedule's loader has the dataset, sampler, collator and last batch of the given one. A given loader for
+  which this does not hold is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KNOWN = ("torch", "torchdata", "accelerate")  # whose loaders hand out what the
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """The samples of one of a loader's batches on this rank; None: it does not say."""
+    """The samples per batch of a loader on this rank; None where it has no such attribute."""
     sampler = getattr(loader, "batch_sampler", None)
     for holder in (
         loader,
@@ -40,10 +40,10 @@ def batch_size_of(loader: Any) -> int | None:
 def local_batch(trainer: Any, loader: Any, *, given: int, accumulated: int) -> int:
     """One rank's batch of an optimizer step; an error where the loader would make it another one.
 
-    `given` and `accumulated` are the user's: the trainer was told to load `given * accumulated` at once.
+    `given` and `accumulated` are the user's: the trainer loads `given * accumulated` samples per batch.
     """
     asked, size = given * accumulated, batch_size_of(loader)
-    if getattr(trainer.accelerator, "split_batches", False):  # sizes are of all ranks there, and shared out
+    if getattr(trainer.accelerator, "split_batches", False):  # a loader's size is the global one there
         return asked
     if accumulated == 1:
         return asked if size is None else size
@@ -52,7 +52,7 @@ def local_batch(trainer: Any, loader: Any, *, given: int, accumulated: int) -> i
     instead = (
         "Make it with batch_size=self.args.train_batch_size, which is that size while batchfit trains, or "
         "set per_device_train_batch_size to a whole batch and gradient_accumulation_steps=1: batchfit cuts "
-        "it as memory asks for"
+        "it as memory requires"
     )
     if size is None:
         raise BatchfitError(
@@ -70,7 +70,7 @@ def local_batch(trainer: Any, loader: Any, *, given: int, accumulated: int) -> i
 @final
 @dataclass(frozen=True)
 class LoaderOrder:
-    """How a loader takes its samples: shuffled anew each epoch, as `sampler` says, or as they are."""
+    """How a loader takes its samples: shuffled in each epoch, in the order of `sampler`, or in their own."""
 
     shuffle: bool
     sampler: Any
@@ -84,18 +84,18 @@ def order_of(loader: Any) -> LoaderOrder:
     if getattr(iterates, "__module__", "").partition(".")[0] not in _KNOWN:
         raise BatchfitError(
             f"get_train_dataloader must return a torch DataLoader with a schedule, not {kind.__name__}, "
-            "which has an __iter__ of its own: batches of other sizes come from batchfit's loader, which "
+            "which has an __iter__ of its own: batchfit's loader makes the batches of other sizes, and "
             "would not run it. Put what it does into collate_fn or the dataset, or train without schedule="
         )
     if isinstance(loader.dataset, IterableDataset):
         return LoaderOrder(shuffle=False, sampler=None, drop_last=bool(loader.drop_last))
     batches = loader.batch_sampler
     if type(batches).__module__.partition(".")[0] == "accelerate":
-        batches = getattr(batches, "batch_sampler", batches)  # sharing out over ranks is done by ours
+        batches = getattr(batches, "batch_sampler", batches)  # our loader divides batches over ranks itself
     if type(batches) is not BatchSampler:
         raise BatchfitError(
             "get_train_dataloader must return a loader whose batches are cut from a sampler with a schedule, "
-            f"not with {type(batches).__name__}: it deals out batches of its own, and the schedule changes "
+            f"not with {type(batches).__name__}: it makes batches of its own, and the schedule changes "
             "their size. Pass sampler=, or train without schedule="
         )
     sampler: Any = batches.sampler

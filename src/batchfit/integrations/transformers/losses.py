@@ -1,11 +1,11 @@
-"""What the Trainer's loss of a part of a batch means for the loss of the batch.
+"""How the Trainer's loss of a microbatch contributes to the loss of the batch.
 
 Rules
-- Two kinds. A loss divided by `num_items_in_batch` is a part of the batch's: parts add up. Any other is a
-  mean of its own part, and counts by what it is a mean over: labels that are not -100, or samples.
-- Which of them it is, is tried and not believed: Trainer takes any model whose `forward` has `**kwargs` for
-  one that divides by `num_items_in_batch`, and many do not. What cannot be told counts as a mean where a
-  batch is cut, and is given no number of items there, so that one that would divide by it is a mean too.
+- Two kinds. Losses that are divided by `num_items_in_batch` add up. Any other loss is a mean over its
+  microbatch, and is weighted by what it is a mean over: labels that are not -100, or samples.
+- A probe decides which kind it is: Trainer assumes that any model whose `forward` has `**kwargs` divides by
+  `num_items_in_batch`, and many do not. A loss of unknown kind counts as a mean where a batch is cut, and
+  gets no number of items there, so that a loss that would divide by it is a mean too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rows_of(batch: Any) -> int:
     for value in values:
         if isinstance(value, list):
             return len(value)
-    raise TypeError(f"inputs must hold a tensor with one row a sample, not {type(batch).__name__}")
+    raise TypeError(f"inputs must hold a tensor with one row per sample, not {type(batch).__name__}")
 
 
 def first_rows(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -51,10 +51,10 @@ def is_whole(micro: Any, batch: Any) -> bool:
 
 
 def shifts_labels(trainer: Any) -> bool:
-    """Whether the first label of a sample is no target, as in causal language models."""
+    """Whether the first label of a sample is not a target, as in causal language models."""
     if getattr(trainer, "_loss_shifts_labels", False):
         return True
-    # Trainer's own answer goes by `config.loss_type`, which GPT-2, say, does not set.
+    # Trainer's own flag depends on `config.loss_type`, which GPT-2, for example, does not set.
     model = trainer.accelerator.unwrap_model(trainer.model)
     get_base = getattr(model, "get_base_model", None)  # of peft
     model = get_base() if callable(get_base) else model
@@ -62,7 +62,7 @@ def shifts_labels(trainer: Any) -> bool:
 
 
 def count_labels(batch: Any, *, shifted: bool) -> Any:
-    """What a mean loss of these samples divides by: labels that count, or samples where there are none."""
+    """The number that a mean loss divides by: labels that are not ignored, or samples without labels."""
     labels = batch.get("shift_labels") if hasattr(batch, "get") else None
     if not isinstance(labels, torch.Tensor):
         labels = batch.get("labels") if hasattr(batch, "get") else None
@@ -74,7 +74,7 @@ def count_labels(batch: Any, *, shifted: bool) -> Any:
 
 
 def divides_by_items(loss_of: Callable[[Any], torch.Tensor], items: Any) -> bool | None:
-    """Whether a loss is divided by the number of items that it is given; None: it cannot be told.
+    """Whether a loss is divided by the number of items that it is given; None: not known.
 
     `loss_of(items)` is the loss of the same few samples each time, with the same random numbers.
     """

@@ -1,4 +1,4 @@
-"""What users can ask for, and which settings of a Trainer contradict it.
+"""The options, and the settings of a Trainer that contradict them.
 
 Rules: arguments are checked when they are given, settings of the trainer before it trains; an error names
 both settings and says what to do.
@@ -36,10 +36,10 @@ class Options:
         lengths: "attention_mask", say: samples of about one length share a microbatch and are trimmed to it.
         sync: under DDP, "safe" survives an out-of-memory on any rank; "overlap" keeps DDP's overlap.
         compared: what to do with a loss that is neither a mean nor a sum over samples (in-batch negatives)
-            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a look.
-        state: what else a step changes (a list of metrics), to be put back after the search.
+            where a batch has to be cut: "error", "warn" once and cut it, or "ignore" without a check.
+        state: what else a step changes (a list of metrics), to be restored after the search.
         search: more keywords for `batchfit.find_batch_size`. `{"soak_steps": 25}` makes the size found
-            survive 25 steps; by default it need not, since running out later costs one step done again.
+            survive 25 steps (stability check); by default it need not, since a later OOM costs one retry.
     """
 
     find: bool = True
@@ -82,7 +82,7 @@ class Options:
         object.__setattr__(self, "schedule", config)
 
     def _check_values(self) -> None:
-        """Let those who will get them look at them now, and not when the trainer trains."""
+        """Let the objects that will get the values check them now, not when the trainer trains."""
         try:
             batchfit.Microbatcher(torch.nn.Identity(), budget=self.budget)
         except ValueError as error:
@@ -104,7 +104,7 @@ class Options:
 
 
 def check_names(given: Iterable[str]) -> None:
-    """Refuse what is no option, in the words of `adapt`, which takes them as keywords."""
+    """Refuse an unknown option with a message for users of `adapt`, which takes options as keywords."""
     known = [one.name for one in fields(Options)]
     for name in given:
         if name not in known:
@@ -123,8 +123,8 @@ def check_trainer(trainer: Any, options: Options) -> None:
         )
     if args.n_gpu > 1:
         raise BatchfitError(
-            f"Trainer would use DataParallel over {args.n_gpu} GPUs, whose memory is not one memory. Start "
-            "one process a GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
+            f"Trainer would use DataParallel over {args.n_gpu} GPUs, each with a memory of its own. Start "
+            "one process per GPU (torchrun --nproc-per-node N), or set CUDA_VISIBLE_DEVICES"
         )
     for plugin, is_on, instead in (
         ("deepspeed", trainer.is_deepspeed_enabled, "DDP (torchrun without a DeepSpeed config)"),
@@ -133,13 +133,13 @@ def check_trainer(trainer: Any, options: Options) -> None:
         if is_on:
             raise BatchfitError(
                 f"the {plugin} plugin has collectives and gradients of its own inside a step, so a batch "
-                f"cannot be done again there. Use {instead}"
+                f"cannot be retried there. Use {instead}"
             )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     if parallel is not None and getattr(parallel, "non_data_parallel_size", 1) > 1:
         raise BatchfitError(
-            "tensor, context and sequence parallelism have collectives in forward: a rank that tries again "
-            "would wait for the others. Use data parallelism (DDP)"
+            "tensor, context and sequence parallelism have collectives in forward: a rank that retries would "
+            "wait for the others. Use data parallelism (DDP)"
         )
     if "backward" in vars(trainer.accelerator):
         raise BatchfitError(
@@ -155,12 +155,12 @@ def check_trainer(trainer: Any, options: Options) -> None:
         )
     if options.schedule is not None and getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it deals out batches "
+            "train_sampling_strategy must not be 'batch_rebalance' with schedule=...: it makes batches "
             "of one size, and the schedule changes it"
         )
 
 
-_OF_TRL = {  # what their batches are made of, where that cannot be cut
+_OF_TRL = {  # trainers whose batches cannot be cut, and why
     "DPOTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
     "RewardTrainer": "each sample is two rows of the batch, a chosen and a rejected one",
     "KTOTrainer": "samples are compared with others of their batch",
@@ -171,7 +171,7 @@ _OF_TRL = {  # what their batches are made of, where that cannot be cut
 
 
 def _check_batches(trainer: Any) -> None:
-    """Refuse trainers whose batches are no rows of samples: they cannot be cut into microbatches."""
+    """Refuse trainers whose batches do not have one row per sample: they cannot be cut."""
     collator = getattr(trainer, "data_collator", None)
     flattens = type(collator).__name__ == "DataCollatorWithFlattening"
     if flattens or any(getattr(one, "padding_free", False) is True for one in (trainer, collator)):

@@ -1,11 +1,11 @@
-"""What the parts of an evaluation batch return, as their batch would have.
+"""Joins the outputs of an evaluation's microbatches to those of their batch.
 
 Rules
-- Rows are joined in order (`Microbatcher.map` does it). Loss and other single values of a part (a router's
-  `aux_loss`) travel as one value a sample, and come back as one value of the batch.
-- A loss counts by its labels, or is added up where it is a part of the batch's; other single values are means
-  over samples, as the batch's own would be for a mean.
-- Sequences that were generated are as long as their part made them, and are padded to the longest.
+- Rows are joined in order (by `Microbatcher.map`). The loss and other single values of a microbatch (a
+  router's `aux_loss`) are repeated per sample, and reduced to one value of the batch.
+- Losses are weighted by labels, or added up where they are divided by the batch's number of items. Other
+  single values are means over samples.
+- Generated sequences have different lengths per microbatch, and are padded to the longest.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 
-def one_a_sample(node: Any, count: int) -> Any:
-    """The outputs of a part with single values repeated for its samples, in a mapping that marks them."""
+def per_sample(node: Any, count: int) -> Any:
+    """The outputs of a microbatch, its single values repeated per sample in a mapping that marks them."""
     if isinstance(node, torch.Tensor) and node.dim() == 0:
         return {_SINGLE: node.detach().expand(count)}
     has_rows = isinstance(node, torch.Tensor) and len(node) % count == 0 and len(node) > 0
     if not has_rows and node is not None and type(node) not in (list, tuple, dict):
         return {_WHOLE: [node] * count}
-    return _inside(node, lambda one: one_a_sample(one, count))
+    return _inside(node, lambda one: per_sample(one, count))
 
 
 def of_the_batch(node: Any) -> Any:
-    """The joined outputs, with single values again where the parts had some."""
+    """The joined outputs, with single values where the microbatches had some."""
     if isinstance(node, Mapping) and set(node) == {_SINGLE}:
         values = node[_SINGLE]
-        if (values == values[0]).all():  # one part, or the same in all: not a bit of it changes
+        if (values == values[0]).all():  # one microbatch, or the same value in all: bit for bit
             return values[0]
         return values.double().mean().to(values.dtype)
     if isinstance(node, Mapping) and set(node) == {_WHOLE}:
@@ -49,7 +49,7 @@ _WHOLE = "batchfit: not one row per sample"  # kept where a batch is not cut
 
 
 def _inside(node: Any, change: Callable[[Any], Any]) -> Any:
-    """The same nesting, as Trainer knows them: tuples, lists and dicts."""
+    """The same nesting of tuples, lists and dicts, as Trainer supports."""
     if type(node) in (list, tuple):
         return type(node)(change(one) for one in node)
     if type(node) is dict:
@@ -58,15 +58,15 @@ def _inside(node: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def loss_rows(loss: torch.Tensor, weight: Any, count: int) -> torch.Tensor:
-    """A part's loss for each of its samples, and the sample's share in what the part counts."""
-    # A bfloat16 cannot count, and a float32 would round the loss of a batch in one piece.
+    """The loss of a microbatch per sample, beside the sample's share of the microbatch's weight."""
+    # A bfloat16 cannot count, and a float32 would round the loss of a batch that is not cut.
     kind = torch.float32 if loss.device.type == "mps" else torch.float64
     share = torch.as_tensor(weight, device=loss.device, dtype=kind) / count
     return torch.stack([loss.detach().to(kind), share]).expand(count, 2)
 
 
 def loss_of_rows(rows: torch.Tensor, *, adds: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The batch's loss, in the precision that its parts had."""
+    """The loss of the batch, in the dtype of the microbatches' losses."""
     losses, shares = rows.unbind(1)
     total = torch.where(shares == 0, 0.0, losses * shares).sum()
     return (total if adds else total / shares.sum()).to(dtype)

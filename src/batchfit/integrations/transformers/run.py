@@ -1,10 +1,10 @@
-"""What batchfit keeps while a Trainer trains: what it cuts batches with, what it found, where the data is.
+"""State of batchfit while a Trainer trains: its Microbatchers, the size found, the schedule, the loader.
 
 Rules
-- Whatever is decided here is the same on all ranks, or one rank's own and harmless (microbatch sizes).
-- A checkpoint holds all of it in one small file beside the Trainer's own; a run that goes on from there has
-  the sizes, the learning rates and the very next samples of one that was never stopped.
-- Nothing of it outlives training except what is asked for: `fit`, and what evaluation has learned.
+- Every decision is the same on all ranks, except for microbatch sizes, which may differ.
+- A checkpoint holds the state in one small file beside the Trainer's own; a resumed run has the sizes, the
+  learning rates and the next samples of a run that was never stopped.
+- Only `fit`, and the sizes that evaluation has learned, outlive training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import batchfit
 from batchfit.errors import BatchfitError
-from batchfit.integrations.transformers.counters import kept
+from batchfit.integrations.transformers.counters import save_counts
 from batchfit.integrations.transformers.epochs import is_at_end
 from batchfit.integrations.transformers.loaders import order_of
 from batchfit.integrations.transformers.losses import count_labels, shifts_labels
@@ -31,9 +31,9 @@ from batchfit.integrations.transformers.options import Options
 
 FILE = "batchfit.pt"
 _VERSION = 1
-_LOOKS = 256
-_ADVICE = {  # what users of a Trainer can set, where a loss is not what it was taken for
-    "sum": "Set trainer.loss_is_scaled_for_ga = True, which says that losses of parts of a batch add up",
+_SCHEDULE_POINTS = 256  # of a run, at which the schedule is evaluated for its largest batch
+_ADVICE = {  # for users of a Trainer whose loss is not of the kind that batchfit assumed
+    "sum": "Set trainer.loss_is_scaled_for_ga = True, which says that losses of microbatches add up",
     "mean": "Set trainer.loss_is_scaled_for_ga = False, which says that it is a mean",
     "compared": "Use a per_device_train_batch_size that fits whole, a cached loss (of sentence-transformers: "
     "CachedMultipleNegativesRankingLoss), or Microbatcher.backward_cached in a loop of your own, which is "
@@ -43,25 +43,25 @@ _ADVICE = {  # what users of a Trainer can set, where a loss is not what it was 
 
 @final
 class TrainerRun:
-    """One trainer's batchfit: its options, and what lives from `train()` to its end."""
+    """The options of one trainer, and the state of its training."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fit: Any = None  # the FitResult of the last search
         self.microbatch_size: int | None = None
         self.is_ragged = False
-        self.sums: bool | None = None  # parts of a batch's loss add up; None: not known yet
-        self.looks = 0  # how often that was tried
-        self.warned = False  # of a loss of which it could not be told
-        self.evaluates = False  # inside an evaluation's microbatch, which asks for the number of items
-        self.asked = False
-        self.items: Any = None
+        self.sums: bool | None = None  # losses of microbatches add up; None: not known
+        self.probes = 0  # how often that was probed
+        self.has_warned = False  # of a loss for which that is not known
+        self.evaluates = False  # inside a microbatch of an evaluation
+        self.was_asked = False  # for the number of items, by that microbatch
+        self.items: Any = None  # the answer
         self.searches = False
-        self.is_quiet = False  # steps run that are not the training's: nobody is told what they log
+        self.is_quiet = False  # inside steps that are not the training's, whose logs are dropped
         self.logs: list[dict[str, float]] = []  # for the next step's entry in `log_history`
-        self.given: tuple[int, int] | None = None  # the user's sizes: of a device, and batches accumulated
-        self.checkpoint: str | None = None  # the folder that training goes on from
-        self.has_begun = False  # what is done once per training, when the model is prepared
+        self.given: tuple[int, int] | None = None  # the user's per-device size and accumulation, in training
+        self.checkpoint: str | None = None  # the folder that training resumes from
+        self.has_begun = False  # `_batchfit_begin` has run in this training
         self.steps = 0  # of a training with a schedule
         self.local = 0  # one rank's batch, without a schedule
         self.largest = 0  # the largest batch of the schedule, over all ranks
@@ -70,18 +70,18 @@ class TrainerRun:
         self.collate_fn: Any = None  # of a loader that is ours
         self.drop_last = False
         self.scheduler: Any = None
-        self.cutter: Any = None
-        self._cutters: dict[bool, Any] = {}  # whether parts add up: `cutter`
+        self.microbatcher: Any = None  # of the last training batch
+        self._microbatchers: dict[bool, Any] = {}  # by `sums`
         self._evaluators: dict[int, Any] = {}
-        self._held: list[Any] | None = None  # what a step has logged so far
+        self._deferred: list[Any] | None = None  # what a step has logged so far
         self._steps = False
         self._guarded: tuple[Any, Any, Any] | None = None  # the optimizer, its step, and what that replaced
         self._left_in_epoch: int | None = None  # batches; of a training with a schedule
-        self._per_epoch: tuple[int, int] | None = None  # optimizer steps, and batches of the user's size
+        self._per_epoch: tuple[int, int] | None = None  # optimizer steps; batches of the user's size
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the trainer needs: what lives in one training stays with it."""
-        return {"options": self.options, "fit": self.fit, "sums": self.sums, "looks": self.looks}
+        """What a copy of the trainer needs: the state of a training is not copied."""
+        return {"options": self.options, "fit": self.fit, "sums": self.sums, "probes": self.probes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["options"])
@@ -89,22 +89,22 @@ class TrainerRun:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, `trainer.log` of the user's own step does nothing: it is a trial, or a look at the loss."""
+        """Let `trainer.log` do nothing: the step is one of a trial, or of a probe of the loss."""
         before, self.is_quiet = self.is_quiet, True
         try:
             yield
         finally:
             self.is_quiet = before
 
-    # --- cutting
+    # --- microbatches
 
-    def cutter_of(self, trainer: Any, model: nn.Module, *, sums: bool) -> Any:
-        """What cuts such training batches, made at the first one."""
-        self.cutter = self._cutters.get(sums)
-        if self.cutter is None:
+    def microbatcher_of(self, trainer: Any, model: nn.Module, *, sums: bool) -> Any:
+        """The Microbatcher of training batches whose losses add up, or are means."""
+        self.microbatcher = self._microbatchers.get(sums)
+        if self.microbatcher is None:
             options = self.options
             weight = options.weight or functools.partial(count_labels, shifted=shifts_labels(trainer))
-            self.cutter = self._cutters[sums] = batchfit.Microbatcher(
+            self.microbatcher = self._microbatchers[sums] = batchfit.Microbatcher(
                 model,
                 weight=None if sums else weight,
                 reduction="sum" if sums else "mean",
@@ -116,59 +116,68 @@ class TrainerRun:
                 compared=options.compared,
                 advice=_ADVICE,
             )
-            self._watch(trainer, self.cutter)
-            others = [one for one in self._cutters.values() if one is not self.cutter]
+            self._undo_counts(trainer, self.microbatcher)
+            others = [one for one in self._microbatchers.values() if one is not self.microbatcher]
             known = others[0].state_dict() if others else self.saved.get("sizes")
             if known is not None:
-                self.cutter.load_state_dict(known)
-        return self.cutter
+                self.microbatcher.load_state_dict(known)
+        return self.microbatcher
 
-    def _watch(self, trainer: Any, cutter: Any) -> None:
-        """Let what a try counts and logs be undone with it."""
-        cutter._also_restores(lambda: kept(trainer))
-        cutter._also_restores(lambda: functools.partial(self._forget_logs, len(self._held or ())))
+    def _undo_counts(self, trainer: Any, microbatcher: Any) -> None:
+        """Let a retry undo what the failed attempt has counted and logged."""
+        microbatcher._also_restores(lambda: save_counts(trainer))
+        microbatcher._also_restores(lambda: functools.partial(self._drop_logs, len(self._deferred or ())))
 
-    def _forget_logs(self, count: int) -> None:
-        if self._held is not None:
-            del self._held[count:]
+    def _drop_logs(self, count: int) -> None:
+        if self._deferred is not None:
+            del self._deferred[count:]
 
     @contextmanager
-    def holding_logs(self, log: Callable[..., None]) -> Iterator[None]:
-        """Inside, what a step logs waits until the step is done: tries that fail are heard by nobody."""
-        held, self._held = self._held, []
+    def deferring_logs(self, log: Callable[..., None]) -> Iterator[None]:
+        """Log what a step logs when the step is done, so that failed attempts log nothing."""
+        before, self._deferred = self._deferred, []
         try:
             yield
         except BaseException:
-            self._held = held
+            self._deferred = before
             raise
-        logs, self._held = self._held, held
+        logs, self._deferred = self._deferred, before
         for given, named in logs:
             log(*given, **named)
 
-    def holds(self, *given: Any, **named: Any) -> bool:
-        """Whether this entry of the log is not for now."""
-        if not self.is_quiet and self._held is not None:
-            self._held.append((given, named))
-        return self.is_quiet or self._held is not None
+    def defers(self, *given: Any, **named: Any) -> bool:
+        """Whether this entry is dropped or logged later; keep it for later."""
+        if not self.is_quiet and self._deferred is not None:
+            self._deferred.append((given, named))
+        return self.is_quiet or self._deferred is not None
 
     def evaluator_of(self, trainer: Any, model: nn.Module) -> Any:
-        """What cuts evaluation batches; kept, since training and evaluation take turns."""
+        """The Microbatcher of evaluation batches; kept between the evaluations of a training."""
         found = self._evaluators.get(id(model))
         if found is None:
             self._evaluators.clear()
             found = self._evaluators[id(model)] = batchfit.Microbatcher(model, budget=self.options.budget)
-            self._watch(trainer, found)
+            self._undo_counts(trainer, found)
         return found
 
     def drop_evaluators(self, *models: nn.Module) -> None:
-        """Let go of all models but these: one from before would take memory from the search."""
-        kept = {id(model) for model in models}
-        self._evaluators = {key: one for key, one in self._evaluators.items() if key in kept}
+        """Release all models but these: an earlier one would take memory from the search."""
+        used = {id(model) for model in models}
+        self._evaluators = {key: one for key, one in self._evaluators.items() if key in used}
 
-    def guard(self, optimizer: Any) -> None:
-        """Let the optimizer's step be one that an OOM cannot leave half done, until training ends.
+    @contextmanager
+    def evaluating_with(self, items: Any) -> Iterator[None]:
+        """Answer with `items` where the Trainer asks for the number of items of a microbatch."""
+        self.evaluates, self.was_asked, self.items = True, False, items
+        try:
+            yield
+        finally:
+            self.evaluates, self.items = False, None
 
-        As a bound method, which is what LR schedulers, made before or after, take `step` for.
+    def guard_step(self, optimizer: Any) -> None:
+        """Replace `optimizer.step` by `Microbatcher.step` until training ends: an OOM leaves no half step.
+
+        It stays a bound method, as LR schedulers that are made before or after expect.
         """
         plain: Any = optimizer.step
         if getattr(plain, "_batchfit_run", None) is self:
@@ -181,11 +190,11 @@ class TrainerRun:
             # Bound at each call: a bound method in the closure would keep the optimizer alive.
             step: Any = function.__get__(optimizer) if own is None else own
             closures = [one for one in (*args, *kwargs.values()) if one is not None]
-            if self._steps or self.searches or self.cutter is None or closures:
+            if self._steps or self.searches or self.microbatcher is None or closures:
                 return step(*args, **kwargs)
             self._steps = True
             try:
-                return self.cutter.step(optimizer)
+                return self.microbatcher.step(optimizer)
             finally:
                 self._steps = False
 
@@ -193,8 +202,8 @@ class TrainerRun:
         optimizer.step = guarded = types.MethodType(step, optimizer)
         self._guarded = weakref.ref(optimizer), guarded.__func__, own
 
-    def _unguard(self) -> None:
-        """The optimizer's own step again, unless somebody has wrapped ours: that calls the plain one now."""
+    def _restore_step(self) -> None:
+        """Restore the optimizer's own step, unless another wraps ours, which then calls the plain one."""
         if self._guarded is None:
             return
         held, function, own = self._guarded
@@ -209,12 +218,12 @@ class TrainerRun:
     # --- data and schedule
 
     def open_loader(self, trainer: Any, given: DataLoader[Any]) -> Any:
-        """A loader whose size can change, of what the Trainer's own would load."""
+        """A `ResizableLoader` of what the Trainer's own loader would load."""
         streams = isinstance(given.dataset, IterableDataset)
         if streams and trainer.args.world_size > 1:
             raise BatchfitError(
-                "a schedule needs a dataset with a length on several ranks: an iterable one is read by "
-                "Accelerate in batches of one size. Use a map-style dataset, or one process"
+                "a schedule needs a dataset with a length on several ranks: Accelerate reads an iterable one "
+                "in batches of one size. Use a map-style dataset, or one process"
             )
         order, seed = order_of(given), trainer.args.data_seed
         seed = trainer.args.seed if seed is None else seed
@@ -235,14 +244,14 @@ class TrainerRun:
             multiprocessing_context=given.multiprocessing_context,
             prefetch_factor=given.prefetch_factor,
             persistent_workers=given.persistent_workers,
-            # Its own: one that is opened again after a checkpoint must not draw from the model's numbers.
+            # A loader that is made again after a checkpoint must not draw from the global generator.
             generator=torch.Generator().manual_seed(seed),
             tokens_per_sample=self.options.tokens_per_sample,
         )
         return self.loader
 
     def new_scheduler(self, trainer: Any, **more: Any) -> Any:
-        """The schedule from this trainer's batch on."""
+        """A scheduler that starts with this trainer's batch size."""
         config = self.options.schedule
         starts_by_itself = getattr(config, "starts_by_itself", False)
         initial = None if starts_by_itself else trainer.get_total_train_batch_size(trainer.args)
@@ -251,21 +260,21 @@ class TrainerRun:
         )
 
     def find_largest_batch(self, plan: Any, *, epochs: int, steps: int, length: int) -> None:
-        """Note the largest batch that the schedule asks for in this run."""
+        """Keep the largest global batch of the schedule in this run."""
         sizes = []
-        for part in range(_LOOKS + 1):
-            done = part / _LOOKS
+        for part in range(_SCHEDULE_POINTS + 1):
+            done = part / _SCHEDULE_POINTS
             at = {"epoch": int(done * max(epochs - 1, 0)), "step": int(done * steps)}
             sizes.append(plan.get_batch_size(**at, samples=int(done * epochs * length)))
         self.largest = max(sizes)
 
     def follow_schedule(self, trainer: Any, optimizer: Any) -> None:
-        """Let loader and learning rate follow from here on, or from the checkpoint's place on."""
+        """Start the schedule of loader and learning rate, or resume it from the checkpoint."""
         rule = self.options.lr
         rates = {} if rule is None else {
             "lr": rule, "optimizer": optimizer, "lr_scheduler": trainer.lr_scheduler, "updates_known": True
         }  # fmt: skip
-        self.scheduler = self.new_scheduler(trainer, loader=self.loader, on_event=self._note, **rates)
+        self.scheduler = self.new_scheduler(trainer, loader=self.loader, on_event=self._add_log, **rates)
         if "schedule" in self.saved:
             self.scheduler.load_state_dict(self.saved["schedule"])
         self.logs.append({"batch_size": self.scheduler.batch_size})
@@ -275,11 +284,11 @@ class TrainerRun:
         return int(self.loader.state_dict()["epoch"]) + is_at_end(self.loader)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Go to an epoch, and count the batches that it still has: a stream does not know."""
+        """Set the loader to an epoch, and count the batches that are left; None for a stream."""
         if self.loader.progress.epoch != epoch:
-            # The Trainer asks for no batch after the last one, so the loader has not seen the epoch end.
-            place = {**self.loader.state_dict(), "epoch": epoch, "position": 0, "batches": 0}
-            self.loader.load_state_dict({**place, "sampler": None} if "sampler" in place else place)
+            # The Trainer takes no batch after the last one, so the loader does not know that the epoch ended.
+            state = {**self.loader.state_dict(), "epoch": epoch, "position": 0, "batches": 0}
+            self.loader.load_state_dict({**state, "sampler": None} if "sampler" in state else state)
         if self.scheduler.config.unit == "epoch":
             self.scheduler.step(epoch)
         try:
@@ -288,14 +297,14 @@ class TrainerRun:
             self._left_in_epoch = None
 
     def ends_epoch(self, batches: int) -> bool:
-        """Count batches that the Trainer has taken; whether they are the last of a schedule's epoch."""
+        """Count batches that the Trainer has taken; True with the last one of a schedule's epoch."""
         if self._left_in_epoch is None:
             return False
         self._left_in_epoch -= batches
         return self._left_in_epoch <= 0
 
     def count_batches(self, loader: Any, *, ranks: int) -> None:
-        """Note how many batches of the user's size an epoch has: the Trainer counts epochs in them."""
+        """Count the batches of the user's size per epoch: the Trainer counts epochs in them."""
         self._per_epoch = None
         samples = _length_of(getattr(loader, "dataset", None))
         whole = _length_of(loader)
@@ -303,22 +312,22 @@ class TrainerRun:
             return
         size, accumulated = self.given
         batches = -(-samples // (size * ranks))
-        if -(-batches // accumulated) == whole:  # otherwise some are left out, or it is another loader
+        if -(-batches // accumulated) == whole:  # otherwise batches are dropped, or it is another loader
             self._per_epoch = whole, batches
 
-    def epochs_at(self, told: float) -> float:
-        """How far the data has come, in epochs, where the Trainer counts optimizer steps as batches."""
+    def epochs_at(self, counted: float) -> float:
+        """The epochs that the Trainer would count with batches of the user's size; `counted` by steps."""
         if self.loader is not None and not isinstance(self.loader.dataset, IterableDataset):
-            place = self.loader.state_dict()
+            state = self.loader.state_dict()
             length = len(self.loader.dataset if self.loader.sampler is None else self.loader.sampler)
-            return int(place["epoch"]) + int(place["position"]) / length
+            return int(state["epoch"]) + int(state["position"]) / length
         if self.loader is not None or self.given is None or self._per_epoch is None:
-            return told
+            return counted
         whole, batches = self._per_epoch
-        epoch, steps = divmod(round(told * whole), whole)
+        epoch, steps = divmod(round(counted * whole), whole)
         return epoch + min(1.0, steps * self.given[1] / batches)
 
-    def _note(self, event: Any) -> None:
+    def _add_log(self, event: Any) -> None:
         entry: dict[str, float] = {"batch_size": event.size_after}
         entry.update({f"lr_factor_{n}": one for n, one in enumerate(event.lr_factors) if one != 1.0})
         self.logs.append(entry)
@@ -326,7 +335,7 @@ class TrainerRun:
     # --- checkpoints
 
     def save(self, folder: str, trainer: Any) -> None:
-        """Write what a later run needs to go on exactly here."""
+        """Write what a later run needs to resume exactly here."""
         state: dict[str, Any] = {
             "version": _VERSION,
             "batch_size": trainer.get_total_train_batch_size(trainer.args),
@@ -334,20 +343,20 @@ class TrainerRun:
             "is_ragged": self.is_ragged,
             "device": _name_of(trainer.args.device),
         }
-        if self.cutter is not None:
-            state["sizes"] = self.cutter.state_dict()
+        if self.microbatcher is not None:
+            state["sizes"] = self.microbatcher.state_dict()
         if self.loader is not None:
             state["loader"], state["schedule"] = self.loader.state_dict(), self.scheduler.state_dict()
         torch.save(state, os.path.join(folder, FILE))
 
     def load(self, folder: str, trainer: Any) -> None:
-        """Read it, and refuse a checkpoint after which samples would be lost or repeated."""
+        """Read what `save` wrote; refuse a checkpoint after which samples would be lost or repeated."""
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
             if self.options.schedule is not None:
                 raise BatchfitError(
-                    f"{path} is missing: the checkpoint was made without a schedule, so nobody knows which "
-                    "samples it has seen. Go on without schedule=, or start anew"
+                    f"{path} is missing: the checkpoint was made without a schedule, so it is not known "
+                    "which samples it has seen. Resume without schedule=, or start a new run"
                 )
             return
         self.saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -360,8 +369,8 @@ class TrainerRun:
         if scheduled != (self.options.schedule is not None):
             with_or_without = "with" if scheduled else "without"
             raise BatchfitError(
-                f"the checkpoint was made {with_or_without} a schedule, and samples are counted another way "
-                f"there: go on {with_or_without} schedule="
+                f"the checkpoint was made {with_or_without} a schedule, which counts samples in another way: "
+                f"resume {with_or_without} schedule="
             )
         if scheduled:
             self.loader.load_state_dict(self.saved["loader"])
@@ -369,18 +378,18 @@ class TrainerRun:
             raise ValueError(
                 f"per_device_train_batch_size * gradient_accumulation_steps * ranks must be {was}, as in the "
                 f"checkpoint, not {now}: Trainer counts batches, so samples would be lost or repeated. Pass "
-                "ignore_data_skip=True to begin the epoch anew, or change sizes with schedule="
+                "ignore_data_skip=True to begin the epoch again, or change sizes with schedule="
             )
 
     def end(self) -> None:
-        """Training is over, or has failed."""
-        self._unguard()
+        """Drop the state of a training that has ended or failed."""
+        self._restore_step()
         if self.scheduler is not None:
             self.scheduler.close()
-        self.cutter = self.scheduler = self.loader = self.collate_fn = None
+        self.microbatcher = self.scheduler = self.loader = self.collate_fn = None
         self.saved, self.given, self.checkpoint = {}, None, None
         self.has_begun, self.steps, self._left_in_epoch = False, 0, None
-        self._cutters.clear()
+        self._microbatchers.clear()
         self.logs.clear()
         self.microbatch_size, self.is_ragged = None, False
 

@@ -3,17 +3,13 @@
 Rules
 - The step is the real one: the user's `training_step` and `compute_loss`, autocast and checkpointing as the
   Trainer set them, its collator on the longest samples of its dataset, clipping, the optimizer's step.
-- All of it is put back: model, optimizer, scaler, LR scheduler, `TrainerState`, random numbers.
+- All of it is restored: model, optimizer, scaler, LR scheduler, `TrainerState`, random numbers.
 - No size beyond one rank's batch is tried: more than that is never needed.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -22,27 +18,29 @@ from torch.utils.data import Dataset, IterableDataset
 
 import batchfit
 from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
+from batchfit.integrations.transformers.probing import same_random_numbers
+from batchfit.integrations.transformers.reduction import adds_up
 from batchfit.workload import batches
 
 log = logging.getLogger("batchfit")
 
-_LOOKED_AT = 64
+_MOST_SAMPLES = 64  # of which the widths are compared
 
 
 def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any) -> None:
-    """Search, and leave the answer in the trainer's run."""
+    """Search, and keep the result in the trainer's `TrainerRun`."""
     run, args = trainer._batchfit, trainer.args
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         log.info("no search before training: an iterable dataset has no longest samples; sizes are learned")
         return
     samples = _Samples(dataset)
-    collate = run.collate_fn or loader.collate_fn  # takes out columns that the model does not know, too
+    collate = run.collate_fn or loader.collate_fn  # which removes columns that the model does not take, too
     largest = _largest(trainer)
 
     def loss_fn(model: Any, batch: Any) -> Any:
         if rows_of(batch) < largest:
-            # All microbatches of a batch but the first run beside gradients.
+            # All microbatches of a batch but the first run while gradients are allocated.
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -56,7 +54,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
         source,
         scaler=trainer.accelerator.scaler,
         clip_norm=args.max_grad_norm if args.max_grad_norm else None,
-        # The Trainer's outputs die in its `compute_loss`, its batch in `training_step`.
+        # The Trainer's `compute_loss` frees the outputs, its `training_step` the batch.
         keep_outputs=False,
         state=[trainer.lr_scheduler, trainer.state, trainer.control, *run.options.state],
     )
@@ -67,12 +65,12 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
     finally:
         run.searches = False
     run.microbatch_size = run.fit.batch_size
-    # On several ranks the size found holds for all batches: what one rank has learned is not the others'.
+    # On several ranks the size found holds for all batches: each rank would learn other sizes.
     with same_random_numbers():
         run.is_ragged = args.world_size == 1 and _is_ragged(samples, collate)
         widest = source(run.microbatch_size) if run.is_ragged else None
     if widest is not None:
-        _teach(trainer, model, widest, is_most=run.microbatch_size < largest)
+        _learn_widest(trainer, model, widest, is_most=run.microbatch_size < largest)
     run.logs.append({"microbatch_size": run.microbatch_size, "find_s": round(run.fit.elapsed_s, 3)})
     if trainer.is_world_process_zero():
         log.info(
@@ -81,7 +79,7 @@ def find_microbatch(trainer: Any, model: nn.Module, loader: Any, optimizer: Any)
 
 
 def _largest(trainer: Any) -> int:
-    """The most samples that one rank can get in a batch."""
+    """The largest batch of one rank."""
     args, run = trainer.args, trainer._batchfit
     if run.options.schedule is None:
         return int(run.local)
@@ -89,7 +87,7 @@ def _largest(trainer: Any) -> int:
 
 
 def _items(trainer: Any, batch: Any) -> Any:
-    """What the Trainer would count as items; of this rank, since memory is all that matters."""
+    """The number of items that the Trainer would count on this rank: only memory matters here."""
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if not counts or "labels" not in batch:
         return None
@@ -98,8 +96,8 @@ def _items(trainer: Any, batch: Any) -> Any:
 
 
 def _is_ragged(samples: _Samples, collate: Any) -> bool:
-    """Whether batches come in other widths than the longest samples': seen from a few samples."""
-    count = min(len(samples), _LOOKED_AT)
+    """Whether batches have different widths, by the widths of a few samples."""
+    count = min(len(samples), _MOST_SAMPLES)
     shapes = set()
     for number in range(count):
         batch = collate([samples[number * len(samples) // count]])
@@ -108,16 +106,16 @@ def _is_ragged(samples: _Samples, collate: Any) -> bool:
     return len(shapes) > 1
 
 
-def _teach(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None:
-    """Let the cutter see the largest microbatch of the widest shape run, and know that it is the largest.
+def _learn_widest(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None:
+    """Run the largest microbatch of the widest shape, so that the Microbatcher knows it as the largest.
 
-    Narrower ones then begin with more, by what that one took or by their width, and never get less. A search
-    of one size, since that restores everything.
+    Narrower batches then start with larger microbatches, by the memory of that one or by their width, and
+    never get smaller ones. A search of one size runs it, since that restores everything.
     """
     run, size = trainer._batchfit, rows_of(batch)
     items = _items(trainer, batch)
-    sums = trainer._batchfit_sums(batch, items)
-    cutter = run.cutter_of(trainer, model, sums=sums)
+    sums = adds_up(trainer, batch, items)
+    microbatcher = run.microbatcher_of(trainer, model, sums=sums)
     step = trainer._batchfit_own_step
 
     def loss_of(micro: Any) -> Any:
@@ -125,7 +123,7 @@ def _teach(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None
 
     def once(batch_size: int) -> None:
         model.zero_grad()
-        cutter.backward(loss_of, batch, scaler=trainer.accelerator.scaler)
+        microbatcher.backward(loss_of, batch, scaler=trainer.accelerator.scaler)
         model.zero_grad()
 
     state = [model, trainer.state, trainer.control, *run.options.state]
@@ -133,29 +131,14 @@ def _teach(trainer: Any, model: nn.Module, batch: Any, *, is_most: bool) -> None
     limits: dict[str, Any] = {"min_size": size, "max_size": size, "steps": 2, "soak_steps": 0}
     batchfit.find_batch_size(work, budget=run.options.budget, **limits)
     if is_most:
-        cutter._nothing_larger()
-
-
-@contextmanager
-def same_random_numbers(device: torch.device | None = None) -> Iterator[None]:
-    """Datasets, collators and losses may draw some (masks, noise): as if they had not."""
-    devices = [device] if device is not None and device.type == "cuda" else []
-    numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(before[0])
-        if numpy is not None:
-            numpy.random.set_state(before[1])
+        microbatcher._nothing_larger()
 
 
 @final
 class _Samples(Dataset[Any]):
-    """The dataset, with what its user can do about longer samples."""
+    """The dataset, with advice for warnings about samples that are longer than those searched with."""
 
-    advice_on_longer = "a step with one that does not fit is done again in smaller pieces"
+    advice_on_longer = "a step with one that does not fit is retried in smaller microbatches"
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,17 +1,17 @@
-"""What ranks decide together about one batch and one optimizer step: pure functions of everybody's votes.
+"""What ranks decide together about one batch and one optimizer step: pure functions of all ranks' votes.
 
 Rules
 - All ranks hold the same list of votes and call the same function, so all take the same branch.
-- Between two votes a rank works alone: no collective, nothing that another rank can see. It may run out of
-  memory and try again there as often as it likes; the others wait in the vote, and nobody else has to redo
+- Between two votes a rank works alone: no collective, nothing that another rank can see. It may retry
+  after an OOM as often as it likes; the others wait in the vote, and no other rank has to repeat
   anything. A vote is cast when the work is done, or when the rank has given up.
 - A vote that ends well is followed by the collectives, on all ranks, the same ones in the same order: which
   ones is a function of the votes. What they need in memory was taken before the vote.
 - A batch has one vote, and a second one only where ranks have gradients for different parameters. A step has
-  one, and one more after each try where a host copy protects it.
-- Sharded models (FSDP2) have collectives in every microbatch, so nobody works alone: ranks agree on a number
-  of microbatches before each try (`settle_offers`), and on what became of it after it (`settle_try`). Whoever
-  fails in between goes on sending, so that all come to the second vote.
+  one, and one more after each attempt where a host copy protects it.
+- Sharded models (FSDP2) have collectives in every microbatch, so no rank works alone: ranks agree on a number
+  of microbatches before each pass (`settle_offers`), and vote on how it ended (`settle_pass`). A rank
+  that fails in between goes on sending, so that all arrive at the second vote.
 
 `docs/ranks_microbatch.md` says the same in words, and `tests/data_parallel/pure/test_protocol.py` runs every
 interleaving of 2 and 3 ranks with a failure at every point.
@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 Action = Literal["fail", "apart", "zeros", "reduce", "keep", "nothing"]
-TryAction = Literal["keep", "again", "fail", "stuck"]
-StepAction = Literal["fail", "protect", "go", "again", "undo", "done"]
+PassAction = Literal["keep", "retry", "fail", "stuck"]
+StepAction = Literal["fail", "protect", "go", "retry", "undo", "done"]
 
 
 @final
@@ -37,7 +37,7 @@ class Vote:
     weight: float = 0.0  # of its local batch
     parameters: int = 0  # how many get gradients here
     new: int = 0  # those that this batch gave a gradient
-    waiting: int = 0  # those with gradients of earlier batches that nobody has reduced so far
+    waiting: int = 0  # those with gradients of earlier batches that have not been reduced so far
     reduced: int = 0  # those with gradients that are the same on all ranks already
     syncs: bool = True  # False under the user's `no_sync()`
     steps: int = 0  # optimizer steps so far
@@ -52,10 +52,10 @@ class Vote:
         }
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Vote:
+    def from_json(cls, stored: dict[str, Any]) -> Vote:
         """What `to_json` wrote."""
-        usual = {"new": (1 << told["parameters"]) - 1}
-        return cls(**{**usual, **{name: int(v, 16) if name in _SETS else v for name, v in told.items()}})
+        usual = {"new": (1 << stored["parameters"]) - 1}
+        return cls(**{**usual, **{name: int(v, 16) if name in _SETS else v for name, v in stored.items()}})
 
 
 _SETS = ("new", "waiting", "reduced")
@@ -67,7 +67,7 @@ class Settled:
     """What all ranks do next.
 
     `fail`: all raise, and everything is as before the call. `apart`: ranks have taken other numbers of steps,
-    and all raise unless their parameters turn out to be the same. `zeros`: some rank must make zeros for
+    and all raise unless their parameters are found to be the same. `zeros`: some rank must make zeros for
     `reduces` first, and then all vote once more. `reduce`: sum the gradients of `reduces` over the ranks.
     `keep`: leave them local (the user's `no_sync`). `nothing`: the batch has no weight on any rank.
     """
@@ -115,7 +115,7 @@ def steps_differ(steps: Sequence[int]) -> str:
     counts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
     return (
         f"ranks are not at the same batch: optimizer steps taken so far are {counts}, and their parameters "
-        "differ. A rank has left out a step, after an error of its own between backward and step, say. Load "
+        "differ. A rank has left out a step, perhaps after an error between backward and step. Load "
         "one checkpoint on all ranks, or broadcast parameters and optimizer state from one of them. With "
         "mb.step all ranks step, or none"
     )
@@ -130,10 +130,10 @@ def settle_zeros(errors: Sequence[str], before: Settled) -> Settled:
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank brings to a batch that all ranks run in step."""
+    """What a rank brings to a batch that all ranks run together."""
 
     error: str = ""  # why it gives up
-    pieces: int = 0  # microbatches that it needs; 0: it has nothing that counts
+    microbatches: int = 0  # that it needs; 0: it has nothing that counts
     weight: float = 0.0  # of its local batch
     rehearsed: bool = True  # it knows what a microbatch sends
     spare: bool = True  # it has a sample to join with where it has fewer microbatches than others
@@ -158,7 +158,7 @@ def settle_offers(offers: Sequence[Offer]) -> InStep:
     if failed:
         return InStep("fail", failed=failed)
     total = sum(offer.weight for offer in offers)
-    count = max(offer.pieces for offer in offers)
+    count = max(offer.microbatches for offer in offers)
     if total == 0 or count == 0:
         return InStep("nothing")
     rehearse = not all(offer.rehearsed for offer in offers)
@@ -175,24 +175,24 @@ def settle_offers(offers: Sequence[Offer]) -> InStep:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What became of a rank's try; `at_rest`: its model can be used again."""
+class PassVote:
+    """How a rank's pass ended; `is_reset`: its model can run another one."""
 
-    outcome: Literal["ran", "ran_out", "raised"] = "ran"
+    outcome: Literal["ran", "oom", "raised"] = "ran"
     text: str = ""
-    at_rest: bool = True
+    is_reset: bool = True
 
 
-def settle_try(votes: Sequence[Tried]) -> TryAction:
-    """What follows a try that all ranks ran in step.
+def settle_pass(votes: Sequence[PassVote]) -> PassAction:
+    """What follows a pass that all ranks ran together.
 
-    `again`: one ran out, so all do the batch again. An error beside that may come of the zeros that the
-    failed rank has sent; a real one comes again. `stuck`: a model could not be put at rest.
+    `retry`: one had an OOM, so all retry the batch. An error beside that may come of the zeros that the
+    failed rank has sent; a real one is raised by the retry too. `stuck`: a model could not be reset.
     """
-    if not all(vote.at_rest for vote in votes):
+    if not all(vote.is_reset for vote in votes):
         return "stuck"
     outcomes = {vote.outcome for vote in votes}
-    return "again" if "ran_out" in outcomes else "fail" if "raised" in outcomes else "keep"
+    return "retry" if "oom" in outcomes else "fail" if "raised" in outcomes else "keep"
 
 
 def _out_of_step(votes: Sequence[Vote]) -> str:
@@ -222,20 +222,20 @@ class StepVote:
 
     error: str = ""
     out_of_memory: bool = False  # the error is that, and nothing of this rank has moved
-    protected: bool = False  # it holds a host copy to go back to
+    protected: bool = False  # it holds a host copy to restore
 
 
 def settle_ready(votes: Sequence[StepVote]) -> StepAction:
-    """Before anything moves. A rank that may go back needs all others to be able to."""
+    """Before anything changes. A rank that may restore a host copy needs all others to be able to."""
     if any(vote.error for vote in votes):
         return "fail"
     protected = [vote.protected for vote in votes]
     return "protect" if any(protected) and not all(protected) else "go"
 
 
-def settle_tried(votes: Sequence[StepVote], *, tries: int) -> StepAction:
-    """After a protected try: done on all ranks, or on none."""
+def settle_attempt(votes: Sequence[StepVote], *, attempts: int) -> StepAction:
+    """After an attempt with a host copy: done on all ranks, or on none."""
     if not any(vote.error for vote in votes):
         return "done"
     memory_only = all(vote.out_of_memory for vote in votes if vote.error)
-    return "again" if memory_only and tries == 1 else "undo"
+    return "retry" if memory_only and attempts == 1 else "undo"

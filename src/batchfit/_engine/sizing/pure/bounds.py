@@ -1,14 +1,14 @@
 """How a batch is cut: sizes, and what is learned about them from batch to batch.
 
 Rules
-- A batch is cut into pieces of near-equal size (17 at 16 is 9 + 8); compiled code gets equal pieces of few
-  sizes and at most one remainder instead, for each new size is compiled.
+- A batch is cut into microbatches of near-equal size (17 at 16 is 9 + 8); compiled code gets equal ones, of
+  few sizes and at most one remainder instead, for each new size is compiled.
 - What is known is kept per shape of a batch: the largest size that ran, the smallest that did not, and what
-  sizes really used. A size is chosen in numbers of pieces: 64 samples at 22 or at 30 are three pieces each.
-- After an out-of-memory the next size is half, or the largest that is known to run where that is more.
-- Growing is cautious: after some calm batches a number of pieces between the known ones is tried; each
-  failure doubles the wait. Where memory can be read, only a size that the readings allow is tried.
-- An unseen shape starts from what its relatives say: a longer batch is cut smaller before it runs out.
+  sizes really used. A size is chosen by the number of microbatches: 64 samples at 22 or at 30 are three each.
+- After an OOM the next size is half, or the largest that is known to run where that is more.
+- Growing is cautious: after some calm batches a number of microbatches between the known ones is run; each
+  failure doubles the wait. Where memory can be read, only a size that the readings allow is run.
+- An unseen shape starts from what related shapes show: a longer batch is cut smaller before an OOM.
 - A size that ran for longer samples runs for shorter ones: no shape is cut smaller than that, until it fails.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, final
 
 from batchfit._engine.batch.pure.pieces import Shape, rung
 
-PATIENCE = 4  # calm batches before a larger size is tried
+PATIENCE = 4  # calm batches before a larger size is run
 LONGEST_WAIT = 1024
 MOST_SHAPES = 256
 MOST_READINGS = 4
@@ -42,7 +42,7 @@ class Bounds:
     readings: tuple[tuple[int, int], ...] = ()  # (size, bytes above what was held), few
 
     def ran(self, size: int, total: int, *, used_bytes: int | None = None) -> Bounds:
-        """A batch of `total` ran in pieces of at most `size`."""
+        """A batch of `total` ran in microbatches of at most `size`."""
         good = max(self.good, size)
         bad = 0 if self.bad <= good else self.bad
         present = self.size
@@ -53,10 +53,10 @@ class Bounds:
         readings = self.readings if used_bytes is None else _with(self.readings, size, used_bytes)
         return replace(self, size=present, good=good, bad=bad, calm=self.calm + 1, readings=readings)
 
-    def ran_out(self, size: int, total: int, *, sure: int = 0, compiled: bool = False) -> Bounds:
-        """Pieces of `size` did not fit: `size` of the answer is what to try instead, below 1 never.
+    def after_oom(self, size: int, total: int, *, sure: int = 0, compiled: bool = False) -> Bounds:
+        """Microbatches of `size` did not fit: `size` of the answer is the next one, below 1 never.
 
-        `sure`: what ran for samples that are longer, below which nothing is tried before it has failed too.
+        `sure`: what ran for samples that are longer, below which nothing is run before it has failed too.
         """
         probing = 0 < self.good < size
         good = self.good if probing else 0
@@ -98,7 +98,7 @@ class Bounds:
         return None if line is None else line[0] + line[1] * size
 
     def line(self) -> tuple[float, float] | None:
-        """(bytes that do not depend on the size, bytes a sample)."""
+        """(bytes that do not depend on the size, bytes per sample)."""
         if not self.readings:
             return None
         size, used = self.readings[-1]
@@ -109,39 +109,39 @@ class Bounds:
             slope = min(slope, (used - first_used) / (size - first_size))
         return used - slope * size, slope
 
-    def most(self, room_bytes: int | None) -> int | None:
+    def most(self, free_bytes: int | None) -> int | None:
         """The largest size that the readings allow in that much memory; None: they say nothing."""
         line = self.line()
-        if line is None or room_bytes is None or line[1] <= 0:
+        if line is None or free_bytes is None or line[1] <= 0:
             return None
-        return max(0, int((room_bytes * MARGIN - line[0]) / line[1]))
+        return max(0, int((free_bytes * MARGIN - line[0]) / line[1]))
 
-    def next_size(self, total: int, room_bytes: int | None, *, compiled: bool = False) -> int:
-        """The size for a batch of `total`, with `room_bytes` free for it where that is known."""
+    def next_size(self, total: int, free_bytes: int | None, *, compiled: bool = False) -> int:
+        """The size for a batch of `total`, with `free_bytes` free for it where that is known."""
         size = self.size if self.size else total
         if size < total:
-            size = max(size, self._grown(size, total, room_bytes, compiled))
+            size = max(size, self._grown(size, total, free_bytes, compiled))
         size = min(size, total)
         if self.bad and size >= self.bad and not self._due(total):
             size = max(self.good, 1) if self.good < self.bad else self.bad - 1
-        if self.is_over(size, room_bytes):
+        if self.is_over(size, free_bytes):
             # It ran when more was free: before the optimizer had its state, say. What ran needs no margin.
-            most = self.most(room_bytes) or 1
-            size = max(1, min(size, most if self.is_over(self.good, room_bytes) else max(most, self.good)))
+            most = self.most(free_bytes) or 1
+            size = max(1, min(size, most if self.is_over(self.good, free_bytes) else max(most, self.good)))
         return min(rung(size) if compiled and size < total else size, total)
 
-    def is_over(self, size: int, room_bytes: int | None) -> bool:
+    def is_over(self, size: int, free_bytes: int | None) -> bool:
         """Whether a size would use more than that, by its readings."""
         needed = self.used_bytes(size)
-        return room_bytes is not None and needed is not None and needed > room_bytes
+        return free_bytes is not None and needed is not None and needed > free_bytes
 
     def _due(self, total: int) -> bool:
-        """So long without trouble that a size which failed once may be tried again."""
+        """So long without trouble that a size which failed once may be run once more."""
         return self.calm >= 16 * self.wait and self.size < total
 
-    def _grown(self, size: int, total: int, room_bytes: int | None, compiled: bool) -> int:
-        most = self.most(room_bytes)
-        # Readings make a first growth safe; once one of them was wrong, it takes patience again.
+    def _grown(self, size: int, total: int, free_bytes: int | None, compiled: bool) -> int:
+        most = self.most(free_bytes)
+        # Readings make a first growth safe; once one of them was wrong, growth waits as before.
         patience = self.wait if most is None or self.wait > PATIENCE else 1
         if self.calm < patience:
             return size
@@ -217,15 +217,15 @@ class Learned:
             if other.family == shape.family and other.elements >= shape.elements
         ]
 
-    def begin(self, shape: Shape, total: int, room_bytes: int | None, *, compiled: bool = False) -> int:
+    def begin(self, shape: Shape, total: int, free_bytes: int | None, *, compiled: bool = False) -> int:
         """The size to begin a batch of `total` with."""
         known = self._bounds.get(shape)
         if known is not None:
-            return known.next_size(total, room_bytes, compiled=compiled)
-        size = min(total, self._guess(shape, total, room_bytes))
+            return known.next_size(total, free_bytes, compiled=compiled)
+        size = min(total, self._guess(shape, total, free_bytes))
         return rung(size) if compiled and size < total else size
 
-    def _guess(self, shape: Shape, total: int, room_bytes: int | None) -> int:
+    def _guess(self, shape: Shape, total: int, free_bytes: int | None) -> int:
         """From the relative whose samples are nearest in extent, as if memory grew with their elements."""
         kin = [(other, b) for other, b in self._bounds.items() if other.family == shape.family and b.good]
         sure = max(self.sure(shape), 1)
@@ -235,12 +235,12 @@ class Learned:
             return max(ratio, 1 / ratio)
 
         read = [one for one in kin if one[1].line() is not None]
-        if read and room_bytes is not None:
+        if read and free_bytes is not None:
             other, bounds = min(read, key=distance)
             fixed, slope = bounds.line() or (0.0, 0.0)
             slope *= max(shape.elements, 1) / max(other.elements, 1)
-            return max(sure, int((room_bytes * MARGIN - fixed) / slope)) if slope > 0 else total
-        tight = [one for one in kin if one[1].bad]  # the others have never met the end of the memory
+            return max(sure, int((free_bytes * MARGIN - fixed) / slope)) if slope > 0 else total
+        tight = [one for one in kin if one[1].bad]  # the others have had no OOM
         if not tight:
             return total
         other, bounds = min(tight, key=distance)

@@ -6,11 +6,11 @@ Rules:
 - So each reading bounds every other length from above: shorter in proportion to the length, longer to its
   square. Between two neighbours the chord of bytes per element (`a + c * length`) is a bound too. The least
   bound counts; noise makes it too low by no more than one reading is, and a margin pays for that.
-- Longer, or more of them, never needs less: answers fall with the length, and stay below what ran out.
-- Nobody goes beyond twice the dearest microbatch that ran: what is wrong shows early.
-- A high reading counts at once, and fades when its length is read again, lower. A low one is dropped as soon
-  as something that it promised runs out.
-- Few readings are kept: one a length, the one with the most samples, and as many lengths as say something.
+- Longer, or more of them, never needs less: answers fall with the length, and stay below what failed.
+- No answer goes beyond twice the dearest microbatch that ran: what is wrong shows early.
+- A high reading counts at once, and fades when its length is read later, lower. A low one is dropped as soon
+  as a microbatch that it promised has an OOM.
+- Few readings are kept: one per length, the one with the most samples, and as many lengths as say something.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import Any, Final, NamedTuple, final
 
 # Readings wobble by up to 3 %; the margin over a reading that is 3 % low.
 MARGIN: Final = 0.031
-# Each time that something ran out although readings were there, the margin grows ...
+# After each OOM although readings were there, the margin grows ...
 _SETBACK: Final = 0.03
 # ... and after so many readings in peace it shrinks, and the oldest failure is forgotten; twice as many after
-# each further setback, so that what never fits is tried ever more seldom.
+# each further setback, so that what never fits is run ever less often.
 _PEACE: Final = 64
 _MOST_PEACE: Final = 4096
 _MOST_SETBACKS: Final = 8
 # How far beyond the dearest microbatch seen one step may go.
 _REACH: Final = 2.0
-# A reading that says less than the others by more than this factor has nobody to back it.
+# A reading that says less than the others by more than this factor is supported by no other.
 _ALONE: Final = 1.2
-# Lengths remembered, and shapes that ran out.
+# Lengths remembered, and shapes that had an OOM.
 _LENGTHS: Final = 24
 _FAILURES: Final = 8
-# The share of a reading's excess that fades when its length is read again, lower.
+# The share of a reading's excess that fades when its length is read later, lower.
 _FADE: Final = 0.25
-# Nothing with more than this share of the elements of a shape that ran out is tried at a longer length, nor
+# Nothing with more than this share of the elements of a shape that had an OOM is run at a longer length, nor
 # at one that is shorter by no more than `_NEAR`.
 _BELOW_FAILURE: Final = 0.95
 _NEAR: Final = 1.5
@@ -108,7 +108,7 @@ class MemoryModel:
         if not (math.isfinite(held) and held >= 0):
             raise ValueError(f"held_bytes must be a finite number that is not negative, not {held_bytes!r}")
         new = ShapeReading(samples, length, peak_bytes - held)
-        # What ran holds no shape that runs out, whatever happened before.
+        # What ran holds no shape that fails, whatever happened before.
         failures = tuple(one for one in self.failures if not _holds((samples, length), one))
         calm = self.peace + 1 >= self.patience
         model = replace(
@@ -120,27 +120,27 @@ class MemoryModel:
         )
         return model if new.used_bytes < 1 else replace(model, readings=_with(self.readings, new))
 
-    def ran_out(self, samples: int, length: int) -> MemoryModel:
-        """A microbatch of this shape ran out of memory."""
+    def after_oom(self, samples: int, length: int) -> MemoryModel:
+        """A microbatch of this shape had an OOM."""
         _check(samples, length)
         shape = (samples, length)
         # Something promised that this shape fits. A reading that says far less than all others, and does not
-        # hold the shape itself, is not believed any more; its length will be read again.
-        told = _least_bound(self.readings, length)
+        # hold the shape itself, is not believed any more; its length will be read later.
+        least = _least_bound(self.readings, length)
         believed = []
         for one in self.readings:
             others = _least_bound(tuple(other for other in self.readings if other is not one), length)
-            alone = told is not None and others is not None and others > _ALONE * told
+            alone = least is not None and others is not None and others > _ALONE * least
             if not alone or _holds(one.shape, shape):
                 believed.append(one)
-        again = bool(self.readings)
+        is_setback = bool(self.readings)
         return replace(
             self,
             readings=tuple(believed),
             failures=(*(one for one in self.failures if not _holds(one, shape)), shape)[-_FAILURES:],
-            setbacks=min(_MOST_SETBACKS, self.setbacks + again),
+            setbacks=min(_MOST_SETBACKS, self.setbacks + is_setback),
             peace=0,
-            patience=min(_MOST_PEACE, self.patience * (1 + again)),
+            patience=min(_MOST_PEACE, self.patience * (1 + is_setback)),
         )
 
     def predicted_bytes(self, samples: int, length: int) -> float | None:
@@ -161,18 +161,19 @@ class MemoryModel:
         if each is None:
             known = [limit for limit in limits if limit is not None]
             return min(known, default=None)
-        room = budget_bytes - self.held_bytes
+        free_bytes = budget_bytes - self.held_bytes
         need = each * (1 + self.margin)
         reach = _REACH * max(one.used_bytes for one in self.readings)
-        most = math.floor(min(room, reach) / need + 1e-9)
-        if most < 1 and need <= room:
+        most = math.floor(min(free_bytes, reach) / need + 1e-9)
+        if most < 1 and need <= free_bytes:
             most = 1  # beyond the reach, but it cannot be cut any smaller
-        limits += [one.samples - 1 for one in self.readings if one.length <= length and one.used_bytes > room]
+        too_large = [one for one in self.readings if one.length <= length and one.used_bytes > free_bytes]
+        limits += [one.samples - 1 for one in too_large]
         return max(0, min([most, *(limit for limit in limits if limit is not None)]))
 
     @staticmethod
     def _below_failure(samples: int, at: int, length: int) -> int | None:
-        """The most samples of `length`, where `samples` of the length `at` ran out."""
+        """The most samples of `length`, where `samples` of the length `at` had an OOM."""
         alike = math.floor(_BELOW_FAILURE * samples * at / length)
         if at <= length:
             return alike
@@ -207,7 +208,7 @@ class MemoryModel:
 @final
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """The share of the memory that live tensors may take; the rest is for what lies between them.
+    """The share of the memory that live tensors may take; the remainder is for fragmentation.
 
     Batches in a row in which allocations were retried lower it, calm ones bring it back.
     """
@@ -255,11 +256,11 @@ def _with(readings: tuple[ShapeReading, ...], new: ShapeReading) -> tuple[ShapeR
         by_length[new.length] = old._replace(used_bytes=max(faded, new.used_bytes))
     kept = sorted(by_length.values(), key=lambda one: one.length)
     while len(kept) > _LENGTHS:
-        kept.remove(min(_told_by_others(kept))[1])
+        kept.remove(min(_supported_by_others(kept))[1])
     return tuple(kept)
 
 
-def _told_by_others(readings: list[ShapeReading]) -> Iterator[tuple[float, ShapeReading]]:
+def _supported_by_others(readings: list[ShapeReading]) -> Iterator[tuple[float, ShapeReading]]:
     """For each reading between others, how much tighter it is than what its neighbours say."""
     for before, one, after in zip(readings, readings[1:], readings[2:], strict=False):
         share = (one.length - before.length) / (after.length - before.length)

@@ -10,7 +10,7 @@ Rules:
   A new shape is an investment: it is charged the less, the more batches there were (as many are likely to
   follow).
 - Sorted, samples of about one length are neighbours, so that the best plan is a path through the sorted
-  samples (dynamic programming); the longest come first: what runs out runs out early.
+  samples (dynamic programming); the longest come first: an OOM comes early.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from batchfit._engine.batch.pure.pieces import Pack, PaddedShape
 MULTIPLE: Final = 64
 # Shapes remembered; enough for 64 lengths and every count of the ladder that a batch of 1000 uses.
 REMEMBERED: Final = 1024
-# After so many batches a new shape is charged half. Sooner, and a short run ends while shapes are still being
-# tried; never, and a long one keeps padding that a few more shapes would save (benchmarks/ragged_gpu.py).
+# After so many batches a new shape is charged half. Sooner, and a short run ends while shapes are still
+# new; never, and a long one keeps padding that a few more shapes would save (benchmarks/ragged_gpu.py).
 _PATIENCE: Final = 50
-# What is tried where nothing is known, in launches: less is slower, and the shapes of the first batch stay.
+# What is run where nothing is known, in launches: less is slower, and the shapes of the first batch stay.
 _UNKNOWN: Final = 2.0
 # What one shape too many counts as, in launches: so much that it is made only where nothing else serves.
 _FORBIDDEN: Final = 64.0
@@ -117,7 +117,7 @@ def pack(
     """Microbatches for samples of these lengths, the longest first.
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
-    so; where it returns None, nothing is known yet, and no more is tried than two launches are worth. Less
+    so; where it returns None, nothing is known yet, and no more is run than two launches are worth. Less
     than one counts as one. No more than `at_most` samples are taken, however many fit. `padded_length` is
     what the batch is padded to (its longest sample, where not given), `shapes` what has run before, and
     `max_shapes` how many shapes there should ever be.

@@ -1,13 +1,13 @@
-"""What goes back before a batch is tried again: gradients, random numbers, buffers, the scaler.
+"""What is restored before a batch is retried: gradients, random numbers, buffers, the scaler.
 
 Rules
-- A call that is tried again begins where the first try began; a call that fails leaves all of this as it
-  found it. Nothing here waits for the device.
-- Gradients that were there before are set aside and new ones start from nothing, so that a try can be taken
-  back without a copy. At the end the old ones get the new ones added, in place. Cost: while a batch runs on
+- A retried pass begins where the first one began; a call that fails leaves all of this as it was. Nothing
+  here synchronizes with the device.
+- Gradients that were there before are set aside and new ones start from None, so that a pass is undone
+  without a copy. At the end the new ones are added to the old ones, in place. Cost: while a batch runs on
   top of gradients of an earlier one, both exist; with none before (`zero_grad()`), there is no cost.
-- Buffers are copied into twins on their own device, which stay allocated; a table of buffers comes back with
-  the very tensors it had. Cost: the size of the buffers, and one grouped copy a batch.
+- Buffers are copied into twins on their own device, which stay allocated; a restored table of buffers holds
+  the very tensors it had. Cost: the size of the buffers, and one grouped copy per batch.
 - All global generators are covered (`rng`), and those that a module keeps, that the user's function can
   reach by name (`coverage.generators_held`), or that were declared.
 """
@@ -33,7 +33,7 @@ class Buffers:
     __slots__ = ("_groups", "_tables", "_tensors", "_twins", "busy")
 
     def __init__(self) -> None:
-        self.busy = False  # a call may still go back to what it took: another one needs twins of its own
+        self.busy = False  # a call may still restore what it copied: another one needs twins of its own
         self._tables: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[torch.Tensor] = []
         self._twins: list[torch.Tensor] = []
@@ -60,10 +60,10 @@ class Buffers:
                     _foreach_copy(twins, live)
         self._tensors = tensors
 
-    def put(self) -> None:
-        """Bind and write them back."""
+    def restore(self) -> None:
+        """Bind the tensors again, and write their copied values into them."""
         for table, held in self._tables:
-            if not isinstance(table, dict):  # a scripted module's, which nobody can rebind
+            if not isinstance(table, dict):  # a scripted module's cannot be rebound
                 continue
             if len(table) != len(held) or any(table.get(name) is not held[name] for name in held):
                 table.clear()
@@ -73,7 +73,7 @@ class Buffers:
                 _foreach_copy(live, twins)
 
     def forget(self) -> None:
-        """Keep nothing of the modules until the next `take`, but the twins."""
+        """Keep nothing of the modules but the twins until the next `take`."""
         self._tables = []
 
 
@@ -87,7 +87,7 @@ def _can_change(tensor: torch.Tensor) -> bool:
 def _grouped(
     tensors: Sequence[torch.Tensor], twins: Sequence[torch.Tensor]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """By device and type: torch copies such lists in one go."""
+    """By device and type: torch copies such lists in one call."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for tensor, twin in zip(tensors, twins, strict=True):
         live, copies = groups.setdefault((tensor.device, tensor.dtype), ([], []))
@@ -97,17 +97,17 @@ def _grouped(
 
 
 @final
-class Rewind:
-    """One call's way back.
+class BatchUndo:
+    """Undoes what passes over one batch have changed.
 
     buffers.take(tables)
-    with Rewind(leaves, buffers=buffers, scaler=scaler) as rewind:
-        ...                 # a try
-        rewind.back()       # as if it had not been
-        ...                 # another one
-        rewind.keep()       # its gradients are added to those that were there
+    with BatchUndo(leaves, buffers=buffers, scaler=scaler) as undo:
+        ...               # a pass
+        undo.restore()    # as if it had not run
+        ...               # another one
+        undo.keep()       # its gradients are added to those that were there
 
-    Leaving the block without `keep` puts everything back, gradients too.
+    Leaving the block without `keep` restores everything, gradients too.
     """
 
     __slots__ = ("_buffers", "_kept", "_own", "_scaler", "_scaler_state", "_undos", "leaves", "old")
@@ -136,7 +136,7 @@ class Rewind:
         own = [rng.undo_generator(generator) for generator in self._own]
         return [*states, *(undo for undo in own if undo is not None)]
 
-    def __enter__(self) -> Rewind:
+    def __enter__(self) -> BatchUndo:
         self._buffers.busy = True
         self.old = [leaf.grad for leaf in self.leaves]
         for leaf, old in zip(self.leaves, self.old, strict=True):
@@ -144,24 +144,24 @@ class Rewind:
                 leaf.grad = None
         return self
 
-    def back(self, *, gradients: bool = True) -> None:
-        """To where the call began. Frees first, then copies; allocates nothing."""
+    def restore(self, *, gradients: bool = True) -> None:
+        """Restore the state in which the call began. Frees first, then copies; allocates nothing."""
         if gradients:
             for leaf in self.leaves:
                 leaf.grad = None
-        self._buffers.put()
+        self._buffers.restore()
         for undo in self._undos:
             undo()
         if self._scaler_state is not None:
             for name, value in self._scaler_state.items():
                 setattr(self._scaler, name, value)
 
-    def buffers_back(self) -> None:
-        """Only the buffers: a second forward of the same samples must not move them twice."""
-        self._buffers.put()
+    def restore_buffers(self) -> None:
+        """Restore the buffers alone: a second forward of the same samples must not update them twice."""
+        self._buffers.restore()
 
     def keep(self, *, instead: Sequence[int] = ()) -> None:
-        """The try was right: old gradients get the new ones added; those numbered `instead` become them."""
+        """The pass stands: new gradients are added to old ones, or replace those numbered `instead`."""
         if any(old is not None for old in self.old):
             self._merge(set(instead))
         self._kept = True
@@ -186,7 +186,7 @@ class Rewind:
                 if old.layout is torch.strided and new.layout is torch.strided and not old.requires_grad:
                     old_grads.append(old)
                     new_grads.append(new)
-                else:  # sparse: the sum needs memory, so it comes before anything is changed
+                else:  # sparse: the sum allocates, so it is made before anything is changed
                     sums.append((leaf, old + new))
             if old_grads:
                 _foreach_add(old_grads, new_grads)
@@ -205,7 +205,7 @@ class Rewind:
                 for leaf, old in zip(self.leaves, self.old, strict=True):
                     leaf.grad = old
                 if not _is_dead(error):
-                    self.back(gradients=False)
+                    self.restore(gradients=False)
         finally:
             self._buffers.busy = False
             self._buffers.forget()

@@ -1,0 +1,112 @@
+"""Which modules of batchfit a call enters: the length of the walk that a reader takes through the source.
+
+    python benchmarks/walks.py            # find, backward with one OOM, predict: modules and switches
+    python benchmarks/walks.py --list     # with the modules in the order in which they are entered
+
+A module is entered when one of its functions is called; its import does not count. Functions that torch calls
+back while virtual memory is on (`_engine/virtual_memory`) stand for the GPU and do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import batchfit
+from batchfit.results import StepReport
+
+ROOT = str(Path(batchfit.__file__).parent)
+NOT_COUNTED = "_engine.virtual_memory"
+
+
+class Walk(NamedTuple):
+    """The modules that a call entered, in order of entry, and how often control went to another one."""
+
+    modules: tuple[str, ...]
+    switches: int
+
+
+def walk(call: Callable[[], object]) -> Walk:
+    """Run `call` and record the modules that it enters."""
+    seen: dict[str, None] = {}
+    switches, last = 0, ""
+
+    def record(frame: Any, event: str, _: object) -> None:
+        nonlocal switches, last
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(ROOT) or code.co_name == "<module>":
+            return
+        module = ".".join(Path(code.co_filename[len(ROOT) + 1 : -3]).parts)
+        if module.startswith(NOT_COUNTED):
+            return
+        seen[module] = None
+        switches += module != last
+        last = module
+
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return Walk(tuple(seen), switches)
+
+
+def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 256), torch.randint(0, 10, (size,))
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def walks() -> dict[str, Walk]:
+    """The three walks, each of a call that was made once before: what is imported on the way is imported."""
+    torch.manual_seed(0)
+    model = make_model()
+    workload = batchfit.training(model, torch.optim.Adam(model.parameters()), loss_fn, make_batch)
+    found = {}
+    for name, call in {
+        "find": lambda: batchfit.find_batch_size(workload, budget="64MiB"),
+        "predict": lambda: batchfit.predict_batch_size(workload, budget="2GiB"),
+    }.items():
+        call()
+        found[name] = walk(call)
+    batch = make_batch(2048)
+
+    with batchfit.virtual_memory("1GiB"):
+        for _ in range(2):
+            mb = batchfit.Microbatcher(model, budget="13MiB")
+            reports: list[StepReport] = []
+            found["backward"] = walk(
+                lambda: reports.append(mb.backward(lambda micro: loss_fn(model, micro), batch))  # noqa: B023
+            )
+            assert reports[0].retries == 1, f"the walk is one with one OOM: {reports[0]}"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="name the modules")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name, found in walks().items():
+        print(f"{name}: {len(found.modules)} modules, {found.switches} switches")
+        if given.list:
+            print("  " + "\n  ".join(found.modules))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The options of an explanation: the keywords of `explain_memory`, and the flags of `batchfit explain`.
+
+Rules: as in `_find.pure.options`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from batchfit._arguments import check_flag, check_whole
+from batchfit._options import flag
+from batchfit._units import parse_bytes
+
+if TYPE_CHECKING:
+    from batchfit._engine.allocator.gpus import Gpu
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions:
+    """What to explain, checked; `explain_memory` documents each option."""
+
+    batch_size: int = flag(kind=int, metavar="N", shown_default=False, help="Size to explain.")
+    budget: int | str | None = flag(
+        None,
+        str,
+        metavar="BYTES",
+        shown_default="what is free on the GPU, or all of --gpu",
+        help="Memory the program may use, for the largest batch as it is and with each change.",
+    )
+    gpu: str | None = flag(
+        None,
+        str,
+        metavar="GPU",
+        shown_default="the one that is here",
+        help="GPU whose memory and kernels count.",
+    )
+    what_if: bool = flag(True, help="Trace what checkpointing, bf16 and the like would change, too.")
+
+    def __post_init__(self) -> None:
+        check_whole("batch_size", self.batch_size)
+        check_flag("what_if", self.what_if)
+        _ = self.card, self.budget_bytes
+
+    @property
+    def card(self) -> Gpu | None:
+        """The GPU that is named; None for the one that is here."""
+        from batchfit._engine.allocator.gpus import card_named
+
+        return None if self.gpu is None else card_named(self.gpu)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes; None where none is given."""
+        return None if self.budget is None else parse_bytes(self.budget)

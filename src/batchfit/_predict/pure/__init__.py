@@ -1,0 +1,1 @@
+"""The options of a prediction, checked without torch."""

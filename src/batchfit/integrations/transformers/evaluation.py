@@ -1,0 +1,53 @@
+"""An evaluation batch in microbatches: what `Trainer.prediction_step` returns for the whole of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchfit.integrations.transformers.losses import count_labels, rows_of, shifts_labels
+from batchfit.integrations.transformers.predictions import (
+    loss_of_rows,
+    loss_rows,
+    of_the_batch,
+    padded_rows,
+    per_sample,
+)
+from batchfit.integrations.transformers.reduction import adds_up, items_of
+
+
+def predict_in_microbatches(
+    trainer: Any, step: Any, model: nn.Module, inputs: Any, *, items: Any, loss_only: bool, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Loss, logits and labels; `step` is the trainer's own `prediction_step`, `items` those of the batch."""
+    run, shifted = trainer._batchfit, shifts_labels(trainer)
+    sums = adds_up(trainer, inputs, items)
+    generates = getattr(trainer.args, "predict_with_generate", False) and not loss_only
+    dtypes: set[torch.dtype] = set()
+
+    def predict(micro: Any) -> dict[str, Any]:
+        # Not in inference mode, unlike other uses of `map`: what a model caches is for training too.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            given = items_of(trainer, micro, inputs, items, sums=sums)
+            with run.evaluating_with(given):
+                loss, logits, labels = step(model, micro, loss_only, **options)
+            adds, count = run.was_asked and sums, rows_of(micro)
+            if loss is not None:
+                dtypes.add(loss.dtype)
+                loss = loss_rows(loss, 1 if adds else count_labels(micro, shifted=shifted), count)
+            if generates and isinstance(logits, torch.Tensor):
+                logits = list(logits.unbind(0))  # as long as each microbatch made them
+            else:
+                logits = per_sample(logits, count)
+            return {"loss": loss, "adds": adds, "logits": logits, "labels": labels}
+
+    with run.deferring_logs(trainer.log):
+        found = run.evaluator_of(trainer, model).map(predict, inputs)
+    loss, logits = found["loss"], found["logits"]
+    if loss is not None:
+        loss = loss_of_rows(loss, adds=found["adds"], dtype=dtypes.pop())
+    is_ragged = generates and isinstance(logits, list)
+    logits = padded_rows(trainer, logits) if is_ragged else of_the_batch(logits)
+    return loss, logits, found["labels"]
