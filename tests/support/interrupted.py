@@ -65,14 +65,15 @@ VERBS: dict[str, Callable[[batchfit.Workload], object]] = {
 }
 
 
-def interrupt(delays_s: list[float], begin: threading.Event) -> threading.Thread:
-    """A thread that sends these signals, the delays counted from `begin`."""
+def interrupt(delays_s: list[float], begin: threading.Event, sent: list[float]) -> threading.Thread:
+    """A thread that sends these signals, the delays counted from `begin`, and notes each in `sent`."""
 
     def send() -> None:
         begin.wait()
         for delay_s in delays_s:
             time.sleep(delay_s)
             os.kill(os.getpid(), signal.SIGINT)
+            sent.append(delay_s)
 
     return threading.Thread(target=send)
 
@@ -99,7 +100,8 @@ def run(verb: str, times: int, signals: int, seed: int) -> int:
         delays = [chance.uniform(0, whole_s)]
         delays += [chance.choice([0.0, 1e-4, 1e-3, 1e-2]) * chance.random() for _ in range(signals - 1)]
         begin = threading.Event()
-        thread = interrupt(delays, begin)
+        sent: list[float] = []
+        thread = interrupt(delays, begin, sent)
         thread.start()  # before the first signal: a start cannot be interrupted
         try:
             begun = time.perf_counter()
@@ -112,7 +114,9 @@ def run(verb: str, times: int, signals: int, seed: int) -> int:
             raised.append(f"{type(error).__name__}: {error}")
         while True:  # the rest of the signals
             try:
-                thread.join()
+                # Not `join`: in Python 3.11 an interrupt in it marks a running thread as stopped (bpo-45274).
+                while len(sent) < len(delays):
+                    time.sleep(1e-3)
                 time.sleep(1e-3)
                 break
             except KeyboardInterrupt:

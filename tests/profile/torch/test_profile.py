@@ -644,7 +644,7 @@ def test_undeclared_state_is_warned_about() -> None:
         ({"tokens_per_sample": 1.5}, "tokens_per_sample must be a positive integer or None, not 1.5"),
         ({"target_batch_size": 0}, "target_batch_size must be a positive integer or None, not 0"),
         ({"loader": 4}, "loader must be something that can be iterated repeatedly, not 4"),
-        ({"loader": iter([1])}, "loader must be something that can be iterated again"),
+        ({"loader": iter([1])}, "loader must be something that can be iterated repeatedly"),
         ({"diagnose": 1}, "diagnose must be True or False, not 1"),
         ({"on_point": 3}, r"on_point must be a callable on_point\(point\) or None, not 3"),
         ({"sizes": "12"}, "sizes must be a list of batch sizes, not '12'"),
