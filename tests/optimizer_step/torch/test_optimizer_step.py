@@ -712,7 +712,7 @@ def test_cuda_is_asked_for_blocks_of_its_segments_unless_its_cache_is_ample(
 ) -> None:
     mib = 2**20
     sizes = (100, *[mib // 2] * 3, *[3 * mib] * 8, 147 * mib)
-    pieces = step_memory.DeviceBlocks(torch.device("cuda:0"), sizes)
+    blocks = step_memory.DeviceBlocks(torch.device("cuda:0"), sizes)
     small, large = [mib] * 2, [20 * mib] * 2 + [148 * mib]
 
     def asked(small_free: int, large_free: int) -> list[int]:
@@ -722,11 +722,11 @@ def test_cuda_is_asked_for_blocks_of_its_segments_unless_its_cache_is_ample(
             "active_bytes": {pool: {"current": 7 * mib} for pool in free},
         }
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-        return list(step_memory.blocks_not_cached(pieces))
+        return list(step_memory.blocks_not_cached(blocks))
 
     assert asked(0, 0) == small + large
     assert asked(4 * mib, 0) == large
     assert asked(0, 2 * (24 + 148) * mib) == small
     assert asked(0, 2 * (24 + 148) * mib - 1) == small + large
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})  # cudaMallocAsync
-    assert list(step_memory.blocks_not_cached(pieces)) == small + large
+    assert list(step_memory.blocks_not_cached(blocks)) == small + large
