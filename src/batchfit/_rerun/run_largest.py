@@ -273,7 +273,8 @@ def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> RunReq
     size = reduce()
     if type(size) is not int or not 0 <= size < failed:
         raise ValueError(
-            f"reduce must return an integer from 0 up to below the {failed} that was out of memory, not {size!r}"
+            f"reduce must return an integer from 0 up to below the {failed} that was out of memory, "
+            f"not {size!r}"
         )
     ranks.same(size, doing="the size that reduce returned")
     return RunRequest(size) if size else None
