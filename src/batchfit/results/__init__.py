@@ -69,7 +69,7 @@ class StepReport:
     """What one call of `Microbatcher.backward` did.
 
     `loss` is the loss of the full batch as a detached tensor on the device: reading it forces a
-    CUDA synchronization. `retries` counts OOM retries. `peak_bytes` is the most that was live when a size of this
+    synchronization. `retries` counts OOM retries. `peak_bytes` is the most that was live when a size of this
     shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
     the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
     returned beside its losses, detached, joined in the batch's order: each sample once.
