@@ -717,7 +717,7 @@ def test_a_missing_cuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         resolve_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ValueError, match="torch finds no GPU: look at nvidia-smi and"):
+    with pytest.raises(ValueError, match="torch finds no GPU: check nvidia-smi and"):
         resolve_device("cuda:0")
 
 

@@ -395,7 +395,7 @@ def test_a_search_runs_on_a_fake_device_without_tensors(
     monkeypatch: pytest.MonkeyPatch, knobs: dict[str, Any], expected: int
 ) -> None:
     # no tensors, no garbage: collecting it 4 times a trial is all the time that this would take
-    monkeypatch.setattr("batchfit._engine.trial.trial.gc", types.SimpleNamespace(collect=lambda: 0))
+    monkeypatch.setattr("batchfit._engine.trial.guarded_steps.gc", types.SimpleNamespace(collect=lambda: 0))
     device = FakeDevice("1GiB", peak=lambda size: 200 * MiB + size * 3 * MiB, **knobs)
     workload = batchfit.Workload(device.step, state=())
     with count_operations() as seen:
