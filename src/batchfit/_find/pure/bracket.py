@@ -28,7 +28,7 @@ class Observation:
 
     `fits` is False for a size that was too big for whatever reason, and for a soak that failed anywhere.
     The byte fields are peaks over the trial (of a failed one: up to the failure), None without a reading:
-    live tensors, what a caching allocator took from the device, the rests of split segments that it cannot
+    live tensors, what a caching allocator reserved, the inactive split blocks that it cannot
     hand back; `largest_bytes` is the largest block, `held_bytes` what stays between steps, a floor under
     every peak. `retries` counts the allocations that succeeded only after cached memory was handed back.
     """
@@ -55,7 +55,7 @@ class Observation:
 
     @property
     def handed_back(self) -> bool:
-        """It had to retry, and what lay idle was more than the rests that cannot be handed back."""
+        """It had to retry, and more was cached than the inactive split blocks that cannot be released."""
         if not self.retries or self.split_bytes is None or not self.allocated_bytes:
             return False
         return self.allocated_bytes + self.split_bytes < (self.reserved_bytes or 0)

@@ -94,7 +94,7 @@ def _as_predicted(state: State, bracket: Bracket, predicted: int) -> Request | s
 
     A failure there or below says that the prediction is wrong, and the search goes on without it. So does an
     exact search, from there on. Where what it took leaves room for more beyond doubt, the room is used: how
-    an allocator's memory falls into pieces is foreseen less well than what is put into them.
+    an allocator's fragmentation is foreseen less well than live tensors.
     """
     size = bracket.sizes.at(max(0, bracket.sizes.index(predicted)))
     if bracket.bad is not None and bracket.bad <= size:
@@ -160,7 +160,7 @@ def curve_of(state: State, bracket: Bracket) -> Curve | None:
     if floor < _MOST_OF_IT * fixed:
         aside = max(aside, _aside_bytes(state.budget_bytes, fixed, crowded=crowded))
     budget = state.budget_bytes - aside
-    # The largest size tells most about the blocks; where none has shown them, any size that had to retry.
+    # The largest size says most about the blocks; where none has shown them, any size that had to retry.
     shown = [one for one in ran if one.largest_bytes] or [one for one in ran if one.retries] or ran
     releases = max(shown, key=lambda one: one.size).cache_is_releasable(aside_bytes=aside)
     # A large block among small ones (a kernel's workspace) does not keep those from being handed back.

@@ -8,8 +8,8 @@ Rules:
   Sizes 1 and 2 alone prove nothing: what has not grown yet may grow at the next size.
 - A reading is wrong by up to `NOISE` until three readings on one line show that they are better.
 - Gaps in an allocator's memory are as large as its blocks. A program of small blocks fills `LIVE_SHARE` of
-  the budget with live tensors; one with a few large blocks (a language model's logits) leaves rests that
-  nobody can use, and what the allocator took (`reserved`) counts.
+  the budget with live tensors; one with a few large blocks (a language model's logits) leaves
+  inactive split blocks that nobody can use, and what the allocator took (`reserved`) counts.
 - Nothing here knows about trials: the model proposes, the bracket of the search disposes.
 """
 
@@ -30,19 +30,19 @@ FINEST = 0.003
 _UNSEEN = 8.0
 # A growth counts as seen when it is this many times what the errors of its two readings can feign.
 _CLEAR = 2.5
-# The share of the budget that live tensors fill where the allocator's rests do not stand in the way. Measured
+# The share of the budget that live tensors fill where inactive split blocks do not stand in the way. Measured
 # on an H200 under a cap: convolutional nets and ViT run at 96 to 98.9 %, and fail at 98.1 to 98.9 %.
 LIVE_SHARE = 0.972
 # Blocks are small if the largest is at most this share of the live tensors. 28 models and precisions under 3
 # budgets, replayed: up to 0.059 they run at 96.9 to 99.6 %, from 0.076 on at 85 to 96 %.
 _FINE_SHARE = 0.065
-# Rests grow with large blocks: far from the budget, below this share of it, they count as at least what keeps
-# live tensors from filling more than the other.
+# Inactive split blocks grow with large blocks: far from the budget, below this share of it, they count as
+# at least what keeps live tensors from filling more than the other.
 _NEAR_END = 0.9
 _COARSE_SHARE = 0.95
-# With nothing known of the blocks: rests up to this share of the live tensors do not stand in the way
-# (ConvNeXt, ViT); 7 % do (GPT-2).
-_SMALL_RESTS = 0.05
+# With nothing known of the blocks: inactive split blocks up to this share of the live tensors do not
+# stand in the way (ConvNeXt, ViT); 7 % do (GPT-2).
+_SMALL_SPLIT_SHARE = 0.05
 # One reading cannot tell fixed from growing memory: take a quarter of what lies above the floor as fixed.
 _FIXED_SHARE = 0.25
 
@@ -74,9 +74,9 @@ class MemoryReading:
 
         Live tensors (`allocated_bytes`) are a lower bound. What a caching allocator took (`reserved_bytes`)
         is an upper bound, since it hands back unsplit segments before it gives up; live tensors plus the
-        rests of split segments (`split_bytes`), which it cannot hand back, are another. The lower of the
-        two decides, unless the rests can be handed back (`releases`): then live tensors decide, as they do
-        where nothing is known of that (None) and the rests are small. Where they cannot, they grow on the way
+        inactive split blocks (`split_bytes`), which it cannot release, are another. The lower of the
+        two decides, unless they can be released (`releases`): then live tensors decide, as they do
+        where nothing is known of that (None) and they are small. Where they cannot, they grow on the way
         to `budget_bytes`.
         """
         if not allocated_bytes or allocated_bytes < 0:
@@ -87,7 +87,7 @@ class MemoryReading:
             reserved_bytes, allocated_bytes + (reserved_bytes if split_bytes is None else split_bytes)
         )
         firm = upper == reserved_bytes
-        if releases or (releases is None and upper <= (1 + _SMALL_RESTS) * allocated_bytes):
+        if releases or (releases is None and upper <= (1 + _SMALL_SPLIT_SHARE) * allocated_bytes):
             return cls(size, allocated_bytes / LIVE_SHARE, LIVE_NOISE)
         if releases is None:
             return cls(size, float(upper), firm=firm)
