@@ -19,7 +19,17 @@ STDLIB = sys.stdlib_module_names
 
 # Packages by level, lowest first. A package imports from lower levels only.
 LEVELS = (
-    {"_arguments", "_documents", "_knobs", "_options", "_units", "messages", "_init", "_engine.allocator"},
+    {
+        "_arguments",
+        "_ask_tell",
+        "_documents",
+        "_knobs",
+        "_options",
+        "_units",
+        "messages",
+        "_init",
+        "_engine.allocator",
+    },
     {"errors", "_charts", "_engine.virtual_memory"},
     {"_files", "_engine.device"},
     {"results", "testing", "_noise", "_engine.batch", "_engine.cuda_model", "_engine.snapshot"},
@@ -206,6 +216,18 @@ def test_a_package_is_a_docstring_and_at_most_16_modules(folder: Path) -> None:
     if ".".join(folder.relative_to(SOURCE).parts) not in HAS_CODE_IN_INIT:
         assert len(tree.body) == 1, f"{folder}/__init__.py holds code: the front door is a module"
     assert len(list(folder.glob("*.py"))) - 1 <= 16, f"{folder} has too many modules"
+
+
+def test_no_module_has_over_450_lines_and_no_function_over_80() -> None:
+    long = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert not {name: lines for name, lines in long.items() if lines > 450}
+    functions = {
+        f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert not {name: lines for name, lines in functions.items() if lines > 80}
 
 
 def test_every_module_says_what_it_is() -> None:

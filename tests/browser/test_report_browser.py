@@ -196,7 +196,7 @@ def test_a_series_is_hidden_and_shown(desktop: Page) -> None:
     marks = f"Array.from({seen('memory-0')}.querySelectorAll('g.pt.oom'))"
     count = f"{marks}.filter(mark => mark.getClientRects().length).length"
     buttons = "Array.from(document.querySelectorAll('#memory-0 .legend button'))"
-    button = f"{buttons}.find(button => button.textContent.includes('ran out'))"
+    button = f"{buttons}.find(button => button.textContent.includes('out of memory'))"
     desktop.value(f"{button}.id = 'ran-out'")
     before = desktop.value(count)
     assert before > 0

@@ -341,7 +341,7 @@ def _profiled(name: str, profile: ThroughputProfile, unit: int) -> list[Series]:
     ]
     found = (
         Series(f"{name}profiled peak", tuple(marks), "c3"),
-        Series(f"{name}profiled, ran out", tuple(lost), "oom"),
+        Series(f"{name}profiled, out of memory", tuple(lost), "oom"),
     )
     return [one for one in found if one.marks]
 

@@ -35,7 +35,7 @@ class Notes(Protocol):
 
 
 class ProgressDisplay(Protocol):
-    """Told what happens, shows it."""
+    """Shows the events that it is given."""
 
     draws_rows: bool  # the trials stand on the terminal as a table: no need to print it again
 

@@ -1,10 +1,10 @@
-"""What DataLoader reads as its batch sampler: batches dealt one by one, when a worker is to begin with them.
+"""What DataLoader reads as its batch sampler: batches made one by one, when a worker is to begin with them.
 
 Rules
-- The size is asked for when a batch is dealt: a schedule is always followed, and a worker never collates a
+- The size is asked for when a batch is made: a schedule is always followed, and a worker never collates a
   size that was not wanted when it began.
 - An order is a function of seed and epoch, or the user's sampler, of which prefetched samples are kept.
-- What goes wrong while dealing (a schedule, a sampler) is kept until all that was dealt before is handed out.
+- What goes wrong while dealing (a schedule, a sampler) is kept until all batches before it are handed out.
 - No dealer refers to the loader, and a dealer lives for one epoch.
 """
 
@@ -204,7 +204,7 @@ class Dealer(Iterator[Any]):
         if self.failure is None:
             try:
                 task = self._deal()
-            except Exception as error:  # noqa: BLE001 - it is raised when what was dealt before is handed out
+            except Exception as error:  # noqa: BLE001 - it is raised when the batches before it are handed out
                 self.failure = error
                 task = None
             if task is not None:
@@ -265,7 +265,7 @@ class Dealer(Iterator[Any]):
         self.current, self.current_progress = deal, self.progress_at(deal.number, deal.start)
 
     def cancel(self) -> None:
-        """Discard the prefetched batches, if the sizes of now are not those that they were dealt with."""
+        """Discard the prefetched batches, if the sizes of now are not those that they were made with."""
         self.failure = None
         if all(self._still_wanted(deal) for deal in self.ledger.fresh):
             return
@@ -276,7 +276,7 @@ class Dealer(Iterator[Any]):
     def _still_wanted(self, deal: Deal) -> bool:
         try:
             return self.settings.wanted(self.progress_at(deal.number, deal.start)) == deal.size
-        except Exception:  # noqa: BLE001 - it will be raised when that batch is dealt again
+        except Exception:  # noqa: BLE001 - it will be raised when that batch is made again
             return False
 
     def abandon(self) -> None:

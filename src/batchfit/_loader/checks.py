@@ -48,7 +48,7 @@ def check_workers(num_workers: Any, timeout: Any) -> None:
 
 
 def check_data(dataset: Any, streams: bool, shuffle: bool, sampler: Any, world_size: int) -> None:
-    """Refuse what cannot be dealt out, before anything runs."""
+    """Refuse what cannot be batched, before anything runs."""
     if isinstance(dataset, IterDataPipe):
         raise TypeError("dataset must be a map-style or iterable dataset, not an IterDataPipe")
     if streams:

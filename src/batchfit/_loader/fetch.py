@@ -1,4 +1,4 @@
-"""What a loader's worker does with a batch that was dealt to it: fetch the samples, collate them.
+"""What a loader's worker does with a batch that is given to it: fetch the samples, collate them.
 
 Rules
 - torch's DataLoader runs this in its own workers through its public parts only: a dataset with `__getitems__`
@@ -7,7 +7,7 @@ Rules
 - Work on a batch that was made void meanwhile is not begun, and not ended: a number that all workers see says
   which ones are. It is read about once in a millisecond, not once a sample.
 - A stream keeps the samples of a batch until the loader says that the batch was handed to the user: so they
-  can be dealt again, in another size.
+  can be batched again, in another size.
 """
 
 from __future__ import annotations

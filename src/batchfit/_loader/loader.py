@@ -4,7 +4,7 @@ Rules
 - torch's DataLoader does the loading, with its own workers and through its public parts: our batch sampler
   decides what goes into a batch at the moment when a worker is to begin with it (`_loader/batch_sampler.py`).
 - `batch_size` is the size over all ranks; each rank loads its part of every batch (`_loader/pure/deal.py`).
-- A size that a schedule gives is known when a batch is dealt, so it costs nothing. A size that is set counts
+- A size that a schedule gives is known when a batch is made, so it costs nothing. A size that is set counts
   from the next batch on: prefetched batches are discarded, and their samples re-batched.
 - The order of a map-style dataset is a function of seed and epoch alone. The position in it is what was
   handed to the user, in samples: it says everything, whatever the sizes, workers and ranks were or will be.

@@ -155,7 +155,7 @@ class GradientNoise:
         self._ranks = RankNorms(model)
 
     def reading(self, *, group: Any = None) -> NoiseReading:
-        """What is known now; waits for the device.
+        """What is known now; forces a synchronization.
 
         With `group` (`torch.distributed.group.WORLD`), all ranks of it call this, and all get one reading
         from what each has seen of its own batches. With `watch_ranks` that is so anyway.
@@ -172,7 +172,7 @@ class GradientNoise:
         return joined_reading(map(NoiseState.from_dict, states), min_steps=self._min_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, as plain data; waits for the device."""
+        """The averages, as plain data; forces a synchronization."""
         self._later.wait()
         return self._state.to_dict()
 

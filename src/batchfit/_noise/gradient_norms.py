@@ -103,7 +103,7 @@ class Later:
             self._hand_over()
 
     def wait(self) -> None:
-        """Hand over all of it; waits for the device."""
+        """Hand over all of it; forces a synchronization."""
         while self._waiting:
             self._hand_over()
 

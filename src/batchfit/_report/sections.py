@@ -189,7 +189,7 @@ def _unseen(memory: Memory) -> str:
 def _memory_note(group: Memory) -> str:
     parts = []
     if any(not trial.fits for _, fit in group.fits for trial in fit.trials):
-        parts.append("A trial that ran out stands on the budget's line.")
+        parts.append("A trial that was out of memory stands on the budget's line.")
     how: dict[str, list[str]] = {}
     for _, one in group.predictions:
         left = f", {one.margin:.1%} of the budget left free" if one.margin else ""
@@ -216,7 +216,7 @@ def _memory_table(group: Memory) -> HtmlTable:
         for p in profile.points:
             seen = [format_bytes(b) if b is not None else "-" for b in (p.peak_bytes, p.reserved_bytes)]
             rows.append((f"{p.size:,}", f"{name}profiled", *seen))
-        rows += [(f"{size:,}", f"{name}profiled, ran out", "-", "-") for size in profile.too_large]
+        rows += [(f"{size:,}", f"{name}profiled, out of memory", "-", "-") for size in profile.too_large]
     for name, why in group.explanations:
         amounts = (format_bytes(why.peak_bytes), format_bytes(why.reserved_bytes))
         rows.append((f"{why.batch_size:,}", f"{name}explained", *amounts))

@@ -88,7 +88,9 @@ def sweep_facts(sweep: SweepResult) -> list[Fact]:
         trials = sum(len(one.trials) for one in sweep.records)
         ran_out = sum(one.ooms for one in sweep.records)
         found.append(Fact("batch sizes", f"{min(sizes):,} to {max(sizes):,}"))
-        found.append(Fact("trials", f"{trials:,}", f"{ran_out:,} ran out, {sweep.elapsed_s:.1f} s in all"))
+        found.append(
+            Fact("trials", f"{trials:,}", f"{ran_out:,} out of memory, {sweep.elapsed_s:.1f} s in all")
+        )
     fast = [one for one in sweep.records if _number(one.samples_per_s) is not None]
     if fast:
         best = max(fast, key=lambda one: one.samples_per_s or 0.0)

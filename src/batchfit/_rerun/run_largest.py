@@ -64,7 +64,7 @@ class LargestRun(Generic[T]):
 
 
 class _Ended(NamedTuple):
-    ending: Ending | Literal["broken"]  # a collective broke off, since another rank had run out
+    ending: Ending | Literal["broken"]  # a collective broke off, since another rank had an OOM
     value: Any
     steps: int
     elapsed_s: float
@@ -162,7 +162,7 @@ class _Program(Generic[T]):
                     self.before_retry()
                 _release(self.device)
                 self.snapshot.restore()
-            flag = f"{self.call}: {len(trials)} ran out"
+            flag = f"{self.call}: {len(trials)} out of memory"
             ended = _agreed(_run(self.function, request, ranks, flag), request, ranks)
             trials.append(_as_trial(request, ended))
             assert ended.ending != "broken"  # all ranks have raised by then
@@ -273,7 +273,8 @@ def _next(runs: Rerun, reduce: Callable[[], int] | None, ranks: Ranks) -> RunReq
     size = reduce()
     if type(size) is not int or not 0 <= size < failed:
         raise ValueError(
-            f"reduce must return an integer from 0 up to below the {failed} that ran out, not {size!r}"
+            f"reduce must return an integer from 0 up to below the {failed} that was out of memory, "
+            f"not {size!r}"
         )
     ranks.same(size, doing="the size that reduce returned")
     return RunRequest(size) if size else None

@@ -3,7 +3,7 @@
 Rules
 - A loader that takes a plan (it has an attribute `schedule`) gets it, and changes sizes by itself; any other
   gets the size at the change. What somebody else sets stays until the schedule changes the size again.
-- What a loader counts (`progress`) goes before what the caller says, for its batches are dealt by that.
+- What a loader counts (`progress`) goes before what the caller says, for its batches are made by that.
 - A loader and a caller that are at different epochs or sizes get one warning each.
 """
 

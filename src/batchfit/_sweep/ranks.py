@@ -102,18 +102,18 @@ class AllRanks:
         self, job: Job, waiting: Sequence[Entry], on_event: OnEvent
     ) -> Generator[SweepRecord, None, None]:
         check_may_have_children()
-        worker, company = Worker(portable(job)), ChildGroup(self.ranks)
+        worker, group = Worker(portable(job)), ChildGroup(self.ranks)
         ended = False
         try:
             for entry in waiting:
-                yield self._record(worker, company, entry, on_event)
+                yield self._record(worker, group, entry, on_event)
             ended = True
         finally:
             worker.end(gently=ended)
 
-    def _record(self, worker: Worker, company: ChildGroup, entry: Entry, on_event: OnEvent) -> SweepRecord:
+    def _record(self, worker: Worker, group: ChildGroup, entry: Entry, on_event: OnEvent) -> SweepRecord:
         for number in range(1, TRIES + 1):
-            answers = self._try(worker, company, entry, on_event)
+            answers = self._try(worker, group, entry, on_event)
             record = settle(answers)
             if record is not None:
                 return record
@@ -125,14 +125,14 @@ class AllRanks:
             entry, f"ChildDiedError: the process that ran it on rank {rank} {death}, {TRIES} times"
         )
 
-    def _try(self, worker: Worker, company: ChildGroup, entry: Entry, on_event: OnEvent) -> list[RankAnswer]:
+    def _try(self, worker: Worker, group: ChildGroup, entry: Entry, on_event: OnEvent) -> list[RankAnswer]:
         """Have all ranks run a configuration once; what each of them has to say."""
         self._asked += 1
         doing = f"{entry.label}, number {self._asked}"
         invitation = None
         if self.ranks.any(worker.child is None, doing=f"the processes for {doing}"):
             worker.end()
-            invitation = company.rendezvous()
+            invitation = group.rendezvous()
         worker.begin(entry, invitation)
         mine = self._answer(worker, on_event, flag=f"sweep {self._asked}")
         gathered = self.ranks.gather(mine.as_json(), doing=f"the record of {doing}")

@@ -68,8 +68,8 @@ __all__ = [
 class StepReport:
     """What one call of `Microbatcher.backward` did.
 
-    `loss` is the loss of the full batch as a detached tensor on the device: reading it waits for the device.
-    `retries` counts tries that ran out of memory. `peak_bytes` is the most that was live when a size of this
+    `loss` is the loss of the full batch as a detached tensor on the device: reading it forces a
+    synchronization. `retries` counts OOM retries. `peak_bytes` is the most that was live when a size of this
     shape ran for the first time (measured then, remembered after); None where there is no reading. `skipped`:
     the batch had no weight, so nothing was run and no gradient changed. `outputs` are those that `fn`
     returned beside its losses, detached, joined in the batch's order: each sample once.
@@ -89,7 +89,7 @@ class StepReport:
         runs = [f"{len(list(run))} x {size}" for size, run in groupby(self.microbatch_sizes)]
         parts = [f"loss {float(self.loss):.4g}", f"microbatches {' + '.join(runs)}"]
         if self.retries:
-            parts.append(f"ran out {self.retries} time{'s' if self.retries > 1 else ''}")
+            parts.append(f"{self.retries} OOM {'retries' if self.retries > 1 else 'retry'}")
         if self.peak_bytes is not None:
             parts.append(f"peak {format_bytes(self.peak_bytes)}")
         return ", ".join(parts)

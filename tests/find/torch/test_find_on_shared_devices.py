@@ -191,7 +191,7 @@ def test_memory_that_comes_back_makes_a_failed_trial_run_again(caplog: pytest.Lo
     assert (fit.trials[0].size, fit.trials[0].fits) == (400, True), "the failure does not count"
     assert seen == [trial.size for trial in fit.trials]
     (said,) = warnings_of(caplog)
-    assert said.startswith("batch size 400 ran out while another program had memory of cuda:0")
+    assert said.startswith("batch size 400 was out of memory while another program held memory of cuda:0")
 
 
 def test_a_failure_of_the_size_itself_is_not_run_again(caplog: pytest.LogCaptureFixture) -> None:

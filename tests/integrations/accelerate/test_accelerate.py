@@ -724,7 +724,7 @@ def test_wrong_settings_are_told_when_the_function_is_decorated(
 
 @pytest.mark.parametrize("size", [128, 200, -1, 2.5])
 def test_a_reduction_that_does_not_reduce_is_an_error(size: Any) -> None:
-    with pytest.raises(ValueError, match="below the 128 that ran out"):
+    with pytest.raises(ValueError, match="below the 128 that was out of memory"):
         ours(Limited(10).__call__, 128, lambda: size)()
 
 

@@ -414,10 +414,8 @@ def test_swapped_arguments_are_told_in_a_line() -> None:
 
 def test_a_report_prints_as_one_line() -> None:
     report = batchfit.StepReport(torch.tensor(2.5), (9, 8, 8), 2, 3 * 2**20)
-    assert str(report) == "loss 2.5, microbatches 1 x 9 + 2 x 8, ran out 2 times, peak 3.00 MiB"
-    assert (
-        str(batchfit.StepReport(torch.tensor(0.5), (4,), 1)) == "loss 0.5, microbatches 1 x 4, ran out 1 time"
-    )
+    assert str(report) == "loss 2.5, microbatches 1 x 9 + 2 x 8, 2 OOM retries, peak 3.00 MiB"
+    assert str(batchfit.StepReport(torch.tensor(0.5), (4,), 1)) == "loss 0.5, microbatches 1 x 4, 1 OOM retry"
     assert "skipped" in str(batchfit.StepReport(torch.tensor(0.0), (), skipped=True))
     assert repr(report).startswith("StepReport(loss=tensor(2.5000), microbatch_sizes=(9, 8, 8), retries=2")
 

@@ -189,7 +189,7 @@ def test_a_signal_that_is_lost_in_noise_gives_no_estimate_but_a_bound() -> None:
     assert reading.high is None
     assert reading.low is not None
     assert 50 < reading.low < 100_000
-    assert "cannot be told from zero" in reading.reason
+    assert "cannot be distinguished from zero" in reading.reason
     assert "it is at least" in str(reading)
 
 

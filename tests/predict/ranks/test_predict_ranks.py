@@ -70,7 +70,7 @@ def predictions(rank: int) -> Any:
         "untraceable": told(lambda: own(untraceable, budget="256MiB").batch_size),
         "wrapped": told(lambda: own(workload(64, wrapped=True), budget="256MiB").batch_size),
         "budgets": told(lambda: own(work, budget=budgets[: 1 + rank]).batch_size),
-        "argument": told(lambda: own(work, budget="256MiB", margin=2.0)) if rank == 1 else None,
+        "argument": told(lambda: own(work, budget="256MiB", margin=2.0 if rank == 1 else 0.1).batch_size),
         "after": told(lambda: own(work, budget="256MiB").batch_size),
     }
 
@@ -96,6 +96,8 @@ def test_all_ranks_have_the_answer_of_the_one_on_which_the_fewest_fit() -> None:
     assert "rank 1 raised" in first["untraceable"][1]
     assert second["untraceable"][0] != "RankFailedError"
     assert second["argument"][0] == "ValueError"
+    assert first["argument"][0] == "RankFailedError", "no rank waits for one that was called wrongly"
+    assert "margin must be" in first["argument"][1]
 
 
 @gloo

@@ -242,7 +242,9 @@ class TestCharts:
     def test_sizes_that_a_profile_could_not_run_stand_on_the_budget(self) -> None:
         profile = result("profile").model_copy(update={"too_large": (256,)})
         lost = [
-            one for one in memory_chart(Memory(profiles=(("", profile),))).series if "ran out" in one.name
+            one
+            for one in memory_chart(Memory(profiles=(("", profile),))).series
+            if "out of memory" in one.name
         ]
         assert [(mark.x, mark.y, mark.shape) for one in lost for mark in one.marks] == [(256, 128, "cross")]
 

@@ -185,7 +185,7 @@ def _small_search() -> tuple[int, bool]:
         optimizer.step()
 
     workload = batchfit.Workload(step, state=[weight, optimizer])
-    # The limits are for a machine on which memory does not run out: the test must fail there, not fill it.
+    # The limits are for a machine with enough memory: the test must fail there, not fill it.
     limits: dict[str, Any] = {"max_size": 64, "time_limit_s": 20.0, "steps": 2, "soak_steps": 5}
     fit = batchfit.find_batch_size(workload, budget=SELF_TEST_BUDGET, device="cpu", tolerance=0.0, **limits)
     return fit.batch_size, bool((weight == 1).all())

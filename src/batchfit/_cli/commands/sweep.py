@@ -91,7 +91,7 @@ def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
     except (ValueError, TypeError) as error:
         if not _is_refusal(error):
             raise _raised(error, factory, full=flags.full_traceback) from None
-        raise file.blame(error) from None
+        raise file.failure_of(error) from None
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
         raise _raised(error, factory, full=flags.full_traceback) from None
 

@@ -76,7 +76,7 @@ class SweepFile:
         where = self.typed.get(str(place[0])) if place else None
         return CommandFailed(Code.USAGE, f"{where or self.document.where(tuple(place))}: {text}")
 
-    def blame(self, error: Exception) -> CommandFailed:
+    def failure_of(self, error: Exception) -> CommandFailed:
         """An argument that was refused, by the key that it came from."""
         if isinstance(error, GridError):
             return self.wrong(str(error), error.place)
@@ -96,7 +96,7 @@ class SweepFile:
                 wanted = [entry.configuration for entry in entries if not entry.why_not]
                 estimate_of(estimate, tuple(entries[0].configuration), wanted)
         except ValueError as error:
-            raise self.blame(error) from None
+            raise self.failure_of(error) from None
         return entries
 
     @property

@@ -28,7 +28,7 @@ _FRAGMENTED = 0.15
 
 _ABOUT_BATCH_NORM = (
     "batchfit: BatchNorm cannot train on a microbatch of one sample, and the batch was cut that small since "
-    "memory ran out or microbatch_size says so, or it has one sample. Use GroupNorm, or put the layer into "
+    "there was an OOM or microbatch_size says so, or it has one sample. Use GroupNorm, or put the layer into "
     "eval mode"
 )
 

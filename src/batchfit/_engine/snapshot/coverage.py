@@ -5,7 +5,7 @@ Rules
   had run would count twice. So it is an error, raised before the first backward, not after the first failure.
 - The graph of the loss is walked once for each function and number of parameters, not once a batch.
 - A parameter counts always; a plain tensor only where `fn` holds it, for one that `fn` makes itself (a
-  gradient penalty's inputs) begins anew in each call. A graph that hides its inputs (reentrant activation
+  gradient penalty's inputs) starts again in each call. A graph that hides its inputs (reentrant activation
   checkpointing) shows none of them.
 """
 
@@ -106,7 +106,7 @@ def _within(value: Any) -> Iterable[Any]:
 
 
 def function_key(fn: Any) -> object:
-    """The same for a lambda that is made anew in each pass of a loop, as long as its modules are the same."""
+    """The same for a lambda that is created in each pass of a loop, as long as its modules are the same."""
     plain = getattr(fn, "__func__", fn)
     code = getattr(plain, "__code__", None)
     if code is None:
@@ -117,7 +117,7 @@ def function_key(fn: Any) -> object:
 
 
 def loss_key(fn: Any) -> object:
-    """The same for a function that is made anew in each pass of a loop, as long as it calls the same ones."""
+    """The same for a function that is created in each pass of a loop, as long as it calls the same ones."""
     if isinstance(fn, functools.partial):
         return "partial", loss_key(fn.func)
     plain = getattr(fn, "__func__", fn)
@@ -176,7 +176,7 @@ def _refuse(missing: list[torch.Tensor], fns: Sequence[Any]) -> None:
     advice = f"Microbatcher(..., {', '.join(to_pass)})" if to_pass and not unowned else "their modules too"
     raise ValueError(
         f"models must hold all that gets gradients in fn, not leave out {shown}{more}: their gradients could "
-        f"not be put back after an out-of-memory and would count twice. Pass {advice}, or freeze them"
+        f"not be restored after an OOM and would count twice. Pass {advice}, or freeze them"
     )
 
 

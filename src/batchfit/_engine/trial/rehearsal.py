@@ -91,7 +91,9 @@ def _agreed(mine: list[object], first: Trial, ranks: Ranks, device: str) -> list
 
 def _nothing_fits(first: Trial, answers: list[tuple[str, bool]], device: str) -> NothingFitsError:
     failed = [
-        f"rank {rank} ran out in the first steps: {text}" for rank, (text, _) in enumerate(answers) if text
+        f"rank {rank} was out of memory in the first steps: {text}"
+        for rank, (text, _) in enumerate(answers)
+        if text
     ]
     used = first.reserved_bytes or first.peak_bytes or 0
     return NothingFitsError(first.size, device=device, budget_bytes=used, detail="; ".join(failed))

@@ -4,7 +4,7 @@ Rules:
 - The budget only goes down. What others give back is not taken up behind the user's back.
 - Less memory than the budget, by more than others come and go with, is a smaller budget: for the rest of the
   search, and for its answer.
-- What ran out under a larger budget runs out under a smaller one. What ran counts only if it took no more
+- An OOM under a larger budget is one under a smaller budget. What ran counts only if it took no more
   than the smaller one, and a prediction for the larger one not at all.
 - A trial that no longer counts was run all the same: limits on trials and sizes count it. Where nothing is
   left of them one more is allowed, since without any there would be no answer.
@@ -47,7 +47,7 @@ class SharedBudget:
         return max(0, self.budget_bytes - self._slack())
 
     def lacks(self, reachable_bytes: int) -> bool:
-        """So little is reachable that a trial may run out for a reason other than its size."""
+        """So little is reachable that a trial may have an OOM for a reason other than its size."""
         return reachable_bytes < self.least_bytes
 
     def is_exceeded(self, reachable_bytes: int) -> bool:

@@ -6,7 +6,7 @@ Rules
 - Every rank has a sample in every batch, the last one too, and no sample is lost or repeated: where fewer
   samples than ranks would be left, the batch before gives some of its own, or takes them in.
 - Positions count samples over all ranks. What was handed to the user is the position that is saved; what was
-  dealt is ahead of it by the prefetched batches.
+  handed to workers is ahead of it by the prefetched batches.
 - A change of size discards prefetched batches, by number: all below `discarded_below`. Their samples are
   re-batched, in order.
 """

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come: all counts are of what was dealt before the batch in question."""
+    """How far a run has come: all counts are of what was handed to workers before the batch in question."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps (= batches) so far, over all epochs

@@ -311,7 +311,7 @@ def _reading(
     quantile = student(CONFIDENCE, freedom)
     if signal <= CLEARLY * math.sqrt(errors[2]):
         reason = (
-            f"the gradient itself ({_short(signal)}) cannot be told from zero in its noise "
+            f"the gradient itself ({_short(signal)}) cannot be distinguished from zero in its noise "
             f"(standard error {_short(math.sqrt(errors[2]))}): more steps, a longer memory or a larger batch "
             "would tell"
         )

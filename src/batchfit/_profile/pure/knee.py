@@ -7,7 +7,7 @@ Rules:
   its time and that of the best are known.
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
   the pace, a straight line once the device is busy. The line says which sizes to time and, of two noisy
-  timings, which to believe; where they are not, the timings count (`_estimates`).
+  timings, which to believe; where they are not, the timings count (`estimated_rates`).
 - Every new size costs more than its steps (kernels, plans, restoring the state), and the largest cost the
   most: sizes are far apart until the line can be read, the largest is timed once and briefly, and the
   size that the line names is timed finely at once. One is timed again only where it may change the answer.
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from batchfit._documents import parse_json
+from batchfit._profile.pure.step_time import LEAST_SPREAD, TimedSize, estimated_rates, fitted
 from batchfit.errors import ResultFileError
 
 SCHEMA_VERSION = 1
@@ -37,8 +38,6 @@ _BEYOND = 4  # how far above the knee it is worth looking for more
 _GAP = 6  # sizes that are so many times apart have one between them timed
 _SPARE = 0.1  # of `within`: what the line has to promise more, for a size to be worth a timing
 _ROOMY = 0.9  # a brief timing stays that far below the limit
-_QUIET = 0.01  # no timing is trusted to be better than this
-_FLOOR_VARIES = 0.1  # a host that sets the pace is that much slower or faster from one size to the next
 _NOISY = 0.4  # of `within`: a spread above that is worth another timing where the answer is close
 _TIMES = 3  # how often one size is timed at most
 LARGEST = 2**30  # where nothing else ends the sizes; who gets there has a step that does not use its size
@@ -138,7 +137,7 @@ class Knee:
         enough = (1 - self.within) * max(rates.values())
         return min(size for size, rate in rates.items() if rate >= enough)
 
-    def _may_be_within(self, points: Sequence[_Point], size: int) -> bool:
+    def _may_be_within(self, points: Sequence[TimedSize], size: int) -> bool:
         """Whether its time and that of the best, each off by its spread, leave a size within reach."""
         here = next(one for one in points if one.size == size)
         best = min(points, key=lambda one: one.step_s / one.size)
@@ -149,7 +148,7 @@ class Knee:
     def best(self) -> int | None:
         """The size of the highest throughput, by the same estimates as `recommended`."""
         points = _joined(self.observations)
-        rates = _estimates(points)
+        rates = estimated_rates(points)
         return max(rates, key=lambda size: (rates[size], -size), default=None)
 
     @property
@@ -169,7 +168,7 @@ class Knee:
 
     # The stages, in order. Each answers with a size that it needs, or None.
 
-    def _climb(self, points: Sequence[_Point]) -> TimingRequest | None:
+    def _climb(self, points: Sequence[TimedSize]) -> TimingRequest | None:
         """From the smallest size up in large steps, until a step's time grows with the size."""
         if len(points) >= 2 and _is_loaded(points):
             return None
@@ -180,11 +179,11 @@ class Knee:
             times = _CLIMB_SLOWLY
         return self._above(last.size * times, points)
 
-    def _look_far(self, points: Sequence[_Point]) -> TimingRequest | None:
+    def _look_far(self, points: Sequence[TimedSize]) -> TimingRequest | None:
         """One brief timing well above the knee that the line predicts: is there more to be had?"""
         return self._above(fitted(points).crossing(1 - self.within) * _BEYOND, points)
 
-    def _close_in(self, points: Sequence[_Point]) -> TimingRequest | None:
+    def _close_in(self, points: Sequence[TimedSize]) -> TimingRequest | None:
         """The grid size at which throughput comes within reach of the best, as the line has it."""
         chosen = self._smallest_within(points)
         if not self._is_within(points, chosen):  # throughput still rises where the timings end
@@ -205,14 +204,14 @@ class Knee:
             return TimingRequest(_middle(below, chosen, among=between), False)
         return None
 
-    def _settle(self, points: Sequence[_Point]) -> TimingRequest | None:
+    def _settle(self, points: Sequence[TimedSize]) -> TimingRequest | None:
         """The answer timed finely; before that, or again, what a better timing may put in its place."""
         chosen = self._smallest_within(points)
-        rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
+        rates, enough = estimated_rates(points), (1 - self.within) * self._reference(points)
         top = max(points, key=lambda one: rates[one.size])
 
-        def is_close(one: _Point) -> bool:
-            doubt = math.hypot(max(one.spread, _QUIET), top.spread)
+        def is_close(one: TimedSize) -> bool:
+            doubt = math.hypot(max(one.spread, LEAST_SPREAD), top.spread)
             return abs(math.log(rates[one.size] / enough)) <= doubt
 
         point = next(one for one in points if one.size == chosen)
@@ -227,7 +226,7 @@ class Knee:
         noisy = [one for one in noisy if one.times < _TIMES]
         return TimingRequest(max(noisy, key=lambda one: one.spread).size, True) if noisy else None
 
-    def _above(self, wanted: float, points: Sequence[_Point]) -> TimingRequest | None:
+    def _above(self, wanted: float, points: Sequence[TimedSize]) -> TimingRequest | None:
         """A brief timing of that size, or of the largest well below the limit, if it is a larger one."""
         ceiling = self.ceiling
         if ceiling is not None:
@@ -236,15 +235,15 @@ class Knee:
         size = _on_grid(wanted, ceiling, self.smallest)
         return self._new(size, points) if size > points[-1].size else None
 
-    def _smallest_within(self, points: Sequence[_Point]) -> int:
-        rates, enough = _estimates(points), (1 - self.within) * self._reference(points)
+    def _smallest_within(self, points: Sequence[TimedSize]) -> int:
+        rates, enough = estimated_rates(points), (1 - self.within) * self._reference(points)
         return min(
             (size for size, rate in rates.items() if rate >= enough),
             default=max(rates, key=lambda size: (rates[size], -size)),
         )
 
-    def _is_within(self, points: Sequence[_Point], size: int) -> bool:
-        rates = _estimates(points)
+    def _is_within(self, points: Sequence[TimedSize], size: int) -> bool:
+        rates = estimated_rates(points)
         if rates[size] >= (1 - self.within) * self._reference(points):
             return True
         ceiling = self.ceiling
@@ -252,12 +251,12 @@ class Knee:
             ceiling is not None and _on_grid(points[-1].size * 2, ceiling, self.smallest) <= points[-1].size
         )
 
-    def _reference(self, points: Sequence[_Point]) -> float:
+    def _reference(self, points: Sequence[TimedSize]) -> float:
         """The best throughput: of what was timed, or what the line promises for the largest size.
 
         Sizes that were named are compared with each other only.
         """
-        best = max(_estimates(points).values())
+        best = max(estimated_rates(points).values())
         ceiling = self.ceiling
         if self.sizes or len(points) < 2 or (ceiling is not None and ceiling <= points[-1].size):
             return best
@@ -265,7 +264,7 @@ class Knee:
         promised = fit.rate(ceiling) if ceiling is not None else fit.best_rate
         return max(best, promised) if math.isfinite(promised) else best
 
-    def _new(self, size: int, points: Sequence[_Point]) -> TimingRequest | None:
+    def _new(self, size: int, points: Sequence[TimedSize]) -> TimingRequest | None:
         known = {point.size for point in points} | {one.size for one in self.observations if not one.fits}
         return None if size in known else TimingRequest(size, False)
 
@@ -286,19 +285,7 @@ class Knee:
             raise ResultFileError(f"not a knee search: {error}") from None
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """All timings of one size as one."""
-
-    size: int
-    step_s: float
-    spread: float
-    fine: bool
-    times: int
-
-
-def _joined(timings: Sequence[Timed]) -> list[_Point]:
+def _joined(timings: Sequence[Timed]) -> list[TimedSize]:
     """What fits, by size; several timings of a size are averaged, and a fine one replaces brief ones."""
     smallest_failed = min((one.size for one in timings if not one.fits), default=math.inf)
     by_size: dict[int, list[Timed]] = {}
@@ -311,108 +298,14 @@ def _joined(timings: Sequence[Timed]) -> list[_Point]:
         kept = [one for one in every if one.fine] or every
         mean = sum(one.step_s for one in kept) / len(kept)
         spread = math.sqrt(sum(one.spread**2 for one in kept)) / len(kept)
-        points.append(_Point(size, mean, spread, any(one.fine for one in kept), len(every)))
+        points.append(TimedSize(size, mean, spread, any(one.fine for one in kept), len(every)))
     return points
 
 
-def _is_loaded(points: Sequence[_Point]) -> bool:
+def _is_loaded(points: Sequence[TimedSize]) -> bool:
     """Whether the last step up in size made a step clearly longer: from here on the line can be read."""
     one, two = points[-2], points[-1]
     return two.step_s >= one.step_s * (1 + 0.25 * (two.size / one.size - 1))
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StepTimeLine:
-    """Time per step: `max(floor_s, fixed_s + sample_s * size)`."""
-
-    floor_s: float
-    fixed_s: float
-    sample_s: float
-
-    def step_s(self, size: float) -> float:
-        """The time of a step of that many samples."""
-        return max(self.floor_s, self.fixed_s + self.sample_s * size, 1e-12)
-
-    def rate(self, size: float) -> float:
-        """Samples per second."""
-        return size / self.step_s(size)
-
-    @property
-    def best_rate(self) -> float:
-        """What throughput comes close to as the size grows."""
-        return 1 / self.sample_s if self.sample_s > 0 else math.inf
-
-    def crossing(self, share: float) -> float:
-        """The size at which throughput is that share of `best_rate`."""
-        if self.sample_s <= 0:
-            return math.inf
-        sloped = share * self.fixed_s / (self.sample_s * (1 - share)) if self.fixed_s > 0 else 0.0
-        return max(sloped, share * self.floor_s / self.sample_s, 1.0)
-
-
-def fitted(points: Sequence[_Point]) -> StepTimeLine:
-    """The line through the points, by relative errors; the first few may lie on a floor."""
-    if len(points) == 1:
-        return StepTimeLine(0.0, 0.0, points[0].step_s / points[0].size)
-    best: tuple[float, StepTimeLine] | None = None
-    for flat in range(len(points) - 1):
-        fixed_s, sample_s = _straight(points[flat:])
-        floor_s = sum(one.step_s for one in points[:flat]) / flat if flat else 0.0
-        line = StepTimeLine(floor_s, fixed_s, sample_s)
-        cost = sum(
-            (math.log(line.step_s(one.size) / one.step_s) / max(one.spread, least)) ** 2
-            for one, least in zip(points, [_FLOOR_VARIES] * flat + [_QUIET] * len(points), strict=False)
-        )
-        cost += 2.0 if flat else 0.0  # one more number has to earn its place (Akaike)
-        if best is None or cost < best[0]:
-            best = (cost, line)
-    return best[1] if best is not None else StepTimeLine(0.0, *_straight(points))
-
-
-def _straight(points: Sequence[_Point]) -> tuple[float, float]:
-    """The line of least relative squares; neither part is negative."""
-    weights = [1 / (one.step_s * max(one.spread, _QUIET)) ** 2 for one in points]
-    total = sum(weights)
-    size = sum(w * one.size for w, one in zip(weights, points, strict=True)) / total
-    time = sum(w * one.step_s for w, one in zip(weights, points, strict=True)) / total
-    over = sum(w * (one.size - size) * (one.step_s - time) for w, one in zip(weights, points, strict=True))
-    under = sum(w * (one.size - size) ** 2 for w, one in zip(weights, points, strict=True))
-    slope = over / under if under > 0 else 0.0
-    if slope <= 0:
-        return time, 0.0
-    fixed = time - slope * size
-    if fixed < 0:  # a line through nothing: time in proportion to the size
-        squares = sum(w * one.size**2 for w, one in zip(weights, points, strict=True))
-        products = sum(w * one.size * one.step_s for w, one in zip(weights, points, strict=True))
-        return 0.0, products / squares
-    return fixed, slope
-
-
-def _misfit(points: Sequence[_Point], line: StepTimeLine) -> float:
-    """How far off the line the timings are, as a share: root mean square."""
-    free = max(len(points) - 3, 1)
-    return math.sqrt(sum(math.log(one.step_s / line.step_s(one.size)) ** 2 for one in points) / free)
-
-
-def _estimates(points: Sequence[_Point]) -> dict[int, float]:
-    """Samples per second at each timed size, each drawn towards the line as far as it is noisier than that.
-
-    With `noise` the variance of a timing and `misfit` that of the true times about the line, the best mean of
-    the two gives the line the part noise / (noise + misfit). The misfit is what the residuals show beyond the
-    noise: precise timings keep their own values, noisy ones borrow from each other.
-    """
-    if len(points) < 4:
-        return {one.size: one.size / one.step_s for one in points}
-    line = fitted(points)
-    residuals = [math.log(one.step_s / line.step_s(one.size)) for one in points]
-    noises = [(max(one.spread, _QUIET) / 2) ** 2 for one in points]
-    misfit = max(_misfit(points, line) ** 2 - sum(noises) / len(noises), 0.0)
-    rates = {}
-    for one, residual, noise in zip(points, residuals, noises, strict=True):
-        kept = misfit / (noise + misfit)
-        rates[one.size] = one.size / (line.step_s(one.size) * math.exp(kept * residual))
-    return rates
 
 
 def grid(low: int, high: int) -> list[int]:

@@ -122,16 +122,16 @@ def phases(
             batches = _whole_batches(size, left, world_size, drop_last=drop_last)
             if batches:
                 batches = int(min(batches, _batches_alike(plan, at, size)))
-            dealt = batches * size
+            taken = batches * size
             if batches == 0:
-                batches, dealt = 1, cut(size, left, world_size=world_size, drop_last=drop_last)
-                if dealt == 0:
+                batches, taken = 1, cut(size, left, world_size=world_size, drop_last=drop_last)
+                if taken == 0:
                     if left == samples:  # no batch in this epoch
                         _add(found, size, at, 0, 0, short=False)
                     break
-            _add(found, size, at, batches, dealt, short=dealt < size)
-            left -= dealt
-            at = _after(at, batches, dealt, plan.tokens_per_sample)
+            _add(found, size, at, batches, taken, short=taken < size)
+            left -= taken
+            at = _after(at, batches, taken, plan.tokens_per_sample)
     return tuple(found)
 
 
@@ -141,7 +141,7 @@ def updates_of(found: tuple[Phase, ...]) -> int:
 
 
 def _whole_batches(size: int, left: int, world_size: int, *, drop_last: bool) -> int:
-    """How many batches of `size` can be dealt before the end of the epoch is near."""
+    """How many batches of `size` can be taken before the end of the epoch is near."""
     return left // size if drop_last else max(left - world_size, 0) // size
 
 
@@ -157,20 +157,20 @@ def _batches_alike(plan: Foreseen, at: Progress, size: int) -> float:
     return max(1, -(-counts // per_batch))
 
 
-def _add(found: list[Phase], size: int, at: Progress, batches: int, dealt: int, *, short: bool) -> None:
+def _add(found: list[Phase], size: int, at: Progress, batches: int, taken: int, *, short: bool) -> None:
     if found and found[-1].size == size:
         last = found[-1]
         found[-1] = replace(
             last,
             to_epoch=at.epoch,
             updates=last.updates + batches,
-            samples=last.samples + dealt,
+            samples=last.samples + taken,
             short_batches=last.short_batches + short,
         )
     else:
-        found.append(Phase(size, at, at.epoch, batches, dealt, int(short)))
+        found.append(Phase(size, at, at.epoch, batches, taken, int(short)))
 
 
-def _after(at: Progress, batches: int, dealt: int, tokens_per_sample: int | None) -> Progress:
-    tokens = None if at.tokens is None else at.tokens + dealt * (tokens_per_sample or 0)
-    return replace(at, step=at.step + batches, samples=at.samples + dealt, tokens=tokens)
+def _after(at: Progress, batches: int, taken: int, tokens_per_sample: int | None) -> Progress:
+    tokens = None if at.tokens is None else at.tokens + taken * (tokens_per_sample or 0)
+    return replace(at, step=at.step + batches, samples=at.samples + taken, tokens=tokens)

@@ -174,7 +174,7 @@ def saved_metrics(metrics: Iterable[nn.Module]) -> Saved:
 
 
 def restore_metrics(saved: Saved | None) -> None:
-    """Put it back; the copies stay good for another time."""
+    """Restore it; the copies stay good for another time."""
     for metric, state in saved or ():
         for name, value in state.items():
             setattr(metric, name, _copied(value))

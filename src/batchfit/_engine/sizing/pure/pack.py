@@ -1,4 +1,4 @@
-"""How the samples of a ragged batch are dealt out to microbatches.
+"""How the samples of a ragged batch are packed into microbatches.
 
 Rules:
 - Every sample goes to exactly one microbatch, whose padded length is at least the sample's own and never
