@@ -2,8 +2,9 @@
 
 Rules
 - The wrappers are attributes of the object, as torch wraps `optimizer.step` (`patch_track_step_called`).
-- torch takes an LR scheduler's `state_dict` and pickle from its `__dict__`: both are wrapped too, and leave
-  the wrappers out. A checkpoint or a copy is that of an LR scheduler that batchfit never had.
+- `state_dict`, pickle and copies are made from an LR scheduler's `__dict__`: they are wrapped too, and leave
+  the wrappers out, also where the class has its own `__reduce__` or `__deepcopy__`. A checkpoint or a copy is
+  that of an LR scheduler that batchfit never had.
 - A wrapper holds no strong reference to its LR scheduler: a cycle would keep the parameters alive.
 - Once the owner of the factor is gone, the wrappers only pass calls on.
 """
@@ -18,24 +19,22 @@ from typing import Any, Final, TypeAlias, final
 # What an LR scheduler steps inside of, called with that LR scheduler.
 _Around: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 
-_WRAPPED: Final = ("step", "state_dict", "__getstate__")
+# pickle and `deepcopy` ask the object for `__reduce_ex__`, `copy` asks its class, which calls `__getstate__`.
+_WRAPPED: Final = ("step", "state_dict", "__getstate__", "__reduce_ex__", "__deepcopy__")
 
 
 def wrap_step(lr_scheduler: Any, around: weakref.ref[_Around]) -> None:
     """Let `lr_scheduler.step()` run inside `around`, for as long as its owner lives."""
     attributes = getattr(lr_scheduler, "__dict__", None)
-    if not isinstance(attributes, dict):
+    if not isinstance(attributes, dict) or not hasattr(lr_scheduler, "__weakref__"):
         raise TypeError(
             f"lr_scheduler must be a plain Python object, not {type(lr_scheduler).__name__}: step it inside "
             "`with scheduler.lr_untouched():` instead"
         )
-    before = attributes.get("step")
-    if isinstance(before, _WrappedMethod):
-        if before.around() is not None:
-            raise ValueError(
-                "lr_scheduler must be given to one BatchSizeScheduler only: close() the other first"
-            )
-        unwrap_step(lr_scheduler)  # its owner went without close()
+    ours = [one for one in map(attributes.get, _WRAPPED) if isinstance(one, _WrappedMethod)]
+    if any(one.around() is not None for one in ours):
+        raise ValueError("lr_scheduler must be given to one BatchSizeScheduler only: close() the other first")
+    unwrap_step(lr_scheduler)  # an owner that went without close()
     for name in _WRAPPED:
         if hasattr(lr_scheduler, name):
             attributes[name] = _WrappedMethod(lr_scheduler, name, around)
@@ -64,17 +63,29 @@ class _WrappedMethod:
         self._free = self.own or (None if of_class else getattr(lr_scheduler, name))
         self._of_class = of_class
         self._lr_scheduler = weakref.ref(lr_scheduler)
-        self._steps = name == "step"
+        self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lr_scheduler = self._lr_scheduler()
-        if not self._steps:
+        if self._name == "__deepcopy__":
+            return self._copy(lr_scheduler, *args)
+        if self._name != "step":
             return _without_wrappers(self._call(lr_scheduler, *args, **kwargs))
         around = self.around()
         if around is None:
             return self._call(lr_scheduler, *args, **kwargs)
         with around(lr_scheduler):
             return self._call(lr_scheduler, *args, **kwargs)
+
+    def _copy(self, lr_scheduler: Any, *args: Any) -> Any:
+        """A copy by the class's own `__deepcopy__`, which may copy every attribute: no wrapper."""
+        attributes = vars(lr_scheduler)
+        before = dict(attributes)
+        unwrap_step(lr_scheduler)
+        try:
+            return self._call(lr_scheduler, *args)
+        finally:
+            attributes.update({name: before[name] for name in _WRAPPED if name in before})
 
     def _call(self, lr_scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._free is not None:
@@ -84,9 +95,16 @@ class _WrappedMethod:
 
 
 def _without_wrappers(state: Any) -> Any:
-    """The state of an LR scheduler, a dict or the pair that pickle takes with slots, without our wrappers."""
-    if isinstance(state, tuple):
+    """The state of an LR scheduler, a dict or a tuple that pickle takes, without our wrappers."""
+    if type(state) is tuple:
         return tuple(_without_wrappers(part) for part in state)
-    if not isinstance(state, dict) or not any(isinstance(one, _WrappedMethod) for one in state.values()):
+    if type(state) is not dict or not _has_wrapper(state):
         return state
-    return {name: one for name, one in state.items() if not isinstance(one, _WrappedMethod)}
+    kept = {name: one for name, one in state.items() if not isinstance(one, _WrappedMethod)}
+    return {name: _without_wrappers(one) if type(one) is dict else one for name, one in kept.items()}
+
+
+def _has_wrapper(state: dict[Any, Any]) -> bool:
+    return any(
+        isinstance(one, _WrappedMethod) or (type(one) is dict and _has_wrapper(one)) for one in state.values()
+    )

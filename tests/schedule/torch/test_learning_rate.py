@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,23 @@ def optimizer_of(*rates: float, kind: type[Optimizer] = SGD, **keywords: Any) ->
 
 def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+class ReducesItself(lr_scheduler.StepLR):
+    def __reduce__(self) -> Any:
+        return object.__new__, (type(self),), self.__dict__
+
+
+class CopiesItself(lr_scheduler.StepLR):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        one = object.__new__(type(self))
+        one.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return one
+
+
+class NestsItsState(lr_scheduler.StepLR):
+    def state_dict(self) -> dict[str, Any]:
+        return {"attributes": {name: value for name, value in vars(self).items() if name != "optimizer"}}
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
@@ -347,6 +365,36 @@ class TestWrappedSchedulers:
             scheduler.step()
         assert rates_of(optimizer) == [2 * RATE]
 
+    @pytest.mark.parametrize("kind", ["reduce", "deepcopy", "nested"])
+    def test_a_class_that_copies_its_attributes_itself_copies_no_wrapper(self, kind: str) -> None:
+        optimizer = optimizer_of()
+        scheduler = {"reduce": ReducesItself, "deepcopy": CopiesItself, "nested": NestsItsState}[kind](
+            optimizer, 1
+        )
+        lr = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        lr.set_ratio(2.0)
+        copies = [copy.deepcopy(scheduler)]
+        if kind == "nested":
+            assert "step" not in pickle.loads(pickle.dumps(scheduler.state_dict()))["attributes"]
+        else:
+            copies.append(pickle.loads(pickle.dumps(scheduler)))
+        for one in copies:
+            assert "step" not in vars(one)
+            one.step()
+            assert (one.last_epoch, scheduler.last_epoch) == (1, 0)
+        advance(optimizer, scheduler)  # still wrapped
+        assert rates_of(optimizer) == [2 * (RATE * 0.1)]
+
+    def test_a_step_that_another_program_wrapped_is_still_given_to_one_only(self) -> None:
+        optimizer = optimizer_of()
+        scheduler = lr_scheduler.StepLR(optimizer, 3)
+        keeper = ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        ours = scheduler.step
+        scheduler.step = lambda *args: ours(*args)  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="lr_scheduler must be given to one BatchSizeScheduler only"):
+            ScaledLR(optimizer, "linear", lr_schedulers=[scheduler])
+        keeper.close()
+
     def test_what_cannot_be_wrapped(self) -> None:
         class Bare:
             __slots__ = ()
@@ -355,6 +403,8 @@ class TestWrappedSchedulers:
 
         with pytest.raises(TypeError, match=r"step it inside `with scheduler.lr_untouched\(\):`"):
             ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[Bare()])
+        with pytest.raises(TypeError, match="must be a plain Python object, not SimpleNamespace"):
+            ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[types.SimpleNamespace(step=print)])
         with pytest.raises(TypeError, match=r"lr_scheduler must have a method step\(\), not 3"):
             ScaledLR(optimizer_of(), "sqrt", lr_schedulers=[3])
         stranger = lr_scheduler.StepLR(optimizer_of(), 3)
