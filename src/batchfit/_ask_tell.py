@@ -20,7 +20,7 @@ class AskTell(Protocol[RequestT, ObservationT]):
 
     @property
     def observations(self) -> tuple[ObservationT, ...]:
-        """What was told so far, in order."""
+        """The observations so far, in order."""
 
     def ask(self) -> RequestT | None:
         """What to measure next; None when the search is over."""

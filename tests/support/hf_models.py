@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch.utils.data import Dataset
 
 VOCABULARY, WIDTH = 64, 12
+VERSION = tuple(map(int, re.findall(r"\d+", transformers.__version__)[:3]))
+# A plain Trainer of transformers 5.2.0 to 5.5.3 lets Accelerate divide an accumulated loss a second time.
+DIVIDES_TWICE = (5, 2) <= VERSION < (5, 5, 4)
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -115,6 +122,20 @@ def arguments(folder: Path, *, seq2seq: bool = False, **more: Any) -> Any:
         "dataloader_pin_memory": False,
     }
     return kind(**{**given, **more})
+
+
+@contextmanager
+def dividing_once() -> Iterator[None]:
+    """Give new plain Trainers what transformers 5.5.4 repaired, where `DIVIDES_TWICE`."""
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def repaired(trainer: Any) -> None:
+        create(trainer)
+        if DIVIDES_TWICE:
+            trainer.accelerator.gradient_accumulation_steps = 1
+
+    with mock.patch.object(transformers.Trainer, "create_accelerator_and_postprocess", repaired):
+        yield
 
 
 def run_of(trainer: Any) -> Any:

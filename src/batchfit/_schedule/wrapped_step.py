@@ -78,7 +78,7 @@ class _WrappedMethod:
             return self._call(lr_scheduler, *args, **kwargs)
 
     def _copy(self, lr_scheduler: Any, *args: Any) -> Any:
-        """Copy by the class's own `__deepcopy__`, which may copy every attribute, and sees no wrapper."""
+        """A copy by the class's own `__deepcopy__`, which may copy every attribute: no wrapper."""
         attributes = vars(lr_scheduler)
         before = dict(attributes)
         unwrap_step(lr_scheduler)

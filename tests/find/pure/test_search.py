@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -388,49 +387,6 @@ def test_memory_that_is_rounded_up_is_a_line_too(fixed: float, capacity: int) ->
     assert len({one.size for one in done.observations}) <= 7
     assert sum(not one.fits for one in done.observations) <= 1
     assert (done.best or 0) >= 0.94 * largest
-
-
-def block_bytes(size: float) -> int:
-    """The block of a caching allocator: 512 bytes, from 10 MiB up often a multiple of 2 MiB."""
-    rounded = math.ceil(size / 512) * 512
-    segment = math.ceil(rounded / 2**21) * 2**21
-    return segment if rounded >= 10 * 2**20 and segment - rounded <= 2**20 else rounded
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.9])
-@pytest.mark.parametrize(("width", "depth", "optimizer"), [(512, 4, 1), (512, 4, 2), (1024, 3, 1)])
-def test_small_programs_whose_optimizer_step_is_the_peak_at_first(
-    width: int, depth: int, optimizer: int, share: float
-) -> None:
-    """MLPs under 64 MiB, as read on the CPU: flat, then two lines. It was up to 13 sizes and 7 OOMs."""
-    weights = depth * block_bytes(4 * width * width)
-    held = weights * (1 if optimizer == 1 else 3)
-    flat = weights + held + (0 if optimizer == 1 else weights // 2)
-    budget = int(flat / share)
-
-    def peak(size: int) -> int:
-        one = block_bytes(4 * width * size)
-        return max(flat, held + (2 * depth + 1) * one, held + weights + 2 * one)
-
-    largest = max(size for size in range(1, 4096) if peak(size) <= budget)
-    read = {size: {"allocated_bytes": min(peak(size), budget), "held_bytes": held} for size in range(1, 4096)}
-    done = play(Search(budget_bytes=budget, max_size=4095), largest, lambda size: read[size])
-    assert len({one.size for one in done.observations}) <= 10
-    assert sum(not one.fits for one in done.observations) <= 3
-    assert sum(one.soak for one in done.observations) <= 3
-    assert (done.best or 0) >= 0.98 * largest
-
-
-def test_an_exact_search_near_its_end_does_not_creep() -> None:
-    """10 MiB held, 2 MiB per sample, a budget of 1000 MiB in the allocator's segments: it was 23 trials."""
-
-    def read(size: int) -> dict[str, int]:
-        peak = min((10 + 2 * size) * 2**20, 1000 * 2**20)
-        return {"allocated_bytes": peak, "reserved_bytes": peak, "split_bytes": 77, "held_bytes": 10 * 2**20}
-
-    done = play(Search(budget_bytes=1000 * 2**20, tolerance=0), 495, read)
-    assert done.best == 495
-    assert len(done.observations) <= 13
 
 
 @pytest.mark.parametrize("make", [linear, convex])

@@ -1,7 +1,7 @@
 """Does the Microbatcher know every tensor that gets a gradient?
 
 Rules
-- What it does not know cannot be put back when a try runs out of memory: gradients of the microbatches that
+- What it does not know cannot be restored after an OOM: gradients of the microbatches that
   had run would count twice. So it is an error, raised before the first backward, not after the first failure.
 - The graph of the loss is walked once for each function and number of parameters, not once a batch.
 - A parameter counts always; a plain tensor only where `fn` holds it, for one that `fn` makes itself (a

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from batchfit._find.pure.memory_curve import MemoryReading, cache_is_releasable
 
 # Without max_size a search ends here: no tensor library indexes more samples, and a step that ignores its
-# size would never end the search.
+# size would be tried for ever.
 LARGEST = 2**30
 # Sizes below HORIZON are found within LIMIT trials, whatever the readings say (soaks that fail apart).
 HORIZON = 2**13
@@ -24,13 +24,13 @@ LIMIT = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one trial showed.
+    """What one trial taught.
 
     `fits` is False for a size that was too big for whatever reason, and for a soak that failed anywhere.
     The byte fields are peaks over the trial (of a failed one: up to the failure), None without a reading:
-    live tensors, reserved bytes, inactive split blocks. `largest_bytes` is the largest block, `held_bytes`
-    what stays between steps, a floor under every peak. `retries` counts the allocations that succeeded only
-    after cached memory was released.
+    live tensors, what a caching allocator reserved, the inactive split blocks that it cannot
+    hand back; `largest_bytes` is the largest block, `held_bytes` what stays between steps, a floor under
+    every peak. `retries` counts the allocations that succeeded only after cached memory was handed back.
     """
 
     size: int
@@ -49,13 +49,13 @@ class Observation:
         return min((peak for peak in (self.allocated_bytes, self.reserved_bytes) if peak), default=0)
 
     def cache_is_releasable(self, *, aside_bytes: int = 0) -> bool | None:
-        """Whether the allocator can release its cache, by this trial, `aside_bytes` apart."""
+        """Whether the allocator can use what lies idle, by this trial, `aside_bytes` apart."""
         live = self.allocated_bytes and self.allocated_bytes - aside_bytes
         return cache_is_releasable(live, largest_bytes=self.largest_bytes, retries=self.retries)
 
     @property
-    def released_cache(self) -> bool:
-        """It had to retry, and more was cached than inactive split blocks, which cannot be released."""
+    def handed_back(self) -> bool:
+        """It had to retry, and more was cached than the inactive split blocks that cannot be released."""
         if not self.retries or self.split_bytes is None or not self.allocated_bytes:
             return False
         return self.allocated_bytes + self.split_bytes < (self.reserved_bytes or 0)
@@ -64,17 +64,14 @@ class Observation:
         self, *, releases: bool | None, budget_bytes: int, aside_bytes: int = 0
     ) -> MemoryReading | None:
         """What the trial needed of the budget, `aside_bytes` apart; None where its peaks say nothing."""
-        shifted = MemoryReading.of(
+        return MemoryReading.of(
             self.size,
             self.allocated_bytes and self.allocated_bytes - aside_bytes,
             reserved_bytes=self.reserved_bytes and self.reserved_bytes - aside_bytes,
             split_bytes=self.split_bytes,
             releases=releases,
-            budget_bytes=budget_bytes - aside_bytes,
+            budget_bytes=budget_bytes,
         )
-        if shifted is None:
-            return None
-        return replace(shifted, need_bytes=shifted.need_bytes + aside_bytes, aside_bytes=aside_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The settings of a search and its observations so far."""
+    """The settings of a search and what its trials taught so far."""
 
     strategy: str = "guided"
     budget_bytes: int | None = None

@@ -6,13 +6,11 @@ Rules:
 - So a ray from the floor through a reading is an upper bound beyond it (`safe`: sizes below its crossing
   fit), and a chord through two readings is a lower bound beyond them (`likely`: about where it ends).
   Sizes 1 and 2 alone prove nothing: what has not grown yet may grow at the next size.
-- A reading is wrong by up to `NOISE` until three readings on one line show that readings are exact, or
-  better. A failure that no such error explains is a knee: the curve turns up beyond the last reading.
-- Readings that are multiples of 2 MiB are rounded up to them, and wrong by up to that.
-- Fragmentation grows with the size of blocks. A program of small blocks fills `LIVE_SHARE` of the budget with
-  live tensors; one with a few large blocks (a language model's logits) leaves inactive split blocks that
-  nobody can use, and the reserved bytes count.
-- Nothing here knows about trials: the memory model proposes sizes, the bracket of the search limits them.
+- A reading is wrong by up to `NOISE` until three readings on one line show that they are better.
+- Gaps in an allocator's memory are as large as its blocks. A program of small blocks fills `LIVE_SHARE` of
+  the budget with live tensors; one with a few large blocks (a language model's logits) leaves
+  inactive split blocks that nobody can use, and what the allocator took (`reserved`) counts.
+- Nothing here knows about trials: the model proposes, the bracket of the search disposes.
 """
 
 from __future__ import annotations
@@ -21,51 +19,45 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Readings vary with the size (rounding, workspaces chosen by what is free, fragmentation).
+# Readings wobble with the size (rounding, workspaces chosen by what is free, fragmentation).
 NOISE = 0.03
-# Live tensors alone vary less: 0.3 % on eight models on an H200.
+# Live tensors alone wobble less: 0.3 % on eight models on an H200.
 LIVE_NOISE = 0.01
-# Reserved bytes of a program that is known to have large blocks.
+# What was taken, of a program that is known to have large blocks.
 COARSE_NOISE = 0.02
-# The least error that a line through readings is granted.
 FINEST = 0.003
-# Readings are exact if three of them are off one line by at most this share: with noise of 3 % that is chance
-# in one case of 500. Their error is then a share of what they grow by.
-_EXACT_READING_SHARE = 0.00002
-# Segments of a caching allocator are multiples of this (kRoundLarge in CUDACachingAllocator.cpp).
-_SEGMENT_BYTES = 2 * 2**20
 # Three readings that an error of x puts on one line may well hide one of several x.
-_HIDDEN_ERROR_FACTOR = 8.0
+_UNSEEN = 8.0
 # A growth counts as seen when it is this many times what the errors of its two readings can feign.
-_CLEAR_GROWTH_FACTOR = 2.0
-# The share of the budget that live tensors fill where the cache can be released. Measured
+_CLEAR = 2.5
+# The share of the budget that live tensors fill where inactive split blocks do not stand in the way. Measured
 # on an H200 under a cap: convolutional nets and ViT run at 96 to 98.9 %, and fail at 98.1 to 98.9 %.
 LIVE_SHARE = 0.972
 # Blocks are small if the largest is at most this share of the live tensors. 28 models and precisions under 3
 # budgets, replayed: up to 0.059 they run at 96.9 to 99.6 %, from 0.076 on at 85 to 96 %.
-_SMALL_BLOCK_SHARE = 0.065
-# Fragmentation grows with large blocks: where less than the first share of the budget is reserved, live
-# tensors are counted as if they could fill the second share at most.
-_NEAR_BUDGET_SHARE = 0.9
-_LARGE_BLOCK_LIVE_SHARE = 0.95
-# With nothing known of the blocks: inactive split blocks up to this share of the live tensors leave all of
-# the budget usable (ConvNeXt, ViT); 7 % do not (GPT-2).
+_FINE_SHARE = 0.065
+# Inactive split blocks grow with large blocks: far from the budget, below this share of it, they count as
+# at least what keeps live tensors from filling more than the other.
+_NEAR_END = 0.9
+_COARSE_SHARE = 0.95
+# With nothing known of the blocks: inactive split blocks up to this share of the live tensors do not
+# stand in the way (ConvNeXt, ViT); 7 % do (GPT-2).
 _SMALL_SPLIT_SHARE = 0.05
+# One reading cannot tell fixed from growing memory: take a quarter of what lies above the floor as fixed.
+_FIXED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
     """The bytes of the budget that one size needs, and how far off they may be.
 
-    Not `firm`: the allocator reserved more, and a larger size shows whether it releases that. Errors are a
-    share of the need without `aside_bytes`, which weights take at any size.
+    Not `firm`: the allocator took more than that, and a larger size will show whether it hands it back.
     """
 
     size: int
     need_bytes: float
     noise: float = NOISE
     firm: bool = True
-    aside_bytes: float = 0.0
 
     @classmethod
     def of(
@@ -80,11 +72,12 @@ class MemoryReading:
     ) -> MemoryReading | None:
         """What the peaks of a trial that ran say it needs; None where they say nothing.
 
-        Live tensors (`allocated_bytes`) are a lower bound. Reserved bytes are an upper bound, since a caching
-        allocator releases unsplit segments before it raises. Live tensors plus inactive split blocks
-        (`split_bytes`), which it cannot release, are another. The lower upper bound decides, unless the cache
-        is releasable (`releases`): then live tensors decide, as they do where that is unknown (None) and the
-        inactive split blocks are small. Where it is not, fragmentation grows on the way to `budget_bytes`.
+        Live tensors (`allocated_bytes`) are a lower bound. What a caching allocator took (`reserved_bytes`)
+        is an upper bound, since it hands back unsplit segments before it gives up; live tensors plus the
+        inactive split blocks (`split_bytes`), which it cannot release, are another. The lower of the
+        two decides, unless they can be released (`releases`): then live tensors decide, as they do
+        where nothing is known of that (None) and they are small. Where they cannot, they grow on the way
+        to `budget_bytes`.
         """
         if not allocated_bytes or allocated_bytes < 0:
             return cls(size, float(reserved_bytes)) if reserved_bytes and reserved_bytes > 0 else None
@@ -98,22 +91,20 @@ class MemoryReading:
             return cls(size, allocated_bytes / LIVE_SHARE, LIVE_NOISE)
         if releases is None:
             return cls(size, float(upper), firm=firm)
-        far = budget_bytes is not None and upper < _NEAR_BUDGET_SHARE * budget_bytes
-        return cls(
-            size, max(upper, allocated_bytes / _LARGE_BLOCK_LIVE_SHARE if far else 0.0), COARSE_NOISE, firm
-        )
+        far = budget_bytes is not None and upper < _NEAR_END * budget_bytes
+        return cls(size, max(upper, allocated_bytes / _COARSE_SHARE if far else 0.0), COARSE_NOISE, firm)
 
 
 def cache_is_releasable(
     allocated_bytes: int | None, *, largest_bytes: int | None = None, retries: int = 0
 ) -> bool | None:
-    """Whether cached memory can be released and used, from the peaks of a trial that ran; None: unknown.
+    """Whether what lies idle in the allocator can be used, from the peaks of a trial that ran; None: unknown.
 
-    It can where the largest block is small. Without that reading, a trial that retried an allocation and
-    went on has shown that some was released.
+    It can where the largest block is small. Without that reading a trial that had to retry an allocation, and
+    went on, has shown that something was handed back.
     """
     if allocated_bytes and largest_bytes:
-        return largest_bytes <= _SMALL_BLOCK_SHARE * allocated_bytes
+        return largest_bytes <= _FINE_SHARE * allocated_bytes
     return True if retries else None
 
 
@@ -121,7 +112,7 @@ def cache_is_releasable(
 class Outlook:
     """Where the memory ends, seen from the readings so far; sizes as real numbers."""
 
-    safe: float  # fits, if the readings are no worse than their noise (the ray)
+    safe: float  # fits, if the readings are no worse than NOISE (the ray)
     careful: float  # the chord with the steepest slope that the error allows
     low: float  # the memory ends between low ...
     high: float  # ... and high, if the last readings lie on one line
@@ -129,8 +120,6 @@ class Outlook:
     aim: float  # from low to likely, the better what was read is known
     error: float  # what the readings are granted
     straight: bool  # three readings are seen to lie on one line
-    grows: bool  # the peak is seen to grow with the size
-    chord: float = math.inf  # where the line through the first reading and the last ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +134,6 @@ class Curve:
     readings: tuple[MemoryReading, ...]
     budget_bytes: int
     floor_bytes: float
-    precise: bool = False  # three readings on one line have shown that they are exact
 
     @classmethod
     def through(
@@ -164,135 +152,91 @@ class Curve:
         )
         # A floor above a peak is no floor.
         floor = min(max(0.0, floor_bytes or 0.0), *(one.need_bytes for one in points), math.inf)
-        curve = cls(points, budget_bytes, floor)
-        return replace(curve, precise=curve._is_precise())
-
-    @property
-    def noise(self) -> float:
-        """The share of a reading that it may be wrong by."""
-        return FINEST if self.precise else self.readings[-1].noise
-
-    @property
-    def rounding_bytes(self) -> float:
-        """What the allocator rounds each reading up by, at most: all are multiples of that."""
-        whole = all(one.need_bytes % _SEGMENT_BYTES == 0 for one in self.readings)
-        return _SEGMENT_BYTES if whole else 0.0
-
-    def _error(self, one: MemoryReading, noise: float | None = None) -> float:
-        """How many bytes the reading may be off by."""
-        if noise is None:
-            noise = FINEST if self.precise else one.noise
-        return noise * self._scale(one) + (self.rounding_bytes if self.precise else 0.0)
-
-    def _scale(self, one: MemoryReading) -> float:
-        """The bytes that errors are a share of: what grows, where readings are exact."""
-        if self.precise:
-            return one.need_bytes - self.readings[0].need_bytes
-        return one.need_bytes - one.aside_bytes
-
-    def _is_precise(self) -> bool:
-        """Three readings on one line, rising or flat, show that they are exact."""
-        if any(one.noise != NOISE for one in self.readings):
-            return False
-        last = len(self.readings) - 1
-        return any(self._off_line(middle, middle + 1) <= _EXACT_READING_SHARE for middle in range(1, last))
+        return cls(points, budget_bytes, floor)
 
     def safe(self) -> float:
         """The largest size that fits for sure if no reading is low by more than its noise (the ray)."""
         room, floor = self.budget_bytes - self.floor_bytes, self.floor_bytes
-        return max(one.size * _over(room, one.need_bytes + self._error(one) - floor) for one in self.readings)
+        return max(one.size * _over(room, one.need_bytes * (1 + one.noise) - floor) for one in self.readings)
 
     def outlook(self, *, failed: int | None = None, setbacks: int = 0) -> Outlook:
         """What to expect, given the smallest size that failed and the number of failures in a row."""
         if len(self.readings) == 1:
             return self._first_outlook()
-        noise = self.noise
-        anchor, error, straight = self._line(noise)
+        anchor, error, straight = self._line()
         base, last = self.readings[anchor], self.readings[-1]
         near = self.readings[anchor + 1 :]
-        safe = self.safe()
         granted = error
         if failed is not None and failed <= min(self._crossing(base, one, 0.0) for one in near):
-            granted = noise  # the line promised a size that failed
-        grows = self._grows(0, len(self.readings) - 1, noise)
-        rise = last.need_bytes - base.need_bytes
-        if grows:
-            rise += self._error(last, granted) + self._error(base, granted)
-        else:
-            rise += sum(one.noise * (one.need_bytes - one.aside_bytes) for one in (base, last))
+            granted = NOISE  # the line promised a size that failed
+        rise = last.need_bytes - base.need_bytes + granted * (last.need_bytes + base.need_bytes)
         careful = last.size + _over((self.budget_bytes - last.need_bytes) * (last.size - base.size), rise)
-        low, high, needed = self._between(base, near, granted * 2 ** max(0, setbacks - 1), failed)
-        if failed is not None and needed > granted and (straight or self.precise):
-            # No error of the readings explains the failure: the curve has turned up since the last of them.
-            safe = min(max(safe, last.size), failed)
-            return Outlook(safe, safe, safe, failed, failed, safe, error, False, True)
-        end = float(failed or math.inf)
-        likely = 2 / (1 / low + 1 / high) if grows and math.isfinite(low) else math.inf
-        low, high, likely = min(low, end), min(high, end) if grows else end, min(likely, end)
+        low, high = self._between(base, near, granted * 2 ** max(0, setbacks - 1), failed)
+        likely = 2 / (1 / low + 1 / high) if math.isfinite(low) else math.inf
         trust = (NOISE - last.noise) / (NOISE - LIVE_NOISE)
         aim = low + trust * (likely - low) if math.isfinite(likely) else low
-        chord = self._crossing(self.readings[0], last, 0.0)
-        return Outlook(safe, careful, low, high, likely, aim, error, straight, grows, chord)
+        return Outlook(self.safe(), careful, low, high, likely, aim, error, straight)
 
     def _first_outlook(self) -> Outlook:
-        """One reading: a ray, with its error and without."""
-        one, safe, floor = self.readings[0], self.safe(), self.floor_bytes
-        likely = one.size * _over(self.budget_bytes - floor, one.need_bytes - floor)
-        return Outlook(safe, safe, safe, likely, likely, safe, one.noise, False, True)
+        """One reading: a ray, and a guess at what is fixed."""
+        one, safe = self.readings[0], self.safe()
+        fixed = self.floor_bytes + _FIXED_SHARE * (one.need_bytes - self.floor_bytes)
+        likely = one.size * _over(self.budget_bytes - fixed, one.need_bytes - fixed)
+        return Outlook(safe, safe, safe, likely, likely, safe, one.noise, False)
 
-    def _line(self, noise: float) -> tuple[int, float, bool]:
-        """Which reading the line to the last one starts from, its error, and whether a line is seen."""
+    def _line(self) -> tuple[int, float, bool]:
+        """Which reading the line to the last ones starts from, its error, and whether a line is seen."""
         last = len(self.readings) - 1
-        if noise <= FINEST:
-            apart = (i for i in range(last) if self._grows(i, last, noise))
-        else:
-            apart = (i for i in range(last) if 2 * self.readings[i].size <= self.readings[last].size)
-        anchor = max(apart, default=0)
+        end = self.readings[last]
+        # Exact readings: the nearest three on one line tell most, however close they are.
+        for middle in range(last - 1, 0, -1):
+            error = self._line_error(middle, last)
+            if (
+                error <= FINEST
+                and self._grows(middle - 1, middle, error)
+                and self._grows(middle, last, error)
+            ):
+                return middle, error, True
+        # Noisy ones: start far enough away that the growth outweighs the noise.
+        anchor = max(
+            (i for i in range(last) if 2 * self.readings[i].size <= self.readings[last].size), default=0
+        )
         if anchor > 0:
-            error = max(self._line_error(anchor, i) for i in range(anchor + 1, last + 1))
-            if not (self.precise and error > noise) and self._grows(anchor - 1, anchor, min(error, noise)):
-                return anchor, min(error, noise), True
-        return anchor, noise, False
+            error = min(end.noise, max(self._line_error(anchor, i) for i in range(anchor + 1, last + 1)))
+            if self._grows(anchor - 1, anchor, error):
+                return anchor, error, True
+        return anchor, end.noise, False
 
     def _line_error(self, middle: int, last: int) -> float:
-        """The error that three readings so close to a line may hide."""
-        return max(FINEST, _HIDDEN_ERROR_FACTOR * self._off_line(middle, last))
-
-    def _off_line(self, middle: int, last: int) -> float:
         """The error that lets the readings before `middle`, at it and at `last` lie on one line."""
         first, base, end = self.readings[middle - 1], self.readings[middle], self.readings[last]
         reach = (end.size - base.size) / (base.size - first.size)
         expected = (1 + reach) * base.need_bytes - reach * first.need_bytes
-        weight = self._scale(end) + (1 + reach) * self._scale(base) + reach * self._scale(first)
-        off = max(0.0, abs(end.need_bytes - expected) - (1 + reach) * self.rounding_bytes)
-        return off / weight
+        weight = end.need_bytes + (1 + reach) * base.need_bytes + reach * first.need_bytes
+        return max(FINEST, _UNSEEN * abs(end.need_bytes - expected) / weight)
 
     def _grows(self, first: int, second: int, error: float) -> bool:
         """The growth between two readings stands out from their error."""
-        low, high = self.readings[first], self.readings[second]
-        feigned = (
-            _CLEAR_GROWTH_FACTOR * error * (self._scale(high) + self._scale(low)) + 2 * self.rounding_bytes
-        )
-        return high.need_bytes - low.need_bytes > feigned
+        low, high = self.readings[first].need_bytes, self.readings[second].need_bytes
+        return high - low > _CLEAR * error * (high + low)
 
     def _crossing(self, base: MemoryReading, one: MemoryReading, error: float) -> float:
         """Where the line from `base` through `one`, read wrong by `error`, meets the budget."""
-        wrong = math.copysign(self._error(one, abs(error)), error) if error else 0.0
-        rise = one.need_bytes + wrong - base.need_bytes
+        rise = one.need_bytes * (1 + error) - base.need_bytes
         return base.size + (one.size - base.size) * _over(self.budget_bytes - base.need_bytes, rise)
 
     def _between(
         self, base: MemoryReading, near: Sequence[MemoryReading], error: float, failed: int | None
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float]:
         """What all readings after `base` allow; the error grows until that agrees with all outcomes."""
         largest = near[-1].size
         while error < 0.5:
             low = max(self._crossing(base, one, error) for one in near)
             high = min(self._crossing(base, one, -error) for one in near)
             if low <= high and high > largest and (failed is None or low < failed):
-                return low, high, error
+                return low, high
             error *= 1.5
-        return float(largest), math.inf, error
+        return float(largest), math.inf
 
 
 def _over(value: float, by: float) -> float:

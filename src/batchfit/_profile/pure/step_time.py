@@ -1,7 +1,8 @@
 """Time per step as a function of the batch size: a floor, then a straight line.
 
 Rules: errors are relative, since the error of a timing grows with its time. The first few sizes may lie
-on a floor, where the host sets the pace. Precise timings keep their own values; noisy ones borrow from the line.
+on a floor, where the host sets the pace. Precise timings keep their own values;
+noisy ones borrow from the line.
 """
 
 from __future__ import annotations
