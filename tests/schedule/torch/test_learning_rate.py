@@ -365,6 +365,8 @@ class TestWrappedSchedulers:
             scheduler.step()
         assert rates_of(optimizer) == [2 * RATE]
 
+    @pytest.mark.filterwarnings("ignore:Seems like:UserWarning")  # a copied optimizer: torch's own words
+    @pytest.mark.filterwarnings("ignore:Detected call:UserWarning")
     @pytest.mark.parametrize("kind", ["reduce", "deepcopy", "nested"])
     def test_a_class_that_copies_its_attributes_itself_copies_no_wrapper(self, kind: str) -> None:
         optimizer = optimizer_of()
