@@ -26,7 +26,13 @@ from os import _exit
 from pathlib import Path
 from typing import Any, NoReturn
 
-OURS = ("_torch.ranks", "_microbatch", "_find", "_predict", "_profile")
+OURS = (
+    "_engine.distributed.ranks",
+    "_microbatch.microbatcher",
+    "_find.find",
+    "_predict.predict",
+    "_profile.profile",
+)
 PRELOAD = ["pytest", "torch", "torch.distributed", "torch._dynamo", *(f"batchfit.{name}" for name in OURS)]
 
 
