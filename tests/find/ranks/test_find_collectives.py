@@ -158,7 +158,7 @@ def test_a_rank_on_which_nothing_fits_is_the_one_that_is_named() -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, outcome.trace
         kind, text, missing = outcome.value
-        assert "was out of memory" in text
+        assert "out of memory" in text
         assert kind == ("NothingFitsError" if rank == 1 else "RankMissingError")
         assert missing == ([] if rank == 1 else [1])
 
