@@ -64,7 +64,7 @@ def step(
 
     Returns the norm of the gradients before clipping, as `clip_grad_norm_` does (a tensor: reading it is
     what would synchronize), or None without `clip_norm`. Several optimizers are prepared together
-    and stepped in rank_step; `clip_norm` is then the norm over the parameters of all of them.
+    and stepped one after another; `clip_norm` is then the norm over the parameters of all of them.
 
     An OOM before anything moved, or one that could be undone, is a `torch.OutOfMemoryError` that says so:
     parameters, gradients, optimizer state and scaler are as before the call. Otherwise it is a
