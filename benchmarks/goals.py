@@ -21,8 +21,8 @@ Results = dict[str, Any]
 SOAKED = "our seconds hold a soak, which no peer makes"
 VOTED = "ranks vote before they reduce, so that one rank's OOM costs a retry, not the run: nothing overlaps"
 BY_ONE = (
-    "one of 68, ViT-MAE in fp32, by one sample (163 predicted, 162 last): with a GPU at hand the margin is 1 to "
-    "1.5 %, and memory at that size is fragmented by more"
+    "one of 68, ViT-MAE in fp32, by one sample (163 predicted, 162 last): with a GPU at hand the margin is "
+    "1 to 1.5 %, and memory at that size is fragmented by more"
 )
 CAUSES = {  # (row, check): why it was missed
     ("GPT-2 small: find", "seconds to the fastest peer"): SOAKED,
