@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.trace.workload import glance, rules_for
 from batchfit._engine.workload.placement import device_to_run
@@ -77,7 +76,7 @@ class Foresight:
         footprint = self.oracle.traced.footprint
         if footprint is None:
             return None
-        end = upper_bound(footprint, self.budget_bytes, self.oracle.residual)
+        end = footprint.upper_bound(self.budget_bytes, self.oracle.residual)
         if end < 8:
             return None
         knee = max(piece.size for piece in footprint.pieces(end))

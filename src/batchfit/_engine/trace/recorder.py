@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
-from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model.copies import Extra
-from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, packed
-from batchfit._engine.cuda_model.workspaces import extra_rule, is_gemm
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
+from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
+from batchfit._engine.cuda_model.sequences import packed
+from batchfit._engine.cuda_model.workspaces import Extra, Rule
 from batchfit._engine.trace.block_log import Blocks
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
@@ -317,7 +317,7 @@ class Operation(NamedTuple):
     reads_data: bool  # a value is read, or makes the shape of the result
     composite: Any  # CUDA's way through it, where it comes whole
     is_composite: bool
-    takes: Callable[[Any, Gpu], Extra | None] | None
+    takes: Rule | None
     stand_in: Any
     is_gemm: bool
 
@@ -327,10 +327,10 @@ class Operation(NamedTuple):
         return cls(
             str(func),
             func is _ITEM or func in _SHAPED_BY_DATA,
-            rules.composite(func),
+            rules.composite(func) if plain else None,
             plain
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
-            extra_rule(func),
+            RULES.get(func),
             STAND_INS.get(func),
-            is_gemm(func),
+            func in GEMMS,
         )

@@ -32,7 +32,6 @@ from batchfit._engine.allocator.footprint import (
     expected_end,
 )
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
-from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.fake_state import is_paged
 from batchfit._engine.trace.trace import STEPS, trace
@@ -277,7 +276,7 @@ def glance(
         footprint = through(high, limit_s)
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s, reach=reach)
-    end = upper_bound(footprint, budget_bytes, most=most)
+    end = footprint.upper_bound(budget_bytes, most=most)
     left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
     if end > _FAR_BEYOND_TRACE * high and workload.kind != "generation":  # whose traces take long
         # What is slow or fails that far out leaves the first lines, which a run will be compared with.
@@ -315,7 +314,7 @@ def _below(small: Trace, more: list[Trace], whole: Trace) -> dict[int, Footprint
 
 def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = None) -> tuple[int, int]:
     """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
-    most = upper_bound(Footprint.between(first, second), budget_bytes, most=most)
+    most = Footprint.between(first, second).upper_bound(budget_bytes, most=most)
     batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
     high = most if batch <= 0 else min(most, int(_HOST_BATCH_BYTES / batch))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL

@@ -58,13 +58,7 @@ class Peak:
             total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
             if position >= begin and total > best:
                 best, moment = total, position
-        live: dict[int, None] = {}
-        for event in trace.events[: moment + 1]:
-            if event >= 0:
-                live[event] = None
-            else:
-                live.pop(~event, None)
-        return cls(trace, moment, tuple(live))
+        return cls(trace, moment, tuple(trace.live_after(moment + 1)))
 
     @property
     def size(self) -> int:
