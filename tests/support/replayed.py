@@ -28,7 +28,7 @@ def replay(
     capacity_bytes: int | None,
     rules: AllocatorSettings = AllocatorSettings(),  # noqa: B008 (frozen)
 ) -> Replay:
-    """Run events through a fresh device: n >= 0 allocates block n of `sizes[n]` bytes, n < 0 frees block ~n."""
+    """Run events through a fresh device: n >= 0 allocates block n of `sizes[n]` bytes, ~n frees block n."""
     device = CachingAllocator(capacity_bytes, rules)
     allocate, free = device.allocate, device.free
     held: dict[int, Block] = {}

@@ -17,7 +17,7 @@ from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import TracedWorkload, trace_workload
+from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.pure.holders import Peak
@@ -37,7 +37,6 @@ from batchfit.results import WhatIf
 
 LEAST_GAIN = 1.02  # what brings less is left out
 _LEAST_GAIN_OF_PAIR = 1.05  # what two changes must bring beyond the better one
-_HOST_BATCH_BYTES = 2**28  # the largest batch that a trace of a change makes on the host: that takes time
 _FAR_BEYOND_TRACE = 1.5  # lines are drawn again where the answer is that many times beyond their last trace
 
 
@@ -285,34 +284,23 @@ class Study:
         assert self.capacity is not None
         second = self._trace(self._other_size(first, expected_end(first, self.capacity)), changes)
         try:
-            traced = self._through(first, second, changes)
+            traced = self._through(first, second)
         except ShapeChangedError:  # one sample alone goes other ways through many programs
             first = self._trace(second.size // 2 if second.size > 5 else second.size + 1, changes)
-            traced = self._through(first, second, changes)
+            traced = self._through(first, second)
         end = self._largest(traced, self.settings) or 1
         if end <= _FAR_BEYOND_TRACE * max(first.size, second.size):
             return traced
         further = self._other_size(first, end)
-        return (
-            self._through(first, self._trace(further, changes), changes) if further != second.size else traced
-        )
+        return traced if further == second.size else self._through(first, self._trace(further, changes))
 
-    def _through(self, first: Trace, second: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
-        contexts = tuple(context for one in changes for context in one.contexts)
-        return TracedWorkload(
-            self.reach,
-            self.rules,
-            Footprint.between(first, second),
-            (first.size, second.size),
-            check=0.0,
-            trace_s=0.0,
-            changes=contexts,
-        )
+    def _through(self, first: Trace, second: Trace) -> TracedWorkload:
+        footprint = Footprint.between(first, second)
+        return TracedWorkload(self.reach, self.rules, footprint, (first.size, second.size))
 
     def _other_size(self, first: Trace, end: int) -> int:
         """A size near `end` whose batch the host can make, well apart from the first trace's."""
-        sample = first.batch_bytes / first.size
-        most = end if sample <= 0 else min(end, int(_HOST_BATCH_BYTES / sample))
+        most = min(end, most_on_host(first.batch_bytes / first.size))
         if most >= 1 and abs(most - first.size) > first.size // 4:
             return most
         return first.size // 2 if first.size > 3 else 2 * first.size

@@ -1,7 +1,7 @@
 """What a CUDA device's memory would do: PyTorch's caching allocator, replayed in plain Python.
 
-Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.13 reads them: a key that is not
-known is ignored, a value that torch refuses is refused):
+Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.13 reads them: a key that is
+not known is ignored, a value that torch refuses is refused):
 - A request is rounded up to 512 B. Up to 1 MiB it is small and served from segments of 2 MiB; below
   10 MiB from segments of 20 MiB; from 10 MiB on it gets a segment of its own, in multiples of 2 MiB.
 - The smallest free block that is large enough is taken, the lowest address among equals. It is split if at

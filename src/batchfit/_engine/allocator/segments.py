@@ -162,7 +162,7 @@ class Pool:
         return position
 
     def lowest_room(self, size: int) -> Block:
-        """The first of the free and unmapped blocks in a row that hold `size` bytes, at the lowest address."""
+        """The first of free and unmapped blocks in a row that hold `size` bytes, at the lowest address."""
         for _, unmapped in self.unmapped:
             before = unmapped.prev
             first = before if before is not None and not before.live else unmapped

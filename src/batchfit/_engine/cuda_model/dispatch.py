@@ -67,10 +67,8 @@ class CudaRules:
 
     def _ways(self) -> dict[str, Any]:
         """CUDA's ways through operations that torch would take apart."""
-        found: dict[str, Any] = dict(sequences.LAYERS)
-        if self.host_means_device:
-            found |= sequences.CELLS
-        ways = {name: partial(kernel, self) for name, kernel in found.items()}
+        found = sequences.LAYERS | (sequences.CELLS if self.host_means_device else {})
+        ways: dict[str, Any] = {name: partial(kernel, self) for name, kernel in found.items()}
         if self.host_means_device:
             ways |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
         return ways
@@ -192,6 +190,27 @@ if hasattr(aten, "_grouped_mm"):
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class, a module or this one instance has another attribute of that name."""
+    had, before = name in vars(owner), vars(owner).get(name)
+
+    def put(value: Any) -> None:
+        # Past the `__setattr__` of an instance: a compiled module would set it on what it wraps.
+        setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
+
+    put(value)
+    try:
+        yield
+    finally:
+        if had:
+            put(before)
+        elif isinstance(owner, type):
+            delattr(owner, name)
+        else:
+            del vars(owner)[name]
+
+
+@contextlib.contextmanager
 def kernels_replaced(kernels: Mapping[str, Any], key: str) -> Iterator[None]:
     """Inside, these stand for operations of aten, by name, where torch's dispatcher comes to `key`."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -277,7 +296,6 @@ def cuda_autocast(device: torch.device) -> Iterator[None]:
         cache.clear()
         clear()
 
-    torch.clear_autocast_cache = clear_both
     made, entered = torch.autocast.__init__, torch.autocast.__enter__
     moved: list[tuple[Any, bool]] = []
 
@@ -295,15 +313,15 @@ def cuda_autocast(device: torch.device) -> Iterator[None]:
             self.device, self._enabled = "cpu", self._enabled or meant
         return entered(self)  # type: ignore[no-untyped-call]
 
-    torch.autocast.__init__ = on_cpu  # type: ignore[method-assign]
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
     try:
-        with kernels_replaced(_Caster(device, cache).kernels(), "AutocastCPU"):
+        with (
+            replaced(torch, "clear_autocast_cache", clear_both),
+            replaced(torch.autocast, "__init__", on_cpu),
+            replaced(torch.autocast, "__enter__", enter),
+            kernels_replaced(_Caster(device, cache).kernels(), "AutocastCPU"),
+        ):
             yield
     finally:
-        torch.clear_autocast_cache = clear
-        torch.autocast.__init__ = made  # type: ignore[method-assign]
-        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         for context, enabled in moved:
             context.device, context._enabled = "cuda", enabled
         cache.clear()

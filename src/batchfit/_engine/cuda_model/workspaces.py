@@ -36,7 +36,7 @@ class Extra:
     `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
     plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
     it, which decides fragmentation. `outputs` corrects the bytes of results that the fake kernel gets wrong.
-    A rule that takes nothing at this size says 0, so that the stream of allocations is the same at every size.
+    What takes nothing at this size says 0, so that the stream of allocations is the same at every size.
     """
 
     together: tuple[int, ...] = ()

@@ -29,7 +29,7 @@ from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_cache import FakeResults
-from batchfit._engine.trace.known_values import WHOLE
+from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
 from batchfit.errors import UntraceableError
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -45,13 +44,9 @@ STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still b
 _HOST_BATCH_BYTES = 2**28  # the largest batch that a trace makes on the host
 _FAR_BEYOND_TRACE = 1.4  # times beyond its sizes `glance` draws its lines again
 _REPORTED_GROWTH_BYTES = 2**20  # that a step leaves on top of those before
-_EACH_SIZE_S = (
-    60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
-)
-
+# How long sizes are traced one by one: a loop over samples takes as long as it has samples.
+_EACH_SIZE_S = 60.0
 _NO_LINES = "it allocates in another order at each size, so each must be traced"
-
-Change = Callable[[Workload, Any], AbstractContextManager[Any]]
 
 
 @final
@@ -63,10 +58,9 @@ class TracedWorkload:
     rules: CudaRules
     footprint: Footprint | None
     sizes: tuple[int, ...]
-    check: float  # how far the lines were from the trace that checks them, as a share of a peak
-    trace_s: float
+    check: float = 0.0  # how far the lines were from the trace that checks them, as a share of a peak
+    trace_s: float = 0.0
     unseen: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
     small: tuple[Trace, Trace] | None = None  # the first two traces, for another budget's lines
     budget_bytes: int = 0  # where they end
     gap_bytes: float = 0.0  # how far the lines are from the small traces
@@ -97,7 +91,6 @@ class TracedWorkload:
                 size,
                 rules=self.rules,
                 steps=_steps_of(self.workload),
-                changes=self.changes,
                 limit_s=left_s,
                 reach=self.reach,
             )
@@ -157,7 +150,6 @@ def trace_workload(
     budget_bytes: int,
     most: int | None = None,
     small: tuple[Trace, Trace] | None = None,
-    changes: tuple[Change, ...] = (),
     limit_s: float | None = None,
     reach: StepReach | None = None,
 ) -> TracedWorkload:
@@ -168,21 +160,11 @@ def trace_workload(
     """
     begun = time.perf_counter()
     reach = reach_of(workload) if reach is None else reach
-    traces = _Traces(reach, rules, changes, limit_s, small)
+    traces = _Traces(reach, rules, limit_s, small)
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
     first, second = (traces.at(size, steps=1) for size in SMALL)
-    traced = TracedWorkload(
-        reach,
-        rules,
-        None,
-        (),
-        check=0.0,
-        trace_s=0.0,
-        changes=changes,
-        small=(first, second),
-        budget_bytes=budget_bytes,
-    )
+    traced = TracedWorkload(reach, rules, None, (), small=(first, second), budget_bytes=budget_bytes)
     # A loop over samples has another stream at each size, and far sizes take as long as they are large.
     with contextlib.suppress(ShapeChangedError):
         check_same_stream(first, second)
@@ -200,15 +182,12 @@ class _Traces:
         self,
         reach: StepReach,
         rules: CudaRules,
-        changes: tuple[Change, ...],
         limit_s: float | None,
         small: tuple[Trace, Trace] | None,
     ) -> None:
-        self._trace = partial(
-            trace, reach.workload, rules=rules, changes=changes, limit_s=limit_s, reach=reach
-        )
+        self._trace = partial(trace, reach.workload, rules=rules, limit_s=limit_s, reach=reach)
         self._whole = _steps_of(reach.workload)
-        self._done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
+        self._done = {(one.size, 1): one for one in small or ()}
 
     def at(self, size: int, steps: int | None = None) -> Trace:
         key = (size, self._whole if steps is None else steps)
@@ -261,8 +240,7 @@ def glance(
     begun = time.perf_counter()
     reach = reach_of(workload)
     small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
-    sample = small.batch_bytes / small.size
-    most = int(_HOST_BATCH_BYTES / sample) if sample else 2**30
+    most = most_on_host(small.batch_bytes / small.size)
     high = min(expected_end(small, budget_bytes), most)
 
     def through(size: int, limit_s: float | None) -> Footprint:
@@ -283,9 +261,8 @@ def glance(
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
-    return TracedWorkload(
-        reach, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(reach.parts))
-    )
+    notes = tuple(unseen(reach.parts))
+    return TracedWorkload(reach, rules, footprint, (small.size, high), trace_s=took_s, unseen=notes)
 
 
 def _steps_of(workload: Workload) -> int:
@@ -315,9 +292,14 @@ def _below(small: Trace, more: list[Trace], whole: Trace) -> dict[int, Footprint
 def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = None) -> tuple[int, int]:
     """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
     most = Footprint.between(first, second).upper_bound(budget_bytes, most=most)
-    batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
-    high = most if batch <= 0 else min(most, int(_HOST_BATCH_BYTES / batch))
+    sample_bytes = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
+    high = min(most, most_on_host(sample_bytes))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
+
+
+def most_on_host(sample_bytes: float) -> int:
+    """The largest size whose batch a trace makes on the host: that takes time."""
+    return int(_HOST_BATCH_BYTES / sample_bytes) if sample_bytes > 0 else 2**30
 
 
 def unseen(parts: Iterable[Any]) -> Iterator[str]:
@@ -344,9 +326,6 @@ def _growing(traces: Iterable[Trace]) -> Iterator[str]:
 
 
 def _cuda_device(parts: Iterable[Any]) -> torch.device | None:
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for tensor in part.parameters():
-                if tensor.device.type == "cuda":
-                    return tensor.device
-    return None
+    models = (part for part in parts if isinstance(part, nn.Module))
+    devices = (tensor.device for model in models for tensor in model.parameters())
+    return next((device for device in devices if device.type == "cuda"), None)
