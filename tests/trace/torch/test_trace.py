@@ -32,6 +32,7 @@ from batchfit._engine.allocator.gpus import gpu_named
 from batchfit._engine.cuda_model import sequences
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
+from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need
 
@@ -794,7 +795,7 @@ def test_a_glance_looks_again_where_the_end_is_far_beyond_what_it_expected() -> 
     rules = rules_for(work, gpu_named("h100"))
     small = trace(work, 2, rules=rules, steps=1)
     expected = expected_end(small, budget)
-    found = glance(work, rules=rules, budget_bytes=budget)
+    found = glance(reach_of(work), rules=rules, budget_bytes=budget)
     end = found.sizes[-1]
     assert end > 1.4 * expected
     true = trace(work, end, rules=rules).peak_bytes

@@ -229,7 +229,7 @@ def _draw_lines(traced: TracedWorkload, traces: _Traces, sizes: tuple[int, int])
 
 
 def glance(
-    workload: Workload, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
+    reach: StepReach, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
 ) -> TracedWorkload:
     """The footprint from one step of a few samples and two steps near the end: half the time, no check.
 
@@ -237,8 +237,7 @@ def glance(
     what one step let expect, the lines are drawn again from there: what is not quite a line in the size (all
     samples against all, staging) shows most at the end.
     """
-    begun = time.perf_counter()
-    reach = reach_of(workload)
+    begun, workload = time.perf_counter(), reach.workload
     small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
     most = most_on_host(small.batch_bytes / small.size)
     high = min(expected_end(small, budget_bytes), most)
