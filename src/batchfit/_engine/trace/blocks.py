@@ -64,19 +64,18 @@ class Blocks(TraceLog):
 
     def see(self, tensor: Tensor, origin: Origin, size: int | None = None) -> None:
         """A tensor is there; its storage is a block from now on until it is freed."""
-        storage = tensor.untyped_storage()
-        if address_of(tensor) in self._known:
-            return
-        self._hold(storage, self.allocate(storage.nbytes() if size is None else size, origin))
+        if tensor not in self:
+            size = tensor.untyped_storage().nbytes() if size is None else size
+            self._hold(tensor, self.allocate(size, origin))
 
     def take_over(self, tensor: Tensor, from_: Tensor) -> None:
         """A tensor is there that lies where another one does: their block is freed with the last of them."""
         block = self._known[address_of(from_)][1]
         self._shared[block] = self._shared.get(block, 0) + 1
-        self._hold(tensor.untyped_storage(), block)
+        self._hold(tensor, block)
 
-    def _hold(self, storage: Any, block: int) -> None:
-        address = storage._cdata
+    def _hold(self, tensor: Tensor, block: int) -> None:
+        address = address_of(tensor)
 
         def freed(_: Any) -> None:
             if self._known.pop(address, None) is None:
@@ -87,7 +86,7 @@ class Blocks(TraceLog):
             else:
                 self._events.append(~block)
 
-        self._known[address] = (weakref.ref(storage, freed), block)
+        self._known[address] = (weakref.ref(tensor.untyped_storage(), freed), block)
 
     def free(self, blocks: list[int]) -> None:
         """Blocks that no tensor held are gone."""

@@ -211,7 +211,8 @@ class _HostWrites:
     def note(self, tensor: Tensor) -> None:
         """Remember what is in the memory of `tensor`, and which of it the tensor is a view of."""
         storage = tensor.untyped_storage()
-        self._known[address_of(tensor)] = storage
+        address = address_of(tensor)
+        self._known[address] = storage
         before = _bytes_of(storage).clone()
         view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -221,7 +222,7 @@ class _HostWrites:
                     storage.resize_(before.numel())
                 _bytes_of(storage).copy_(before)
                 now = tensor.storage_offset(), tensor.shape, tensor.stride()
-                if now != view or address_of(tensor) != int(storage._cdata):
+                if now != view or address_of(tensor) != address:
                     tensor.data = torch.empty(0, dtype=tensor.dtype).set_(storage, *view)
 
         self._undo.push("a tensor on the host", restore)
