@@ -5,7 +5,7 @@
 Forward and backward of each case run with the input and the gradient in order, channels last, cut out of
 larger ones, and (the gradient) expanded from one number. Of each operation inside: its arguments, the most
 bytes that it held beside its results, and the bytes of its results that stay. These are what the rules of a
-trace are held against (`tests/data/h200_kernels.json.gz`, `_engine/cuda_model/copies.py`).
+trace are held against (`tests/data/h200_kernels.json.gz`, `_engine/cuda_model/workspaces.py`).
 """
 
 from __future__ import annotations

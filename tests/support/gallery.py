@@ -38,7 +38,7 @@ from torch_private import C, gradient_hooks
 
 import batchfit
 from batchfit import errors
-from batchfit._engine.trace.unknown_values import Unread
+from batchfit._engine.trace.values import Unread
 
 BUDGET = 5 * 2**29  # 2.5 GiB
 LIMIT_S = 20  # of one loop

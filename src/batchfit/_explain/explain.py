@@ -19,15 +19,13 @@ from torch import nn
 import batchfit
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
-from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import simulate
 from batchfit._engine.trace.workload import rules_for, unseen
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._explain.study import Study
-from batchfit._predict.oracle import Basis
+from batchfit._predict.oracle import Basis, default_budget
 from batchfit.results import Holder, MemoryExplanation, Moment
 from batchfit.workload import Workload, as_workload
 
@@ -72,7 +70,9 @@ def explain_with(workload: Workload | Callable[[int], object], options: ExplainO
     reach = reach_of(work)
     rules = rules_for(work, target, reach)
     here = rules.device.type == "cuda"
-    budget_bytes = _budget(options.budget_bytes, target, work if here else None)
+    budget_bytes = options.budget_bytes
+    if budget_bytes is None:
+        budget_bytes = default_budget(target, work if here else None)
     basis: Basis = "GPU, not run" if here else "no GPU"
     study = Study(reach, rules, batch_size, budget_bytes, basis)
     now = study.base
@@ -143,13 +143,3 @@ def _reserved(footprint: Footprint, size: int, budget_bytes: int | None, rules: 
 
 def _outside(workload: Workload) -> str:
     return "loss" if workload.kind == "training" else "outside modules"
-
-
-def _budget(given: int | None, target: Gpu | None, on_gpu: Workload | None) -> int | None:
-    if given is not None:
-        return given
-    if target is not None:
-        return target.usable_bytes
-    if on_gpu is None:
-        return None
-    return device_to_run(on_gpu).budget_bytes()

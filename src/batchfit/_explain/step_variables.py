@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from batchfit._engine.batch.structure import children, rebuilt
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit.workload import Workload
 
 
@@ -40,14 +41,12 @@ class StepTraits:
             if any(leaf.requires_grad for leaf in _leaves(output)):
                 self.learning.add(id(module))
 
-        hook = nn.modules.module.register_module_forward_hook(ran)
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-        try:
-            with changed_variable(workload, "source", lambda source: lambda size: self._seen(source(size))):
-                yield
-        finally:
-            hook.remove()
-            torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+        with (
+            nn.modules.module.register_module_forward_hook(ran),
+            replaced(torch.autocast, "__enter__", enter),
+            changed_variable(workload, "source", lambda source: lambda size: self._seen(source(size))),
+        ):
+            yield
 
     def _seen(self, batch: Any) -> Any:
         lengths = [leaf.shape[1] for leaf in _leaves(batch) if _is_tokens(leaf)]

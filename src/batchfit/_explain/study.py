@@ -17,7 +17,7 @@ from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.trace.trace import trace
-from batchfit._engine.trace.workload import TracedWorkload, trace_workload
+from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.pure.holders import Peak
@@ -37,7 +37,6 @@ from batchfit.results import WhatIf
 
 LEAST_GAIN = 1.02  # what brings less is left out
 _LEAST_GAIN_OF_PAIR = 1.05  # what two changes must bring beyond the better one
-_HOST_BATCH_BYTES = 2**28  # the largest batch that a trace of a change makes on the host: that takes time
 _FAR_BEYOND_TRACE = 1.5  # lines are drawn again where the answer is that many times beyond their last trace
 
 
@@ -111,18 +110,10 @@ class Study:
             )
             return []
         tried = [(change, self._tried((change,))) for change in self._changes()]
-        single = [
-            (change, outcome, self._what_if((change,), outcome))
-            for change, outcome in tried
-            if outcome is not None
-        ]
+        single = [(change, after, self._what_if((change,), after)) for change, after in tried if after]
         single.sort(key=lambda one: -one[2].gain)
-        found = (
-            [one for _, _, one in single]
-            + self._pairs(single)
-            + self._expandable()
-            + self._small_step_first()
-        )
+        alone = [one for _, _, one in single]
+        found = alone + self._pairs(single) + self._expandable() + self._small_step_first()
         return sorted((one for one in found if one.gain >= LEAST_GAIN), key=lambda one: -one.gain)
 
     def _changes(self) -> list[Change]:
@@ -158,11 +149,8 @@ class Study:
         partners = [change for change, _, _ in kept if change.group != best.group][:1]
         if best.group != "optimizer" and not partners and self._in_optimizer(outcome):
             partners = update_changes(self.reach)[:1]
-        found = []
-        for partner in partners:
-            both = self._tried((best, partner))
-            if both is not None:
-                found.append(self._what_if((best, partner), both))
+        pairs = [((best, partner), self._tried((best, partner))) for partner in partners]
+        found = [self._what_if(pair, after) for pair, after in pairs if after]
         return [one for one in found if one.gain >= _LEAST_GAIN_OF_PAIR * alone.gain]
 
     def _expandable(self) -> list[WhatIf]:
@@ -170,16 +158,9 @@ class Study:
         if self.settings.expandable_segments or self.base.largest is None:
             return []
         after = self._largest(self.base.traced, replace(self.settings, expandable_segments=True))
+        how = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return [
-            WhatIf(
-                change="expandable segments",
-                how="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-                largest_before=self.base.largest,
-                largest_after=after,
-                peak_bytes_before=self.base.peak_bytes,
-                peak_bytes_after=self.base.peak_bytes,
-                cost="next to nothing",
-            )
+            self._compared("expandable segments", how, "next to nothing", replace(self.base, largest=after))
         ]
 
     def _small_step_first(self) -> list[WhatIf]:
@@ -201,27 +182,26 @@ class Study:
         )
         if found is None or found.size < LEAST_GAIN * self.base.largest:
             return []
-        return [
-            WhatIf(
-                change="a step of one sample before the first full one",
-                how="train on one sample, then torch.cuda.empty_cache()",
-                largest_before=self.base.largest,
-                largest_after=found.size,
-                peak_bytes_before=self.base.peak_bytes,
-                peak_bytes_after=self.base.peak_bytes,
-                cost="one short step; what stays between steps then lies in no large block",
-            )
-        ]
+        change = "a step of one sample before the first full one"
+        how = "train on one sample, then torch.cuda.empty_cache()"
+        cost = "one short step; what stays between steps then lies in no large block"
+        return [self._compared(change, how, cost, replace(self.base, largest=found.size))]
 
     def _what_if(self, changes: tuple[Change, ...], outcome: TracedOutcome) -> WhatIf:
+        change = " and ".join(one.name for one in changes)
+        how = "; ".join(one.how for one in changes)
+        cost = "; ".join(one.cost for one in changes if one.cost)
+        return self._compared(change, how, cost, outcome)
+
+    def _compared(self, change: str, how: str, cost: str, after: TracedOutcome) -> WhatIf:
         return WhatIf(
-            change=" and ".join(one.name for one in changes),
-            how="; ".join(one.how for one in changes),
+            change=change,
+            how=how,
             largest_before=self.base.largest,
-            largest_after=outcome.largest,
+            largest_after=after.largest,
             peak_bytes_before=self.base.peak_bytes,
-            peak_bytes_after=outcome.peak_bytes,
-            cost="; ".join(one.cost for one in changes if one.cost),
+            peak_bytes_after=after.peak_bytes,
+            cost=cost,
         )
 
     def _in_optimizer(self, outcome: TracedOutcome) -> bool:
@@ -285,34 +265,23 @@ class Study:
         assert self.capacity is not None
         second = self._trace(self._other_size(first, expected_end(first, self.capacity)), changes)
         try:
-            traced = self._through(first, second, changes)
+            traced = self._through(first, second)
         except ShapeChangedError:  # one sample alone goes other ways through many programs
             first = self._trace(second.size // 2 if second.size > 5 else second.size + 1, changes)
-            traced = self._through(first, second, changes)
+            traced = self._through(first, second)
         end = self._largest(traced, self.settings) or 1
         if end <= _FAR_BEYOND_TRACE * max(first.size, second.size):
             return traced
         further = self._other_size(first, end)
-        return (
-            self._through(first, self._trace(further, changes), changes) if further != second.size else traced
-        )
+        return traced if further == second.size else self._through(first, self._trace(further, changes))
 
-    def _through(self, first: Trace, second: Trace, changes: tuple[Change, ...]) -> TracedWorkload:
-        contexts = tuple(context for one in changes for context in one.contexts)
-        return TracedWorkload(
-            self.reach,
-            self.rules,
-            Footprint.between(first, second),
-            (first.size, second.size),
-            check=0.0,
-            trace_s=0.0,
-            changes=contexts,
-        )
+    def _through(self, first: Trace, second: Trace) -> TracedWorkload:
+        footprint = Footprint.between(first, second)
+        return TracedWorkload(self.reach, self.rules, footprint, (first.size, second.size))
 
     def _other_size(self, first: Trace, end: int) -> int:
         """A size near `end` whose batch the host can make, well apart from the first trace's."""
-        sample = first.batch_bytes / first.size
-        most = end if sample <= 0 else min(end, int(_HOST_BATCH_BYTES / sample))
+        most = min(end, most_on_host(first.batch_bytes / first.size))
         if most >= 1 and abs(most - first.size) > first.size // 4:
             return most
         return first.size // 2 if first.size > 3 else 2 * first.size

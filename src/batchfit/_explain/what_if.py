@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from batchfit._engine.allocator.gpus import Gpu
+from batchfit._engine.cuda_model.dispatch import replaced
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.step_variables import changed_variable, mapped, step_variable
@@ -138,17 +139,11 @@ class _Checkpointed:
 
     @contextlib.contextmanager
     def __call__(self, workload: Workload, faked: Any) -> Iterator[None]:
-        before = [vars(block).get("forward") for block in self.blocks]
-        try:
+        with contextlib.ExitStack() as stack:
             for block in self.blocks:
-                vars(block)["forward"] = partial(checkpoint, block.forward, use_reentrant=False)
+                forward = partial(checkpoint, block.forward, use_reentrant=False)
+                stack.enter_context(replaced(block, "forward", forward))
             yield
-        finally:
-            for block, own in zip(self.blocks, before, strict=True):
-                if own is None:
-                    vars(block).pop("forward", None)
-                else:
-                    vars(block)["forward"] = own
 
 
 # -- dtypes
@@ -161,13 +156,8 @@ def lower_precision(reach: StepReach, gpu: Gpu, *, uses_autocast: bool) -> list[
     parameters in fp16 are for inference only.
     """
     workload = reach.workload
-    wide = any(
-        tensor.dtype is torch.float32
-        for part in reach.parts
-        if isinstance(part, nn.Module)
-        for tensor in part.parameters()
-    )
-    if not wide:
+    models = [part for part in reach.parts if isinstance(part, nn.Module)]
+    if not any(tensor.dtype is torch.float32 for model in models for tensor in model.parameters()):
         return []
     found = []
     learns = workload.kind in ("training", "step")
@@ -260,11 +250,8 @@ def _in_chunks(workload: Workload, faked: Any) -> Iterator[None]:
         loss: Tensor = _ChunkedCrossEntropy.apply(input, each)  # type: ignore[no-untyped-call]
         return loss
 
-    F.cross_entropy = cross_entropy
-    try:
+    with replaced(F, "cross_entropy", cross_entropy):
         yield
-    finally:
-        F.cross_entropy = plain
 
 
 @final
@@ -296,23 +283,13 @@ def update_changes(reach: StepReach) -> list[Change]:
     kind = type(optimizers[0]).__name__
     found = []
     if all(group.get("fused", True) in (None, False) for group in groups):
+        name, cost = "a fused optimizer step", "nothing, and is faster"
         how = f"torch.optim.{kind}(..., fused=True)"
-        found.append(
-            Change(
-                "a fused optimizer step",
-                how,
-                "nothing, and is faster",
-                "optimizer",
-                (partial(_fused, optimizers),),
-            )
-        )
-    many = all(group.get("foreach", False) is not False and not group.get("fused") for group in groups)
-    if many:
+        found.append(Change(name, how, cost, "optimizer", (partial(_fused, optimizers),)))
+    if all(group.get("foreach", False) is not False and not group.get("fused") for group in groups):
+        name, cost = "an optimizer step parameter by parameter", "a slower optimizer step"
         how = f"torch.optim.{kind}(..., foreach=False)"
-        name = "an optimizer step parameter by parameter"
-        found.append(
-            Change(name, how, "a slower optimizer step", "optimizer", (partial(_one_by_one, optimizers),))
-        )
+        found.append(Change(name, how, cost, "optimizer", (partial(_one_by_one, optimizers),)))
     return found
 
 

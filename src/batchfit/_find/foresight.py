@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.device.cuda import is_capped
 from batchfit._engine.trace.workload import glance, rules_for
 from batchfit._engine.workload.placement import device_to_run
+from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import MARGINS, WORKSPACE_BYTES, Oracle, allocator_rules, held_beside
 from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
@@ -46,13 +46,14 @@ class Foresight:
         A search needs no prediction, so nothing that goes wrong here ends it: what is wrong with the step
         itself comes out of the first trial.
         """
-        here = rules_for(work)
+        reach = reach_of(work)
+        here = rules_for(work, reach=reach)
         if here.device.type != "cuda":
             return None
-        rules = rules_for(work, here.gpu)
+        rules = rules_for(work, here.gpu, reach)
         try:
             limit_s = _PATIENCE_GENERATION_S if work.kind == "generation" else _PATIENCE_S
-            traced = glance(work, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
+            traced = glance(reach, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s)
             settings = allocator_rules(capped=is_capped(device_to_run(work), budget_bytes))
         except UntraceableError as error:
             log.info("no %s: %s", name, str(error))
@@ -77,7 +78,7 @@ class Foresight:
         footprint = self.oracle.traced.footprint
         if footprint is None:
             return None
-        end = upper_bound(footprint, self.budget_bytes, self.oracle.residual)
+        end = footprint.upper_bound(self.budget_bytes, self.oracle.residual)
         if end < 8:
             return None
         knee = max(piece.size for piece in footprint.pieces(end))

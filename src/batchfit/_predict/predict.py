@@ -39,6 +39,7 @@ from batchfit._predict.oracle import (
     Oracles,
     allocator_caveats,
     allocator_rules,
+    default_budget,
     held_beside,
     is_recurrent,
     margin_of,
@@ -120,7 +121,10 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     here = rules.device.type == "cuda"
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
-    budgets = options.budgets_bytes or [_default_budget(target, work if here else None)]
+    free_bytes = None if options.budgets_bytes else default_budget(target, work if here else None)
+    budgets = options.budgets_bytes or ([] if free_bytes is None else [free_bytes])
+    if not budgets:
+        raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
     capped = here and is_capped(device_to_run(work), min(budgets))
     settings = allocator_rules(options.expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
@@ -307,15 +311,6 @@ def _unseen(traced: TracedWorkload) -> tuple[str, ...]:
             "cuDNN's recurrent layers: their workspaces are known to a tenth only, so 5 % is left free"
         )
     return (*notes, *traced.rules.gpu.caveats)
-
-
-def _default_budget(target: Gpu | None, on_gpu: Workload | None) -> int:
-    """All of the GPU that is named, or what is free on the one that is here."""
-    if target is not None:
-        return target.usable_bytes
-    if on_gpu is None:
-        raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-    return device_to_run(on_gpu).budget_bytes()
 
 
 # -- one prediction of all ranks

@@ -10,8 +10,9 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import Replay, replay
 
-from batchfit._engine.allocator.caching import MIB, AllocatorSettings, Block, CachingAllocator, Replay, replay
+from batchfit._engine.allocator.caching import MIB, AllocatorSettings, Block, CachingAllocator
 from batchfit._engine.allocator.segments import AddressSpace
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -9,10 +9,11 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from replayed import replay
 
-from batchfit._engine.allocator.caching import AllocatorSettings, CachingAllocator, replay
+from batchfit._engine.allocator.caching import AllocatorSettings, CachingAllocator
 from batchfit._engine.allocator.footprint import OPTIONAL, Footprint, Origin
-from batchfit._engine.allocator.replay import STEPS, Simulation, largest, residual_of, simulate, upper_bound
+from batchfit._engine.allocator.replay import STEPS, Simulation, largest, residual_of, simulate
 
 MIB = 2**20
 HERE = Origin("activations", "forward")
@@ -160,7 +161,7 @@ def test_the_largest_size_is_sustained_and_none_above_it_by_much(
         return
     assert found.size in sustained
     assert found == simulate(footprint, found.size, capacity_bytes=capacity)
-    assert found.size <= upper_bound(footprint, capacity, most=most)
+    assert found.size <= footprint.upper_bound(capacity, most=most)
     # Between what was found and the first failure above it there is nothing left to gain.
     assert found.size + 1 > most or found.size + 1 not in sustained
 
@@ -168,12 +169,12 @@ def test_the_largest_size_is_sustained_and_none_above_it_by_much(
 @given(repeated(), st.integers(1, 1000 * MIB), st.integers(0, 500 * MIB))
 def test_live_bytes_alone_bound_the_size(step: Step, capacity: int, more: int) -> None:
     footprint = step.footprint(2)
-    bound = upper_bound(footprint, capacity, most=10_000)
+    bound = footprint.upper_bound(capacity, most=10_000)
     if bound:
         assert footprint.peak_bytes(bound) <= capacity
     if bound < 10_000:
         assert footprint.peak_bytes(bound + 1) > capacity
-    assert upper_bound(footprint, capacity + more, most=10_000) >= bound
+    assert footprint.upper_bound(capacity + more, most=10_000) >= bound
 
 
 def line(fixed: int, slope: int) -> Footprint:
@@ -208,14 +209,14 @@ def test_what_the_footprint_does_not_show_counts() -> None:
     assert fixed is not None
     assert growing is not None
     assert (fixed.size, growing.size) == (400, 225)
-    assert upper_bound(footprint, 1000 * MIB, (0.0, 2.0 * MIB)) == 225
+    assert footprint.upper_bound(1000 * MIB, (0.0, 2.0 * MIB)) == 225
 
 
 def test_a_step_that_does_not_grow_ends_at_what_is_wanted() -> None:
     found = largest(line(100 * MIB, 0), capacity_bytes=200 * MIB, most=4096)
     assert found is not None
     assert found.size == 4096
-    assert upper_bound(line(300 * MIB, 0), 200 * MIB) == 0
+    assert line(300 * MIB, 0).upper_bound(200 * MIB) == 0
 
 
 def test_the_allocators_settings_are_used() -> None:
@@ -310,7 +311,7 @@ def test_generation_is_told_a_size_that_does_not_hang_on_small_things(
         size = max(1, round(found.size * (1 - less)))
         held = more * capacity
         assert simulate(footprint, size, capacity_bytes=capacity, extra_bytes=held, may_retry=True).sustained
-    assert found.size <= upper_bound(footprint, capacity)
+    assert found.size <= footprint.upper_bound(capacity)
 
 
 @pytest.mark.parametrize(

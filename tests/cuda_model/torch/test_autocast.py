@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchfit._engine.cuda_model.autocast import (
+from batchfit._engine.cuda_model.dispatch import (
     FP32,
     FP32_RESULT,
     LOWER,
     REFUSED,
     WIDEST,
-    cuda_lists,
+    cuda_autocast,
     registered,
 )
 
@@ -36,7 +36,7 @@ def test_the_lists_are_those_of_this_torch() -> None:
 
 
 def dtype_of(run: Any, *, low: torch.dtype = BF16, device: torch.device = HERE) -> torch.dtype:
-    with FakeTensorMode(), cuda_lists(device), torch.autocast("cuda", dtype=low):
+    with FakeTensorMode(), cuda_autocast(device), torch.autocast("cuda", dtype=low):
         wide = torch.empty(4, 4, device=HERE)
         found = run(wide, wide @ wide)
     assert isinstance(found.dtype, torch.dtype)
@@ -73,7 +73,7 @@ def test_each_list_does_what_it_says(run: Any, dtype: torch.dtype) -> None:
 
 
 def test_fp16_is_cudas_default() -> None:
-    with FakeTensorMode(), cuda_lists(HERE), torch.autocast("cuda"):
+    with FakeTensorMode(), cuda_autocast(HERE), torch.autocast("cuda"):
         assert (torch.empty(2, 2, device=HERE) @ torch.empty(2, 2, device=HERE)).dtype is torch.float16
 
 
@@ -83,7 +83,7 @@ def test_the_host_is_left_alone() -> None:
         dtype_of(lambda x, h: torch.empty(2, 2, device="cpu") @ torch.empty(2, 2, device="cpu"))
         is torch.float32
     )
-    with cuda_lists(HERE), torch.autocast("cuda", dtype=BF16):
+    with cuda_autocast(HERE), torch.autocast("cuda", dtype=BF16):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
         assert F.softmax(torch.ones(2, dtype=BF16), 0).dtype is BF16
 
@@ -97,7 +97,7 @@ def test_a_region_can_be_switched_off_inside() -> None:
 
 
 def test_a_weight_is_cast_once_in_a_region() -> None:
-    with FakeTensorMode(), cuda_lists(HERE):
+    with FakeTensorMode(), cuda_autocast(HERE):
         weight = nn.Parameter(torch.empty(4, 4, device=HERE))
         x = torch.empty(4, 4, device=HERE)
 
@@ -121,7 +121,7 @@ def test_one_made_before_the_trace_works_if_it_names_bf16(dtype: torch.dtype, on
         warnings.simplefilter("ignore")
         made = torch.autocast("cuda", dtype=dtype)
     for _ in range(2):
-        with FakeTensorMode(), cuda_lists(HERE):
+        with FakeTensorMode(), cuda_autocast(HERE):
             x = torch.empty(2, 2, device=HERE)
             with made:
                 assert (x @ x).dtype is (dtype if on else torch.float32)
@@ -132,7 +132,7 @@ def test_one_made_before_the_trace_works_if_it_names_bf16(dtype: torch.dtype, on
 def test_everything_is_put_back_after_an_error() -> None:
     before = torch.autocast.__init__, torch.autocast.__enter__, torch.clear_autocast_cache
     kernels = registered("AutocastCPU")
-    with pytest.raises(KeyError), cuda_lists(HERE):
+    with pytest.raises(KeyError), cuda_autocast(HERE):
         raise KeyError
     assert (torch.autocast.__init__, torch.autocast.__enter__, torch.clear_autocast_cache) == before
     assert registered("AutocastCPU") == kernels

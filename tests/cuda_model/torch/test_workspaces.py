@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch_private import private_aten
 
 from batchfit._engine.allocator.gpus import GPUS
-from batchfit._engine.cuda_model.workspaces import Extra, extra_of, is_gemm, reduction_bytes
+from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
+from batchfit._engine.cuda_model.workspaces import Extra, reduction_bytes
 
 aten = torch.ops.aten
 H200 = GPUS["h200"]
@@ -27,7 +28,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def extra(func: Any, *args: Any) -> Extra | None:
-    return extra_of(func, args, H200)
+    rule = RULES.get(func)
+    return None if rule is None else rule(args, H200)
 
 
 def test_most_operations_take_nothing() -> None:
@@ -41,9 +43,8 @@ def test_a_layer_norm_copies_what_is_not_in_order() -> None:
 
 
 def test_cublas_does_the_products() -> None:
-    assert is_gemm(aten.mm.default)
-    assert is_gemm(aten.addmm.default)
-    assert not is_gemm(aten.mul.Tensor)
+    assert {aten.mm.default, aten.addmm.default} <= GEMMS
+    assert aten.mul.Tensor not in GEMMS
 
 
 def test_a_softmax_gradient_has_one_temporary_of_its_size() -> None:

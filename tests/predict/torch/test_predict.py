@@ -13,7 +13,7 @@ from torch import nn
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import DEFAULT, GPUS, Gpu
-from batchfit._engine.allocator.replay import Simulation, simulate, upper_bound
+from batchfit._engine.allocator.replay import Simulation, simulate
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
 from batchfit._engine.trace.trace import trace
@@ -572,7 +572,7 @@ def test_what_is_predicted_for_generation_has_room_for_every_token() -> None:
     assert simulate(lines, predicted, capacity_bytes=GIB, may_retry=True).fits
     assert not simulate(lines, round(predicted * 1.15), capacity_bytes=GIB, may_retry=True).fits
     # Where the two highest moments were all that counts, far more would.
-    assert upper_bound(lines, GIB) > 1.1 * predicted
+    assert lines.upper_bound(GIB) > 1.1 * predicted
 
 
 def test_a_cache_that_is_not_known_is_refused_whatever_the_length() -> None:

@@ -21,8 +21,8 @@ from torch_private import C, has_kernel
 
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
-from batchfit._engine.trace import in_place
-from batchfit._engine.trace.block_log import Blocks
+from batchfit._engine.trace import blocks
+from batchfit._engine.trace.blocks import Blocks
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 
@@ -320,24 +320,24 @@ def test_another_thread_that_trains_changes_no_trace() -> None:
     ids=lambda one: one.__name__,
 )
 def test_a_first_trace_may_be_anywhere(around: Any) -> None:
-    in_place.counts_of_one_holder.cache_clear()
+    blocks.counts_of_one_holder.cache_clear()
     made = nn.Linear(8, 8)
     work = batchfit.Workload(lambda n: made(torch.randn(n, 8)), state=[made])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of anomaly detection
         with around():
             assert trace(work, 2, rules=rules_for(work), steps=1).events
-    assert in_place.counts_of_one_holder() is not None
+    assert blocks.counts_of_one_holder() is not None
 
 
 def test_a_torch_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are then copies, and a trace is a trace."""
     assert check(residual) > 0
-    in_place.counts_of_one_holder.cache_clear()
+    blocks.counts_of_one_holder.cache_clear()
     with monkeypatch.context() as patch:
         patch.delattr(C, "_storage_Use_Count")
         taken, found = in_a_trace(residual, patch)
-    in_place.counts_of_one_holder.cache_clear()
+    blocks.counts_of_one_holder.cache_clear()
     assert taken == 0
     assert found.events
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch_private import foreach_add_, foreach_mul_, private_aten
 
 import batchfit
-from batchfit._engine.trace.known_values import written_by
 from batchfit._engine.trace.trace import trace
+from batchfit._engine.trace.values import written_by
 from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import batchfit
 from batchfit._engine.allocator.footprint import Trace
-from batchfit._engine.trace import unknown_values
+from batchfit._engine.trace import values
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
 from batchfit.errors import UntraceableError
@@ -56,16 +56,16 @@ def test_a_resumed_optimizer_reads_its_counters(name: str, foreach: bool) -> Non
 
 
 def test_the_updates_of_optimizers_are_wrapped_for_a_trace_only() -> None:
-    updates = unknown_values.optimizer_updates()
+    updates = values.optimizer_updates()
     assert {name for _, name in updates} >= {"_single_tensor_adam", "_multi_tensor_adam", "_multi_tensor_sgd"}
     before = [getattr(module, name) for module, name in updates]
-    with unknown_values.LibraryReads().wrapped():
+    with values.LibraryReads().wrapped():
         assert all(getattr(*one) is not old for one, old in zip(updates, before, strict=True))
     assert [getattr(module, name) for module, name in updates] == before
 
 
 def test_an_optimizer_that_is_not_wrapped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown_values, "optimizer_updates", lambda: ())
+    monkeypatch.setattr(values, "optimizer_updates", lambda: ())
     with pytest.raises(UntraceableError, match="depends on the data"):
         traced(resumed("Adafactor", foreach=False))
 

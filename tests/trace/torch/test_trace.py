@@ -29,9 +29,10 @@ from torch_private import pack_padded_sequence
 import batchfit
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.gpus import gpu_named
-from batchfit._engine.cuda_model import dispatch
+from batchfit._engine.cuda_model import sequences
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import glance, rules_for, trace_workload, unseen
+from batchfit._engine.workload.reachable import reach_of
 from batchfit.errors import UntraceableError
 from conftest import need
 
@@ -488,7 +489,7 @@ def test_a_cell_by_itself_is_one_kernel_after_its_products(kind: Any, bias: bool
 def test_rows_are_packed_as_torch_packs_them() -> None:
     for first, shape in ((True, (4, 9, 3)), (False, (9, 4, 3))):
         x, lengths = torch.randn(shape), torch.tensor([9, 9, 4, 1])
-        data, sizes = dispatch.packed(x, lengths.tolist(), first)
+        data, sizes = sequences.packed(x, lengths.tolist(), first)
         real = pack_padded_sequence(x, lengths, first)
         assert torch.equal(data, real[0])
         assert sizes == real[1].tolist()
@@ -794,7 +795,7 @@ def test_a_glance_looks_again_where_the_end_is_far_beyond_what_it_expected() -> 
     rules = rules_for(work, gpu_named("h100"))
     small = trace(work, 2, rules=rules, steps=1)
     expected = expected_end(small, budget)
-    found = glance(work, rules=rules, budget_bytes=budget)
+    found = glance(reach_of(work), rules=rules, budget_bytes=budget)
     end = found.sizes[-1]
     assert end > 1.4 * expected
     true = trace(work, end, rules=rules).peak_bytes

@@ -76,7 +76,7 @@ def look_at_packages(findings: Findings) -> None:
 
 def allocator_notes(settings: dict[str, str]) -> list[str]:
     """What a person should know about the allocator's settings."""
-    from batchfit._engine.allocator.settings import AllocatorSettings
+    from batchfit._engine.allocator.caching import AllocatorSettings
 
     notes = []
     if len(set(settings.values())) > 1:

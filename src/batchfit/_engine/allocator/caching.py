@@ -1,6 +1,7 @@
 """What a CUDA device's memory would do: PyTorch's caching allocator, replayed in plain Python.
 
-Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.13 reads them):
+Rules (those of `CUDACachingAllocator.cpp`, for one stream; settings as torch 2.13 reads them: a key that is
+not known is ignored, a value that torch refuses is refused):
 - A request is rounded up to 512 B. Up to 1 MiB it is small and served from segments of 2 MiB; below
   10 MiB from segments of 20 MiB; from 10 MiB on it gets a segment of its own, in multiples of 2 MiB.
 - The smallest free block that is large enough is taken, the lowest address among equals. It is split if at
@@ -29,13 +30,14 @@ while the cap is not reached.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from batchfit._engine.allocator.segments import (
     ADDRESS_BITS,
+    MIB,
     RANGE_BYTES,
     AddressSpace,
     Block,
@@ -43,16 +45,98 @@ from batchfit._engine.allocator.segments import (
     absorb,
     put_between,
 )
-from batchfit._engine.allocator.settings import DIVISION_STEPS, MIB, OWN_SEGMENT, AllocatorSettings
 
-__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Replay", "replay"]
+__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator"]
 
 GRAIN = 512
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
 SEGMENT_GRAIN = 2 * MIB
+OWN_SEGMENT = 10 * MIB  # from here on a request has a segment of its own
+# Divisions are set for each power of two from 1 MiB to 32 GiB; what lies outside takes the nearest.
+DIVISION_STEPS = 16
+_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)")
 
 _ENDLESS = 1 << 100
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """Allocator settings that change what fits (PYTORCH_CUDA_ALLOC_CONF).
+
+    >>> AllocatorSettings.from_environment("max_split_size_mb:128").max_split_size_bytes // MIB
+    128
+    """
+
+    expandable_segments: bool = False
+    max_split_size_bytes: int | None = None
+    # Nothing, one number for all sizes, or 16: one for each power of two from 1 MiB on. 0 and 1 mean none.
+    roundup_power2_divisions: tuple[int, ...] = ()
+    garbage_collection_threshold: float = 0.0
+    large_segment_bytes: int = 20 * MIB
+    max_non_split_rounding_bytes: int | None = None  # None: as large_segment_bytes
+    # Whether the capacity is a cap (a memory fraction below 1, set by key or by call) or the GPU's memory.
+    capped: bool = False
+
+    def __post_init__(self) -> None:
+        # What PyTorch refuses too. With it, a free block of max_split_size or more is always a whole segment.
+        large, split = self.large_segment_bytes, self.max_split_size_bytes
+        if large <= OWN_SEGMENT or large % MIB:
+            raise ValueError(f"large_segment_bytes must be whole MiB, more than 10, not {large!r}")
+        if split is not None and (split < large or split % MIB):
+            raise ValueError(f"max_split_size_bytes must be whole MiB, at least {large}, not {split!r}")
+        rounding = self.max_non_split_rounding_bytes
+        if rounding is not None and rounding < large:
+            raise ValueError(f"max_non_split_rounding_bytes must be at least {large}, not {rounding!r}")
+        divisions = self.roundup_power2_divisions
+        if len(divisions) not in (0, 1, DIVISION_STEPS) or any(n < 0 or n & (n - 1) for n in divisions):
+            raise ValueError(
+                f"roundup_power2_divisions must be 0, 1 or {DIVISION_STEPS} powers of two, not {divisions!r}"
+            )
+        threshold = self.garbage_collection_threshold
+        if not 0.0 <= threshold < 1.0:
+            raise ValueError(f"garbage_collection_threshold must be from 0 to below 1, not {threshold!r}")
+
+    @classmethod
+    def from_environment(cls, text: str) -> AllocatorSettings:
+        """The rules that a value of PYTORCH_CUDA_ALLOC_CONF sets; other keys are passed over."""
+        found = {key: value.strip() for key, value in _SETTING.findall(text)}
+        try:
+            return cls(
+                expandable_segments=found.get("expandable_segments") == "True",
+                max_split_size_bytes=_parse_mib(found.get("max_split_size_mb")),
+                roundup_power2_divisions=_parse_divisions(found.get("roundup_power2_divisions", "[]")),
+                garbage_collection_threshold=float(found.get("garbage_collection_threshold", 0.0)),
+                large_segment_bytes=_parse_mib(found.get("large_segment_size_mb")) or 20 * MIB,
+                max_non_split_rounding_bytes=_parse_mib(found.get("max_non_split_rounding_mb")),
+                capped=float(found.get("per_process_memory_fraction", 1.0)) < 1.0,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"allocator settings must be what PyTorch takes, not {text!r}: {error}"
+            ) from None
+
+
+def _parse_mib(text: str | None) -> int | None:
+    return None if text is None else int(text) * MIB
+
+
+def _parse_divisions(text: str) -> tuple[int, ...]:
+    """`"4"`, or `"[256:1,512:2,>:4]"`: a list goes by size in MiB, each entry for its power of two alone."""
+    if not text.startswith("["):
+        return (int(text),)
+    entries = [entry.split(":") for entry in re.sub(r"\s", "", text[1:-1]).split(",") if entry]
+    divisions = [0] * DIVISION_STEPS
+    last = 0
+    for position, (size, count) in enumerate(entries):
+        if size == ">":  # all sizes above the entry before it
+            divisions[last + 1 :] = [int(count)] * (DIVISION_STEPS - last - 1)
+            continue
+        last = min(int(size).bit_length() - 1, DIVISION_STEPS - 1)
+        if position == 0:  # the first entry is for all smaller sizes too
+            divisions[:last] = [int(count)] * last
+        divisions[last] = int(count)
+    return tuple(divisions) if entries else ()
 
 
 @final
@@ -182,7 +266,7 @@ class CachingAllocator:
         if position == len(keys):
             return None
         if self._expandable:
-            position = _least_expandable(pool, position)
+            position = pool.least_expandable(position)
         block = pool.blocks[keys[position]]
         # A block that may not be split serves only requests that would waste little of it.
         limit = self._max_split if size < self._max_split else size + self._rounding
@@ -284,7 +368,7 @@ class CachingAllocator:
 
         None where the GPU has no memory for the missing pages; what was mapped before that stays free.
         """
-        block = _lowest_room(pool, size)
+        block = pool.lowest_room(size)
         if block.mapped:
             pool.remove(block)
         elif not self._map(pool, block, min(size, block.size)):
@@ -312,14 +396,8 @@ class CachingAllocator:
             block.size = mapped
         block.mapped = True
         self._reserve(mapped)
-        self._join_next(pool, block)
+        pool.join_next(block)
         return True
-
-    def _join_next(self, pool: Pool, block: Block) -> None:
-        other = block.next
-        if other is not None and not other.live and other.mapped:
-            pool.remove(other)
-            absorb(block, other)
 
     def _unmap(self, pool: Pool, block: Block) -> None:
         """Unmap the whole pages inside a free block; what is left of it at either side stays free."""
@@ -360,84 +438,3 @@ def _round_up(requested: int, size: int, divisions: tuple[int, ...]) -> int:
         return size
     step = (1 << power) // count
     return -(-requested // step) * step
-
-
-def _least_expandable(pool: Pool, position: int) -> int:
-    """From the best fit on, past blocks that could still grow: their size is what they could grow to."""
-
-    def could_be(position: int) -> int:
-        block = pool.blocks[pool.keys[position]]
-        return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
-
-    here = could_be(position)
-    while position + 1 < len(pool.keys) and (following := could_be(position + 1)) < here:
-        position, here = position + 1, following
-    return position
-
-
-def _lowest_room(pool: Pool, size: int) -> Block:
-    """The first of the free and unmapped blocks in a row that hold `size` bytes, at the lowest address."""
-    for _, unmapped in pool.unmapped:
-        before = unmapped.prev
-        first = before if before is not None and not before.live else unmapped
-        room = 0
-        block: Block | None = first
-        while room < size and block is not None and not block.live:
-            room += block.size
-            block = block.next
-        if room >= size:
-            return first
-    raise AssertionError("the range of addresses ends beyond any size")
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """What a device did under a list of events: the peaks count up to the event that failed."""
-
-    fits: bool
-    failed_at: int | None
-    retries: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    peak_requested_bytes: int
-    peak_split_bytes: int
-
-
-def replay(
-    sizes: Sequence[int],
-    events: Sequence[int],
-    *,
-    capacity_bytes: int | None,
-    rules: AllocatorSettings = AllocatorSettings(),  # noqa: B008 (frozen)
-) -> Replay:
-    """Run events through a fresh device: n >= 0 allocates block n of `sizes[n]` bytes, n < 0 frees block ~n.
-
-    >>> replay([3 * MIB, 512], [0, 1, ~0, ~1], capacity_bytes=None).peak_reserved_bytes // MIB
-    22
-    """
-    device = CachingAllocator(capacity_bytes, rules)
-    allocate, free = device.allocate, device.free
-    held: dict[int, Block] = {}
-    failed_at = None
-    for index, event in enumerate(events):
-        if event < 0:
-            if ~event not in held:
-                raise ValueError(f"events must free only what is allocated, not block {~event} at {index}")
-            free(held.pop(~event))
-            continue
-        if event in held:
-            raise ValueError(f"events must not allocate block {event} again at {index} while it is held")
-        block = allocate(sizes[event])
-        if block is None:
-            failed_at = index
-            break
-        held[event] = block
-    return Replay(
-        fits=failed_at is None,
-        failed_at=failed_at,
-        retries=device.retries,
-        peak_allocated_bytes=device.peak_allocated_bytes,
-        peak_reserved_bytes=device.peak_reserved_bytes,
-        peak_requested_bytes=device.peak_requested_bytes,
-        peak_split_bytes=device.peak_split_bytes,
-    )

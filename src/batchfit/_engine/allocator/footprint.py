@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import final
@@ -79,12 +79,7 @@ class Trace:
         if len(self.step_ends) < 2:
             return 0, ""
         *_, before, last, end = (self.begins, *self.step_ends)
-        live: dict[int, int] = {}  # blocks that are there at the end, with when they were allocated
-        for position, event in enumerate(self.events[:end]):
-            if event >= 0:
-                live[event] = position
-            else:
-                live.pop(~event, None)
+        live = self.live_after(end)
         earlier = Counter(_made_by(self.origins[b]) for b, at in live.items() if before <= at < last)
         lines: Counter[str] = Counter()
         for block, at in live.items():
@@ -93,6 +88,16 @@ class Trace:
                 earlier[_made_by(origin)] -= 1
                 lines[origin.source] += self.sizes[block]
         return sum(lines.values()), max(lines, key=lines.__getitem__, default="")
+
+    def live_after(self, count: int) -> dict[int, int]:
+        """The blocks that are there after so many events, with when they were allocated."""
+        live: dict[int, int] = {}
+        for position, event in enumerate(self.events[:count]):
+            if event >= 0:
+                live[event] = position
+            else:
+                live.pop(~event, None)
+        return live
 
     def ordered(self) -> Trace:
         """The same trace with each run of frees in the order of its blocks.
@@ -112,7 +117,28 @@ class Trace:
             else:
                 events.append(event)
         events += sorted(run, reverse=True)
-        return Trace(self.size, self.sizes, self.origins, tuple(events), self.begins, self.step_ends)
+        return replace(self, events=tuple(events))
+
+
+class TraceLog:
+    """A trace while it is written down."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._origins: list[Origin] = []
+        self._events: list[int] = []
+
+    def allocate(self, size: int, origin: Origin) -> int:
+        """A block of that many bytes; it stays until it is freed."""
+        block = len(self._sizes)
+        self._sizes.append(size)
+        self._origins.append(origin)
+        self._events.append(block)
+        return block
+
+    def written(self, size: int, begins: int, step_ends: Iterable[int]) -> Trace:
+        events = tuple(self._events)
+        return Trace(size, tuple(self._sizes), tuple(self._origins), events, begins, tuple(step_ends))
 
 
 _LASTING = (*STATE, "workspaces")
@@ -124,24 +150,13 @@ def _made_by(origin: Origin) -> tuple[str, str, str]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Bytes as a function of the size."""
-
-    fixed: float
-    per_sample: float
-
-    def at(self, size: float) -> float:
-        return self.fixed + self.per_sample * size
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Segment:
-    """One straight segment of the peak: from `size` on, the peak is at event `moment`."""
+    """One straight segment of the peak: from `size` on, the peak is a line in the size, at event `moment`."""
 
     size: float
     moment: int
-    line: Line
+    fixed: float
+    per_sample: float
 
 
 @final
@@ -232,8 +247,15 @@ class Footprint:
 
     def peak_bytes(self, size: float) -> float:
         """Bytes asked for and live at the highest moment."""
-        fixed, slopes = self.live_lines()
-        return max(a + b * size for a, b in zip(fixed, slopes, strict=True))
+        return max(self._live_at(size))
+
+    def moment_of_peak(self, size: float) -> int:
+        """The event after which the most is live; the first of several."""
+        live = self._live_at(size)
+        return max(range(len(live)), key=live.__getitem__)
+
+    def _live_at(self, size: float) -> list[float]:
+        return [fixed + slope * size for fixed, slope in zip(*self.live_lines(), strict=True)]
 
     @property
     def state_bytes(self) -> int:
@@ -270,8 +292,24 @@ class Footprint:
         for index, (slope, at_zero, moment) in enumerate(hull):
             ends = starts[index + 1] if index + 1 < len(hull) else float("inf")
             if ends > 1 and starts[index] <= largest:
-                found.append(Segment(max(1.0, starts[index]), moment, Line(at_zero, slope)))
+                found.append(Segment(max(1.0, starts[index]), moment, at_zero, slope))
         return found
+
+    def upper_bound(
+        self, capacity_bytes: float, extra: tuple[float, float] = (0.0, 0.0), most: int | None = None
+    ) -> int:
+        """The largest size whose live bytes alone are within the capacity; 0 where none is.
+
+        `extra` is what the footprint does not show: fixed bytes, and bytes per sample.
+        """
+        bound = float("inf") if most is None else float(most)
+        for piece in self.pieces():
+            fixed, slope = piece.fixed + extra[0], piece.per_sample + extra[1]
+            if slope > 0:
+                bound = min(bound, (capacity_bytes - fixed) / slope)
+            elif fixed > capacity_bytes:
+                return 0
+        return int(min(max(bound, 0.0), 2**30))
 
     @property
     def carried(self) -> tuple[tuple[int, int], ...] | None:
@@ -325,12 +363,6 @@ class Footprint:
             for values in (self.fixed, self.per_sample)
         )
         return replace(self, fixed=fixed, per_sample=slopes)
-
-    def moment_of_peak(self, size: float) -> int:
-        """The event after which the most is live; the first of several."""
-        fixed, slopes = self.live_lines()
-        live = [a + b * size for a, b in zip(fixed, slopes, strict=True)]
-        return max(range(len(live)), key=live.__getitem__)
 
 
 def expected_end(small: Trace, capacity_bytes: int) -> int:

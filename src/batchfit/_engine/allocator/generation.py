@@ -11,11 +11,11 @@ same order; the bytes of those between are on a line. Anything else is a `ShapeC
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from batchfit._engine.allocator.footprint import Origin, ShapeChangedError, Trace
+from batchfit._engine.allocator.footprint import Origin, ShapeChangedError, Trace, TraceLog
 
 _MOST_EVENTS = 100_000  # of all passes: a longer loop takes several of its early passes as one
 
@@ -52,55 +52,43 @@ class _TokenPass:
 
 def with_all_passes(trace: Trace, loops: Sequence[TokenLoop]) -> Trace:
     """The trace in which every loop has all its passes."""
-    return _Writer(trace).written(loops)
+    return _Writer(trace).with_all(loops)
 
 
 @final
-class _Writer:
+class _Writer(TraceLog):
     """Writes a trace again; `_now` has the block that a block of the old one is now."""
 
     def __init__(self, trace: Trace) -> None:
+        super().__init__()
         self._trace = trace
-        self._sizes: list[int] = []
-        self._origins: list[Origin] = []
-        self._events: list[int] = []
         self._now: dict[int, int] = {}
         self._cuts = {0: 0}
 
-    def written(self, loops: Sequence[TokenLoop]) -> Trace:
+    def with_all(self, loops: Sequence[TokenLoop]) -> Trace:
         position = 0
         for loop in loops:
             self._copy(position, loop.first[1])
             self._passes(loop)
             position = loop.late[1][1]
         self._copy(position, len(self._trace.events))
-        ends = tuple(self._cuts[end] for end in self._trace.step_ends)
-        begins = self._cuts[self._trace.begins]
-        return Trace(
-            self._trace.size, tuple(self._sizes), tuple(self._origins), tuple(self._events), begins, ends
-        )
+        ends = (self._cuts[end] for end in self._trace.step_ends)
+        return self.written(self._trace.size, self._cuts[self._trace.begins], ends)
 
     def _copy(self, begin: int, end: int) -> None:
         for position in range(begin, end):
             self._cuts[position] = len(self._events)
             event = self._trace.events[position]
             if event >= 0:
-                self._now[event] = self._allocate(self._trace.sizes[event], self._trace.origins[event])
+                self._now[event] = self.allocate(self._trace.sizes[event], self._trace.origins[event])
             elif ~event in self._now:
                 self._events.append(~self._now[~event])
             else:
                 raise ShapeChangedError("a loop leaves behind more than its last pass does")
         self._cuts[end] = len(self._events)
 
-    def _allocate(self, size: int, origin: Origin) -> int:
-        block = len(self._sizes)
-        self._sizes.append(size)
-        self._origins.append(origin)
-        self._events.append(block)
-        return block
-
     def _passes(self, loop: TokenLoop) -> None:
-        first = [event for event in self._trace.events[slice(*loop.first)] if event >= 0]
+        first = _allocated(self._trace, loop.first)
         early, late = (_pass(self._trace, *both) for both in (loop.early, loop.late))
         made = tuple(self._trace.origins[block].operation for block in first)
         if early.events != late.events or not made == early.operations == late.operations:
@@ -119,13 +107,12 @@ class _Writer:
             mine: list[int] = []
             for event in early.events:
                 if event is None:
-                    mine.append(self._allocate(max(0, sizes[len(mine)]), early.origins[len(mine)]))
+                    mine.append(self.allocate(max(0, sizes[len(mine)]), early.origins[len(mine)]))
                 else:
                     is_before, which = event
                     self._events.append(~(before if is_before else mine)[which])
             before = mine
-        last = [event for event in self._trace.events[slice(*loop.late[1])] if event >= 0]
-        self._now |= dict(zip(last, before, strict=True))
+        self._now |= dict(zip(_allocated(self._trace, loop.late[1]), before, strict=True))
 
 
 def _numbers(count: int, events: int) -> list[int]:
@@ -168,5 +155,5 @@ def _pass(trace: Trace, before: tuple[int, int], now: tuple[int, int]) -> _Token
     )
 
 
-def _allocated(trace: Trace, span: tuple[int, int]) -> Iterator[int]:
-    return (event for event in trace.events[slice(*span)] if event >= 0)
+def _allocated(trace: Trace, span: tuple[int, int]) -> list[int]:
+    return [event for event in trace.events[slice(*span)] if event >= 0]

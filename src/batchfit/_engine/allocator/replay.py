@@ -195,7 +195,7 @@ def largest(
             )
         return tried[size, more_bytes]
 
-    top = upper_bound(footprint, capacity_bytes, extra, most) + 1
+    top = footprint.upper_bound(capacity_bytes, extra, most) + 1
     close, island = (0.01, _RAGGED) if may_retry else (0.0, _ISLAND)
     known = 0
     while top > 1:
@@ -237,23 +237,6 @@ def _last_sustained(run: Callable[[int], Simulation], top: int, close: float, kn
             high = max(1, size)
             step *= 2
     return low or None
-
-
-def upper_bound(
-    footprint: Footprint,
-    capacity_bytes: float,
-    extra: tuple[float, float] = (0.0, 0.0),
-    most: int | None = None,
-) -> int:
-    """The largest size whose live bytes alone are within the capacity; 0 where none is."""
-    bound = float("inf") if most is None else float(most)
-    for piece in footprint.pieces():
-        fixed, slope = piece.line.fixed + extra[0], piece.line.per_sample + extra[1]
-        if slope > 0:
-            bound = min(bound, (capacity_bytes - fixed) / slope)
-        elif fixed > capacity_bytes:
-            return 0
-    return int(min(max(bound, 0.0), 2**30))
 
 
 def residual_of(first: tuple[int, int], second: tuple[int, int], *, small: float) -> tuple[float, float]:

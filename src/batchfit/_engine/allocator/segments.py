@@ -142,6 +142,39 @@ class Pool:
                 absorb(block, other)
         insort(self.unmapped, (block.address, block))
 
+    def join_next(self, block: Block) -> None:
+        """A block takes in the free one behind it."""
+        other = block.next
+        if other is not None and not other.live and other.mapped:
+            self.remove(other)
+            absorb(block, other)
+
+    def least_expandable(self, position: int) -> int:
+        """From the best fit on, past blocks that could still grow: their size is what they could grow to."""
+
+        def could_be(position: int) -> int:
+            block = self.blocks[self.keys[position]]
+            return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+
+        here = could_be(position)
+        while position + 1 < len(self.keys) and (following := could_be(position + 1)) < here:
+            position, here = position + 1, following
+        return position
+
+    def lowest_room(self, size: int) -> Block:
+        """The first of free and unmapped blocks in a row that hold `size` bytes, at the lowest address."""
+        for _, unmapped in self.unmapped:
+            before = unmapped.prev
+            first = before if before is not None and not before.live else unmapped
+            room = 0
+            block: Block | None = first
+            while room < size and block is not None and not block.live:
+                room += block.size
+                block = block.next
+            if room >= size:
+                return first
+        raise AssertionError("the range of addresses ends beyond any size")
+
 
 def absorb(block: Block, other: Block) -> None:
     """`other`, a neighbour that is in no list any more, becomes part of `block`."""

@@ -1,4 +1,4 @@
-"""What CUDA would do with an operation, for a trace on a machine that has no GPU.
+"""What CUDA would do with an operation, and in which dtype, for a trace on a machine that has no GPU.
 
 Rules:
 - With a GPU the traced device is a fake `cuda` and torch itself makes CUDA's choices; nothing here acts.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model.autocast import cuda_lists
+from batchfit._engine.cuda_model import sequences
+from batchfit._engine.cuda_model.workspaces import LOW
 
 aten: Any = torch.ops.aten
 
@@ -52,45 +54,33 @@ class CudaRules:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside, operations on the traced device are CUDA's."""
-        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        kernels: dict[str, Any] = {f"{name}.input": self._recurrent(name) for name in _RECURRENT}
-        kernels |= {f"{name}.data": self._recurrent_packed(name) for name in _RECURRENT}
-        kernels |= {"ctc_loss.Tensor": _ctc_loss, "ctc_loss.IntList": _ctc_loss}
-        if self.host_means_device:
-            kernels |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
-            kernels |= {"gru_cell": self._gru_cell, "lstm_cell": self._lstm_cell}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for name, kernel in kernels.items():
-                    library.impl(name, kernel, self.autograd_key)
-            with cuda_lists(self.device) if self.host_means_device else contextlib.nullcontext():
-                yield
-        finally:
-            library._destroy()
+        losses = {name: partial(kernel, self) for name, kernel in sequences.LOSSES.items()}
+        with (
+            kernels_replaced(self._ways() | losses, self.autograd_key),
+            cuda_autocast(self.device) if self.host_means_device else contextlib.nullcontext(),
+        ):
+            yield
 
     def composite(self, func: Any) -> Any:
         """CUDA's way through an operation that reaches the trace whole (in inference mode); None for most."""
-        if func in _WHOLE:
-            return self._recurrent(_WHOLE[func])
-        if func in _WHOLE_PACKED:
-            return self._recurrent_packed(_WHOLE_PACKED[func])
-        if not self.host_means_device:
-            return None
-        return {
-            aten.scaled_dot_product_attention.default: self._attention,
-            aten.dropout.default: self._dropout,
-            aten.gru_cell.default: self._gru_cell,
-            aten.lstm_cell.default: self._lstm_cell,
-        }.get(func)
+        return self._ways().get(func.name().removeprefix("aten::"))
 
-    def _here(self, *tensors: Any) -> bool:
-        return any(isinstance(one, FakeTensor) and one.fake_device == self.device for one in tensors)
+    def _ways(self) -> dict[str, Any]:
+        """CUDA's ways through operations that torch would take apart."""
+        found = sequences.LAYERS | (sequences.CELLS if self.host_means_device else {})
+        ways: dict[str, Any] = {name: partial(kernel, self) for name, kernel in found.items()}
+        if self.host_means_device:
+            ways |= {"scaled_dot_product_attention": self._attention, "dropout": self._dropout}
+        return ways
+
+    def has(self, *tensors: Any) -> bool:
+        """Whether one of these is on the traced device."""
+        return any(is_on(self.device, one) for one in tensors)
 
     def _dropout(self, value: Tensor, p: float, train: bool) -> Any:
         if not train or p == 0 or not value.numel():
             return value  # nothing is dropped, and nothing copied
-        if self._here(value) and p < 1:
+        if self.has(value) and p < 1:
             return aten.native_dropout.default(value, p, True)[0]
         return aten.dropout.default.decompose(value, p, train)
 
@@ -106,7 +96,7 @@ class CudaRules:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        if not self._here(query, key, value):
+        if not self.has(query, key, value):
             return aten.scaled_dot_product_attention.default.decompose(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -133,7 +123,7 @@ class CudaRules:
     def _backend(self, query: Any, key: Any, value: Any, mask: Any, grouped: bool) -> str:
         """Which kernel torch takes on the GPU (sdp_utils.cpp), as far as they differ in memory."""
         cuda: Any = torch.backends.cuda
-        low = query.dtype in (torch.float16, torch.bfloat16)
+        low = query.dtype in LOW
         head = query.shape[-1]
         # Neither kernel reads a mask or a head whose neighbours are not side by side (T5's position bias).
         apart = any(one is not None and one.stride(-1) != 1 for one in (query, key, value, mask))
@@ -164,104 +154,6 @@ class CudaRules:
         same = query.shape[-1] == key.shape[-1]
         return query.dtype in kinds and same and query.shape[-1] % step == 0 and value.shape[-1] % step == 0
 
-    def _recurrent(self, name: str) -> Any:
-        """cuDNN's recurrent layer of that name.
-
-        With a GPU too: on its own way there torch keeps a random state for dropout in a place of its own,
-        and would keep a fake one.
-        """
-        operation = getattr(aten, name).input
-
-        def kernel(value: Tensor, hx: Any, params: Any, *options: Any, **named: Any) -> Any:
-            if not self._here(value, *params):
-                return operation.decompose(value, hx, params, *options, **named)
-            batch_first = options[-1]
-            turned = value.transpose(0, 1) if batch_first else value
-            first, *states = self._cudnn_rnn(name, turned, hx, params, *options[:-1], batch_sizes=[])
-            return (first.transpose(0, 1) if batch_first else first, *states)
-
-        return kernel
-
-    def _recurrent_packed(self, name: str) -> Any:
-        """The same for a packed sequence, whose `batch_sizes` are on the host."""
-        operation = getattr(aten, name).data
-
-        def kernel(value: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *options: Any) -> Any:
-            if not self._here(value, *params) or isinstance(batch_sizes, FakeTensor):
-                return operation.decompose(value, batch_sizes, hx, params, *options)
-            sizes = batch_sizes.tolist()
-            return self._cudnn_rnn(name, value, hx, params, *options, batch_sizes=sizes)
-
-        return kernel
-
-    def _gru_cell(
-        self, value: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-    ) -> Any:
-        """One step by itself: what comes after the products is one kernel."""
-        if not self._here(value, hx, w_ih):
-            return aten.gru_cell.default.decompose(value, hx, w_ih, w_hh, b_ih, b_hh)
-        gates = value @ w_ih.t(), hx @ w_hh.t()
-        return aten._thnn_fused_gru_cell.default(*gates, hx, b_ih, b_hh)[0]
-
-    def _lstm_cell(
-        self, value: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-    ) -> Any:
-        if not self._here(value, *hx, w_ih):
-            return aten.lstm_cell.default.decompose(value, hx, w_ih, w_hh, b_ih, b_hh)
-        gates = value @ w_ih.t(), hx[0] @ w_hh.t()
-        return aten._thnn_fused_lstm_cell.default(*gates, hx[1], b_ih, b_hh)[:2]
-
-    def _cudnn_rnn(
-        self,
-        name: str,
-        value: Tensor,
-        hx: Any,
-        params: Any,
-        has_biases: bool,
-        layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        *,
-        batch_sizes: list[int],
-    ) -> Any:
-        hidden, cell = hx if name == "lstm" else (hx, None)
-        kind = self.device.type
-        if torch.is_autocast_enabled(kind):
-            # Under autocast these go to fp16 whatever its dtype, the weights in one buffer.
-            value, hidden = value.to(torch.float16), hidden.to(torch.float16)
-            cell = None if cell is None else cell.to(torch.float16)
-            flat = value.new_zeros(sum(one.numel() for one in params))
-            params = [one.to(torch.float16) for one in params]
-        else:
-            flat = value.new_empty(0)
-        with torch.autocast(kind, enabled=False):
-            out = aten._cudnn_rnn.default(
-                value,
-                list(params),
-                4 if has_biases else 2,
-                flat,
-                hidden,
-                cell,
-                _RECURRENT[name],
-                hidden.shape[-1],
-                0,
-                layers,
-                False,
-                dropout,
-                train,
-                bidirectional,
-                batch_sizes,
-                None,
-            )
-        return out[:3] if name == "lstm" else out[:2]
-
-
-# The numbers by which cuDNN knows the kinds of recurrent layers.
-_RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-_WHOLE = {getattr(aten, name).input: name for name in _RECURRENT}
-_WHOLE_PACKED = {getattr(aten, name).data: name for name in _RECURRENT}
-
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as the numbers that torch adds to the scores."""
@@ -285,103 +177,263 @@ def _grouped_mm(
     first: Tensor, second: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
     """Products of groups of rows, one group an expert: the fake kernel takes bf16 only, CUDA fp32 too."""
-    dtype = out_dtype or first.dtype
-    groups = 0 if offs is None else offs.shape[0]
-    if first.dim() == 2 and second.dim() == 2:
-        return first.new_empty((groups, first.shape[0], second.shape[1]), dtype=dtype)
-    if first.dim() == 2:
-        return first.new_empty((first.shape[0], second.shape[-1]), dtype=dtype)
+    rows: tuple[int, ...] = first.shape[:-1]
     if second.dim() == 2:
-        return first.new_empty((first.shape[1], second.shape[1]), dtype=dtype)
-    return first.new_empty((first.shape[0], first.shape[1], second.shape[-1]), dtype=dtype)
-
-
-def _rnn_backward(value: Tensor, weight: list[Tensor], *rest: Any, **_: Any) -> Any:
-    """cuDNN's gradients have the shapes of what they are gradients of; torch has no fake kernel for them."""
-    hx, cx = rest[2], rest[3]
-    made = [None if one is None else torch.empty_like(one) for one in (value, hx, cx)]
-    flat: Any = value.new_empty(sum(one.numel() for one in weight))
-    parts = flat.split([one.numel() for one in weight])
-    return *made, [part.view(one.shape) for part, one in zip(parts, weight, strict=True)]
-
-
-def packed(value: Tensor, lengths: list[int], batch_first: bool) -> tuple[Tensor, list[int]]:
-    """A padded batch, step after step, as torch packs it; and how many samples there are at each step."""
-    turned = value.transpose(0, 1) if batch_first else value
-    parts: list[Tensor] = []
-    sizes: list[int] = []
-    done = 0
-    for count, length in zip(range(turned.shape[1], 0, -1), reversed(lengths), strict=True):
-        if length > done:
-            parts.append(turned[done:length, :count].contiguous().view(-1, *turned.shape[2:]))
-            sizes += [count] * (length - done)
-            done = length
-    return torch.cat(parts), sizes
-
-
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> Any:
-    """With lengths on the host, as CUDA reads them there."""
-    if isinstance(lengths, FakeTensor) or isinstance(target_lengths, FakeTensor):
-        options = (blank, reduction, zero_infinity)
-        return aten.ctc_loss.Tensor.decompose(log_probs, targets, lengths, target_lengths, *options)
-    known = [one.tolist() if isinstance(one, Tensor) else list(one) for one in (lengths, target_lengths)]
-    losses = aten._ctc_loss.default(log_probs, targets, *known, blank, zero_infinity)[0]
-    if zero_infinity:
-        losses = torch.where(losses == float("inf"), 0.0, losses)
-    if reduction == 1:
-        return (losses / torch.clamp_min(torch.empty_like(losses), 1)).mean()
-    return losses.sum() if reduction == 2 else losses
-
-
-def _ctc_table(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: Any) -> Any:
-    """The losses, and the probabilities of being at each place of a text at each time."""
-    times, samples = log_probs.shape[0], log_probs.shape[1] if log_probs.dim() == 3 else 1
-    places = 2 * max(target_lengths, default=0) + 1
-    losses = log_probs.new_empty(samples if log_probs.dim() == 3 else ())
-    return losses, log_probs.new_empty((samples, times, places))
-
-
-def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
-    return torch.empty_like(log_probs)
-
-
-def _gru_cell(_: Tensor, __: Tensor, hx: Tensor, *___: Any) -> Any:
-    return torch.empty_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
-
-
-def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
-    wide = workspace.shape[1] // 5 * 3
-    gates = [grad.new_empty((grad.shape[0], wide)) for _ in range(2)]
-    biases = [grad.new_empty((wide,)) if has_bias else None for _ in range(2)]
-    return *gates, torch.empty_like(grad), *biases
-
-
-def _lstm_cell(gates: Tensor, _: Tensor, cx: Tensor, *__: Any) -> Any:
-    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(gates)
-
-
-def _lstm_cell_backward(_: Any, __: Any, cx: Tensor, ___: Tensor, workspace: Tensor, has_bias: bool) -> Any:
-    bias = workspace.new_empty((workspace.shape[1],)) if has_bias else None
-    return torch.empty_like(workspace), torch.empty_like(cx), bias
+        rows = (0 if offs is None else len(offs), *rows) if first.dim() == 2 else rows[1:]
+    return first.new_empty((*rows, second.shape[-1]), dtype=out_dtype or first.dtype)
 
 
 # Where torch's fake kernel is missing, or stricter than CUDA's.
-STAND_INS: dict[Any, Any] = {
-    aten._cudnn_rnn_backward.default: _rnn_backward,
-    aten._thnn_fused_gru_cell.default: _gru_cell,
-    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-    aten._thnn_fused_lstm_cell.default: _lstm_cell,
-    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
-    aten._ctc_loss.default: _ctc_table,
-    aten._ctc_loss_backward.default: _ctc_backward,
-}
+STAND_INS: dict[Any, Any] = dict(sequences.STAND_INS)
 if hasattr(aten, "_grouped_mm"):
     STAND_INS[aten._grouped_mm.default] = _grouped_mm
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class, a module or this one instance has another attribute of that name."""
+    had, before = name in vars(owner), vars(owner).get(name)
+
+    def put(value: Any) -> None:
+        # Past the `__setattr__` of an instance: a compiled module would set it on what it wraps.
+        setattr(owner, name, value) if isinstance(owner, type) else vars(owner).update({name: value})
+
+    put(value)
+    try:
+        yield
+    finally:
+        if had:
+            put(before)
+        elif isinstance(owner, type):
+            delattr(owner, name)
+        else:
+            del vars(owner)[name]
+
+
+@contextlib.contextmanager
+def kernels_replaced(kernels: Mapping[str, Any], key: str) -> Iterator[None]:
+    """Inside, these stand for operations of aten, by name, where torch's dispatcher comes to `key`."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each says that a kernel is replaced, which is what we want
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def is_on(device: torch.device, value: Any) -> bool:
+    """Whether it is a fake tensor on that device."""
+    return isinstance(value, FakeTensor) and value.fake_device == device
+
+
+# -- autocast
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# From torch's documentation of autocast, "CUDA Ops that can autocast to ...", as this torch registers them.
+LOWER = _names(
+    """
+    _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d
+    conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution
+    cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot
+    linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+    """
+)
+FP32 = _names(
+    """
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits
+    cdist cosh cosine_embedding_loss cosine_similarity dist erfinv exp expm1 frobenius_norm.dim
+    group_norm hinge_embedding_loss huber_loss kl_div l1_loss layer_norm log log10 log1p log2
+    logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss
+    pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh
+    smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_trilinear3d norm.Scalar norm.ScalarOpt_dim
+    """
+)
+# These take the dtype of their result as an argument: fp32 unless the program says otherwise.
+FP32_RESULT = _names(
+    """
+    cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int
+    prod prod.dim_int softmax.int sum sum.dim_IntList
+    """
+)
+WIDEST = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+    """
+)
+REFUSED = ("binary_cross_entropy",)
+
+
+def registered(key: str) -> list[str]:
+    """The operations of aten with a kernel for a dispatch key, without "aten::"."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return sorted(name[6:] for name in names if name.startswith("aten::"))
+
+
+@contextlib.contextmanager
+def cuda_autocast(device: torch.device) -> Iterator[None]:
+    """Inside, autocast on the CPU follows CUDA's lists for fake tensors on `device`, and leaves others alone.
+
+    torch.autocast("cuda") switches itself off where there is no GPU, and the CPU's lists differ from CUDA's
+    (a loss in fp32 there is bf16 here, exp the other way round), which changes what a step keeps by tens of
+    per cent. A test compares the lists with the operations for which this torch has a CUDA autocast kernel.
+    """
+    cache: dict[int, tuple[Tensor, Tensor]] = {}
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        cache.clear()
+        clear()
+
+    made, entered = torch.autocast.__init__, torch.autocast.__enter__
+    moved: list[tuple[Any, bool]] = []
+
+    def on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        made(self, device_type, dtype, *args, **kwargs)
+
+    def enter(self: Any) -> Any:
+        # Made before the trace, where torch switched it off for want of a GPU. One that was made with
+        # enabled=False is the same but for its dtype: nobody names bfloat16 to have nothing.
+        if self.device == "cuda":
+            moved.append((self, self._enabled))
+            meant = not torch.cuda.is_available() and self.fast_dtype is torch.bfloat16
+            self.device, self._enabled = "cpu", self._enabled or meant
+        return entered(self)  # type: ignore[no-untyped-call]
+
+    try:
+        with (
+            replaced(torch, "clear_autocast_cache", clear_both),
+            replaced(torch.autocast, "__init__", on_cpu),
+            replaced(torch.autocast, "__enter__", enter),
+            kernels_replaced(_Caster(device, cache).kernels(), "AutocastCPU"),
+        ):
+            yield
+    finally:
+        for context, enabled in moved:
+            context.device, context._enabled = "cuda", enabled
+        cache.clear()
+
+
+@final
+class _Caster:
+    """CUDA's autocast for tensors of the traced device."""
+
+    def __init__(self, device: torch.device, cache: dict[int, tuple[Tensor, Tensor]]) -> None:
+        self._device = device
+        self._cache = cache
+        self._without = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def kernels(self) -> dict[str, Callable[..., Any]]:
+        """The kernel of each operation that either list knows."""
+        present = set(registered("AutocastCUDA"))
+        makers: dict[tuple[str, ...], Callable[[Any], Callable[..., Any]]] = {
+            LOWER: partial(self._casting, dtype_for=lambda _: torch.get_autocast_dtype("cpu")),
+            FP32: partial(self._casting, dtype_for=lambda _: torch.float32),
+            FP32_RESULT: self._fp32_result,
+            WIDEST: partial(self._casting, dtype_for=self._widest),
+        }
+        table = {
+            name: make(_operation(name))
+            for names, make in makers.items()
+            for name in names
+            if name in present
+        }
+        # What only the CPU's lists know runs as it is on CUDA.
+        for name in registered("AutocastCPU"):
+            table.setdefault(name, torch.library.fallthrough_kernel)
+        return table
+
+    def _eligible(self, value: Any) -> bool:
+        # A real tensor is the host's, which stands for the GPU where it meets the GPU's tensors.
+        return (
+            isinstance(value, Tensor)
+            and (not isinstance(value, FakeTensor) or is_on(self._device, value))
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+        )
+
+    def _ours(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor of the traced device is among the arguments."""
+        return any(is_on(self._device, one) for one in _flat((*args, *kwargs.values())))
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(self._cast(one, dtype) for one in value)
+        if not self._eligible(value) or value.dtype is dtype:
+            return value
+        keeps = (
+            dtype is not torch.float32
+            and value.dtype is torch.float32
+            and value.requires_grad
+            and value.is_leaf
+            and not value._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+        if not keeps:
+            return value.to(dtype)
+        found = self._cache.get(id(value))
+        if found is None:
+            found = self._cache[id(value)] = (value, value.to(dtype))
+        return found[1]
+
+    def _outside(self) -> Any:
+        return torch._C._ExcludeDispatchKeyGuard(self._without)
+
+    def _casting(self, operation: Any, dtype_for: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
+        """The operation on arguments that are cast to what `dtype_for` says of them."""
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with self._outside():
+                if not self._ours(args, kwargs):
+                    return operation(*args, **kwargs)
+                dtype = dtype_for((*args, *kwargs.values()))
+                # Cast from the last to the first, as compiled code does. The order decides where copies of
+                # weights come to lie: GPT-2 under 16 GiB ends at 19 one way, 20 the other.
+                named = {name: self._cast(kwargs[name], dtype) for name in reversed(kwargs)}
+                plain = [self._cast(one, dtype) for one in reversed(args)]
+                return operation(*reversed(plain), **named)
+
+        return kernel
+
+    def _widest(self, values: Any) -> torch.dtype:
+        wide = any(one.dtype is torch.float32 for one in _flat(values) if self._eligible(one))
+        return torch.float32 if wide else torch.get_autocast_dtype("cpu")
+
+    def _fp32_result(self, operation: Any) -> Callable[..., Any]:
+        names = [argument.name for argument in operation._schema.arguments]
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            low = self._ours(args, kwargs) and args[0].dtype in LOW
+            with self._outside():
+                if low and given.get("dtype") is None:
+                    return operation(**(given | {"dtype": torch.float32}))
+                return operation(*args, **kwargs)
+
+        return kernel
+
+
+def _operation(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value

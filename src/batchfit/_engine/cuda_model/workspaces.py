@@ -1,58 +1,224 @@
-"""What CUDA's kernels take for themselves: memory that an operation allocates and frees inside.
+"""What torch's own kernels take for themselves: copies before they begin, and what they hold while they run.
 
-A fake run of an operation shows its results only. The temporaries below were read off allocation histories
-of an H200 (torch 2.11, `benchmarks/prediction_gpu.py history`), each next to the rule in torch's source or in
-cuDNN's choice that explains it. cuDNN's convolutions choose by heuristics of their own: what is here is the
-common case, the copies into its own layout.
+A fake run of an operation shows its results only. Many of CUDA's kernels want their inputs in one order in
+memory and copy those that are not; losses are first made element by element; a product copies what cuBLAS
+cannot read; reductions over thread blocks have a staging buffer. The rules were read off an H200
+(`benchmarks/kernels_gpu.py`: each operation with inputs and gradients in order, channels last, cut out of
+larger ones and expanded), and `tests/data/h200_kernels.json.gz` holds what was seen; what is by torch's
+source alone is named in `BY_SOURCE`. What libraries' kernels take is in `library_kernels.py`.
 
-Rules: bytes only, as a function of shapes, strides and the GPU; an operation that is not here takes
-nothing. What a kernel keeps for good (cuBLAS) is separate from what it releases.
+Rules: bytes only, as a function of shapes, strides and the GPU; how a tensor lies does not change with the
+batch size from two samples on, the fewest that are traced, so a copy that is not made is not written down.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model.copies import RULES as COPIES
-from batchfit._engine.cuda_model.copies import Extra, copied, counted, expanded
-from batchfit._engine.device.tensors import bytes_of as _bytes
+from batchfit._engine.device.tensors import bytes_of, is_dense
 
 aten = torch.ops.aten
-_FP32 = 4
-_LOW = (torch.float16, torch.bfloat16)
 
 
-def extra_rule(func: Any) -> Callable[[Any, Gpu], Extra | None] | None:
-    """What says, from arguments and GPU, what an operation takes beside its results; None for most."""
-    return _RULES.get(func)
+@final
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes beside the results: `after[i]` live shortly after result i is there, `together` until the end.
+
+    `plans` are like `after`, but the kernel does without where there is no room: cuDNN then takes its next
+    plan. `before[i]` is there before result i is made, and until the end: what is kept is then placed beside
+    it, which decides fragmentation. `outputs` corrects the bytes of results that the fake kernel gets wrong.
+    What takes nothing at this size says 0, so that the stream of allocations is the same at every size.
+    """
+
+    together: tuple[int, ...] = ()
+    after: dict[int, int] = field(default_factory=dict)
+    plans: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+    outputs: dict[int, int] = field(default_factory=dict)
 
 
-def extra_of(func: Any, args: Any, gpu: Gpu) -> Extra | None:
-    """What an operation takes beside its results; None for most."""
-    rule = extra_rule(func)
-    return None if rule is None else rule(args, gpu)
+Rule = Callable[[Any, Gpu], Extra | None]
+FP32_BYTES = 4
+LOW = (torch.float16, torch.bfloat16)
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def is_gemm(func: Any) -> bool:
-    """Whether cuBLAS does this, which keeps a workspace for each thread that uses it."""
-    return func in _GEMMS
+def _copies(size_of: Callable[[Tensor], int], *which: int, early: int | None = None) -> Rule:
+    """A rule: these arguments are copied, in as many bytes as `size_of` says; `early` before the result."""
+
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
+        first = 0 if early is None else size_of(args[early])
+        return made(*(size_of(args[index]) for index in which), first=first)
+
+    return rule
 
 
-_GEMMS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten._addmm_activation.default,
-    }
-)
+def made(*sizes: int, first: int = 0) -> Extra | None:
+    """Copies that are there together, one of them (`first`) before the result; None without any."""
+    found = tuple(size for size in sizes if size)
+    return Extra(found, before={0: first} if first else {}) if found or first else None
+
+
+def copied(tensor: Tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+    """Bytes of the copy that a kernel makes to have it in order, or in another layout."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)
+
+
+def _laid_out(tensor: Tensor) -> int:
+    """As `copied`, and channels last will do."""
+    last = _LAST.get(tensor.dim())
+    if last is not None and tensor.is_contiguous(memory_format=last):
+        return 0
+    return copied(tensor)
+
+
+def _permuted(tensor: Tensor) -> bool:
+    """Whether it fills its memory, in another order: results that take after it do so too."""
+    return not tensor.is_contiguous() and is_dense(tensor)
+
+
+# -- products
+
+
+def _readable(tensor: Tensor) -> int:
+    """cuBLAS reads rows or columns that are contiguous; anything else is copied."""
+    (rows, columns), (down, along) = tensor.shape[-2:], tensor.stride()[-2:]
+    by_row = along == 1 and down >= max(1, columns)
+    by_column = down == 1 and along >= max(1, rows)
+    return 0 if by_row or by_column or tensor.is_contiguous() else bytes_of(tensor)
+
+
+# -- losses
+
+
+def loss(reduction: int, *, held: int = 0, kept: bool = False) -> Rule:
+    """`held` temporaries of the input's size; where `kept`, the loss stays in the memory of all its elements.
+
+    The latter is torch's way to reduce in place of the result: a number of 4 bytes that holds on to as much
+    as the input, until it is dropped.
+    """
+
+    def rule(args: Any, gpu: Gpu) -> Extra | None:
+        size = bytes_of(args[0])
+        if len(args) > reduction and args[reduction] == 0:  # of every element: one temporary is the result
+            return Extra((size,) * (held - 1)) if held > 1 else None
+        return Extra((size,) * held, outputs={0: size} if kept else {})
+
+    return rule
+
+
+def _twice(args: Any, gpu: Gpu) -> Extra:
+    return Extra((bytes_of(args[1]),) * 2)
+
+
+def _once(args: Any, gpu: Gpu) -> Extra:
+    return Extra((bytes_of(args[0]),))
+
+
+# -- softmax
+
+
+def _softmax_backward(args: Any, gpu: Gpu) -> Extra | None:
+    """Gradient times output, before the sum is taken off; in order."""
+    size = bytes_of(args[0])
+    return made(size, size if _permuted(args[0]) else 0)
+
+
+def _safe_softmax(args: Any, gpu: Gpu) -> Extra:
+    extent = args[0].shape[args[1]] if args[0].dim() else 1
+    rows = args[0].numel() // max(extent, 1)
+    return Extra((args[0].numel(), rows))  # which scores are -inf, and which rows are nothing else
+
+
+# -- indices
+
+
+def _partial_bytes(count: int, weights: int, width: int) -> int:
+    """Sums of an embedding's gradient by runs of sorted indices, in fp32."""
+    return (count // 10 + min(count, weights)) * width * 4
+
+
+def _embedding_backward(args: Any, gpu: Gpu) -> Extra:
+    gradient, indices, weights = args[:3]
+    count = indices.numel()
+    before = _before(gradient)
+    if count <= 3072:  # embedding_dense_backward_cuda: few indices need no sorting
+        return Extra((0,) * 7, before=before)
+    partial = _partial_bytes(count, weights, gradient.shape[-1])
+    return Extra((*(8 * count,) * 6, partial), before=before)
+
+
+def _embedding_bag_backward(args: Any, gpu: Gpu) -> Extra:
+    gradient, indices, weights = args[0], args[1], args[6]
+    count = indices.numel()
+    partial = _partial_bytes(count, weights, gradient.shape[-1])
+    return Extra((*(8 * count,) * 6, partial), before=_before(gradient))
+
+
+def _before(gradient: Tensor) -> dict[int, int]:
+    return {} if gradient.is_contiguous() else {0: bytes_of(gradient)}
+
+
+def _index_put(args: Any, gpu: Gpu) -> Extra | None:
+    adds = len(args) > 3 and args[3]
+    return made(copied(args[2])) if adds else None
+
+
+def _roll(args: Any, gpu: Gpu) -> Extra | None:
+    """One dimension after the other."""
+    dims = args[2] if len(args) > 2 else ()
+    return made(bytes_of(args[0]) if len(dims) > 1 else 0, first=copied(args[0]))
+
+
+# -- pictures
+
+
+def _rolled_out(args: Any, gpu: Gpu) -> Extra | None:
+    """`unfold`: the picture is copied in any case."""
+    return made(copied(args[0]), first=bytes_of(args[0]))
+
+
+def _rolled_up(args: Any, gpu: Gpu) -> Extra:
+    """`fold`: the picture stays in the memory of all its patches."""
+    again = copied(args[0])
+    return Extra((again,) if again else (), outputs={0: bytes_of(args[0])})
+
+
+def _adaptive_max(args: Any, gpu: Gpu) -> Extra | None:
+    """Results that are channels last are made in order first: the values, and where they were."""
+    tensor, kernel = args[:2]
+    results = math.prod((*tensor.shape[:-2], *kernel)) if _permuted(tensor) else 0
+    return made(results * tensor.element_size(), results * 8, copied(tensor))
+
+
+def _adaptive_max_backward(args: Any, gpu: Gpu) -> Extra | None:
+    again = bytes_of(args[1]) if _permuted(args[1]) else 0
+    return made(copied(args[0]), copied(args[2]), again)
+
+
+# -- distances
+
+
+def _distance(args: Any, gpu: Gpu) -> Extra:
+    """Both sides with two columns more: their squares, and ones."""
+    wider = (one.numel() // max(one.shape[-1], 1) * (one.shape[-1] + 2) for one in args[:2])
+    return Extra(tuple(count * args[0].element_size() for count in wider))
+
+
+def counted(tensor: Tensor) -> tuple[int, ...]:
+    """The copy in int64 that a sum of yes and no, or of small whole numbers, makes first."""
+    dtype = tensor.dtype
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return (8 * tensor.numel(),) if whole and dtype is not torch.int64 else ()
 
 
 # -- reductions
@@ -99,7 +265,7 @@ def reduction_bytes(
     blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
     if blocks <= 1:
         return 0
-    size = _FP32 * outputs * blocks
+    size = FP32_BYTES * outputs * blocks
     return size if on_fastest else size * block_width * vector
 
 
@@ -107,7 +273,7 @@ def _power(value: int, most: int) -> int:
     return most if value >= most else 1 << max(value.bit_length() - 1, 0)
 
 
-def _reduced(tensor: Tensor, dims: Any, gpu: Gpu) -> int:
+def reduced(tensor: Tensor, dims: Any, gpu: Gpu) -> int:
     rank = tensor.dim()
     if rank == 0:
         return 0
@@ -121,227 +287,100 @@ def _reduced(tensor: Tensor, dims: Any, gpu: Gpu) -> int:
     kept = [tensor.shape[d] for d in range(rank) if d not in over and tensor.shape[d] > 1]
     whole = not kept
     on_fastest = whole or least[1]
-    last = kept[-1] if kept else 1
-    aligned = 4 if last % 4 == 0 else 2 if last % 2 == 0 else 1
-    if least[0] != 1:
-        aligned = 1
+    aligned = _results_per_thread(kept[-1] if kept else 1) if least[0] == 1 else 1
     return reduction_bytes(outputs, inputs, on_fastest=on_fastest, whole=whole, gpu=gpu, aligned=aligned)
 
 
 def _sum(args: Any, gpu: Gpu) -> Extra | None:
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else None
-    return Extra((*counted(args[0]), _reduced(args[0], dims, gpu)))
+    return Extra((*counted(args[0]), reduced(args[0], dims, gpu)))
 
 
 def _vector_norm(args: Any, gpu: Gpu) -> Extra | None:
     dims = args[2] if len(args) > 2 and isinstance(args[2], list | tuple) else None
-    return Extra((_reduced(args[0], dims, gpu),))
+    return Extra((reduced(args[0], dims, gpu),))
 
 
-# -- attention
+def _results_per_thread(count: int) -> int:
+    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
-def _cudnn_attention_backward(args: Any, gpu: Gpu) -> Extra:
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * length
-    size = rows * width * _FP32 + rows * _FP32 + 256  # the query's gradient in fp32, and row sums
-    if key.shape[1] != heads:
-        size += 2 * batch * heads * key.shape[2] * width * key.element_size()
-    return Extra((*expanded(args[0]), size))
-
-
-def _efficient_attention_backward(args: Any, gpu: Gpu) -> Extra:
-    query, mask = args[1], args[4]
-    batch, heads, length, width = query.shape
-    blocks = -(-length // 64)
-    wide = -(-width // 64) * 64
-    rows = batch * heads * length
-    found = [batch * heads * (blocks * 64 * wide * _FP32 + blocks * 16), rows * _FP32]
-    if query.dtype not in _LOW:
-        found.append(query.numel() * _FP32)  # gradient times output
-    outputs = {}
-    if mask is not None and mask.shape[-1] % 8:
-        columns = -(-mask.shape[-1] // 64) * 64
-        outputs[3] = rows * columns * query.element_size()
-    return Extra(tuple(found), outputs=outputs)
-
-
-def _flash_attention_backward(args: Any, gpu: Gpu) -> Extra:
-    query, key = args[1], args[2]
-    batch, heads, length, width = query.shape
-    rows = batch * heads * (-(-length // 128) * 128)
-    size = [rows * (-(-width // 32) * 32) * _FP32, rows * _FP32]
-    if key.shape[1] != heads:
-        size.append(2 * batch * heads * key.shape[2] * width * key.element_size())
-    return Extra(tuple(size))
-
-
-# -- convolutions
-
-
-def _layout(tensor: Tensor, weight: Tensor) -> torch.memory_format:
-    """The layout in which cuDNN is asked to work: the one that the input or the weight is in."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if last is None:
-        return torch.contiguous_format
-    for one in (tensor, weight):
-        if one.is_contiguous(memory_format=last) and not one.is_contiguous():
-            return last
-    return torch.contiguous_format
-
-
-def _plan(in_bytes: int, out_bytes: int, tensor: Tensor, weight: Tensor, stride: Any, groups: int) -> int:
-    """cuDNN's copies of input, output and weight in its own layout; nothing where it works in place."""
-    if groups > 1 or _layout(tensor, weight) is not torch.contiguous_format:
-        return 0
-    if math.prod(weight.shape[2:]) > 1:
-        channels = tensor.shape[1]
-        # Windows that overlap are read from a copy with channels by eights; patches are not (ViT).
-        overlap = any(size > step for size, step in zip(weight.shape[2:], stride, strict=False))
-        padded = -(-channels // 8) * 8 if overlap and tensor.dtype in _LOW else channels
-        return in_bytes // channels * padded + out_bytes + _bytes(weight)
-    # A product of matrices, done in place where the pictures are large enough for that.
-    in_place = all(step == 1 for step in stride) and math.prod(tensor.shape[2:]) > 196
-    return 0 if in_place else in_bytes + out_bytes
-
-
-def _convolution(args: Any, gpu: Gpu) -> Extra | None:
-    tensor, weight, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
-    layout = _layout(tensor, weight)
-    if transposed:
-        length = [
-            (n - 1) * s - 2 * p + d * (k - 1) + o + 1
-            for n, s, p, d, k, o in zip(
-                tensor.shape[2:], stride, padding, dilation, weight.shape[2:], output_padding, strict=False
-            )
-        ]
-        channels = weight.shape[1] * groups
-    else:
-        length = [
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, s, p, d, k in zip(
-                tensor.shape[2:], stride, padding, dilation, weight.shape[2:], strict=False
-            )
-        ]
-        channels = weight.shape[0]
-    out_bytes = tensor.shape[0] * channels * math.prod(length) * tensor.element_size()
-    plan = _plan(_bytes(tensor), out_bytes, tensor, weight, stride, groups)
-    return Extra((copied(tensor, layout), copied(weight, layout)), plans={0: plan})
-
-
-def _convolution_backward(args: Any, gpu: Gpu) -> Extra | None:
-    gradient, tensor, weight, _, stride = args[:5]
-    groups, wanted = args[9], args[10]
-    layout = _layout(tensor, weight)
-    plan = _plan(_bytes(tensor), _bytes(gradient), tensor, weight, stride, groups)
-    plans = {index: plan for index in (0, 1) if wanted[index]}
-    after = {2: _reduced(gradient, [0, *range(2, gradient.dim())], gpu)} if wanted[2] else {}
-    return Extra((copied(gradient, layout), copied(tensor, layout)), after, plans)
-
-
-# -- recurrent layers
-
-
-class _Recurrent(NamedTuple):
-    """What cuDNN takes for a kind of recurrent layers.
-
-    `kept` is exact, in values for each unit (a token's hidden width) of a layer. The rest, of the workspace,
-    was fitted to 232 layers of one to three in both directions and two types, and is off by up to a tenth of
-    it: values for each unit, for each input, for each unit more in two directions, for each sample's state.
-    """
-
-    kept: int
-    unit: float
-    given: float
-    both_ways: float
-    state: float
-
-
-# By cuDNN's number of the kind, and whether the sequence is packed.
-_RNN = _Recurrent(1, 11.6, 3.6, -2.5, 18)
-_RNN_PACKED = _Recurrent(1, 1.4, 0.6, 2.2, 2)
-_RECURRENT = {
-    (0, False): _RNN,
-    (0, True): _RNN_PACKED,
-    (1, False): _RNN,
-    (1, True): _RNN_PACKED,
-    (2, False): _Recurrent(5, 4.6, 1.8, 2.2, 10),
-    (2, True): _Recurrent(5, 3.9, 0, 2.2, 7),
-    (3, False): _Recurrent(6, 3.6, 2.5, 2.6, 3),
-    (3, True): _Recurrent(6, 2.9, 0, 2.2, 3.8),
-}
-
-
-def _rnn_workspace(tensor: Tensor, weights: Any, hx: Tensor, options: Any) -> int:
-    """Gates of all steps, and the weights in cuDNN's own order."""
-    mode, hidden, _, layers, _, dropout, train, both, batch_sizes = options
-    kind, ways = _RECURRENT[mode, bool(batch_sizes)], 2 if both else 1
-    tokens = tensor.numel() // tensor.shape[-1]
-    units = tokens * hidden * ways
-    values = kind.unit * units + kind.given * tensor.numel() + kind.state * hx.numel()
-    values += kind.both_ways * units if both else 0
-    values += units if dropout and train and layers > 1 and not both else 0
-    fixed: int = layers * ways * (8 << 20)
-    return sum(_bytes(one) for one in weights) + int(values) * tensor.element_size() + fixed
-
-
-def _rnn(args: Any, gpu: Gpu) -> Extra:
-    """cuDNN's recurrent layers: gates and cells of each layer are kept, dropout between layers too."""
-    tensor, weights, hx, options = args[0], args[1], args[4], args[6:15]
-    mode, hidden, _, layers, _, dropout, train, both, batch_sizes = options
-    ways, tokens = 2 if both else 1, tensor.numel() // tensor.shape[-1]
-    per_unit = _RECURRENT[mode, bool(batch_sizes)].kept * layers + layers - 1
-    kept = tokens * hidden * ways * per_unit * tensor.element_size()
-    if dropout and train:
-        kept += (layers - 1) * tokens * hidden * ways * ways // 8 + (128 << 10)  # a bit each
-    return Extra(before={3: _rnn_workspace(tensor, weights, hx, options)}, outputs={3: kept})
-
-
-def _rnn_backward(args: Any, gpu: Gpu) -> Extra:
-    """First the gradients of the data, then, in one buffer, those of the weights: a workspace for each."""
-    size = _rnn_workspace(args[0], args[1], args[4], args[10:19])
-    return Extra(after={2: size, 3: size})
-
-
-def _gru_cell_backward(args: Any, gpu: Gpu) -> Extra:
-    """A cell by itself sums the gradients of its gates up for the biases, inside the operation."""
-    workspace, has_bias = args[1], args[2]
-    takes = _summed_rows(workspace.shape[0], workspace.shape[1] // 5 * 3, gpu) if has_bias else 0
-    return Extra(after={3: takes, 4: takes})
-
-
-def _lstm_cell_backward(args: Any, gpu: Gpu) -> Extra:
-    workspace, has_bias = args[4], args[5]
-    takes = _summed_rows(workspace.shape[0], workspace.shape[1], gpu) if has_bias else 0
-    return Extra(after={2: takes})
-
-
-def _summed_rows(rows: int, columns: int, gpu: Gpu) -> int:
-    aligned = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
+def summed_rows(rows: int, columns: int, gpu: Gpu) -> int:
+    """The staging buffer of a sum over the rows of a matrix."""
+    aligned = _results_per_thread(columns)
     return reduction_bytes(columns, rows, on_fastest=False, whole=False, gpu=gpu, aligned=aligned)
 
 
-def _ctc_backward(args: Any, gpu: Gpu) -> Extra:
-    """The probabilities from the other end, of the same shape as those from the beginning."""
-    return Extra(before={0: _bytes(args[6])})
+in_order = partial(_copies, copied)
+in_a_layout = partial(_copies, _laid_out)
+product = partial(_copies, _readable)
 
-
-_RULES: dict[Any, Callable[[Any, Gpu], Extra | None]] = {
-    **COPIES,
+RULES: dict[Any, Rule] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mean.dim: _sum,
     aten.mean.default: _sum,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_attention_backward,
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-    aten._cudnn_rnn.default: _rnn,
-    aten._cudnn_rnn_backward.default: _rnn_backward,
-    aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
-    aten._thnn_fused_lstm_cell_backward_impl.default: _lstm_cell_backward,
-    aten._ctc_loss_backward.default: _ctc_backward,
+    aten.mm.default: product(0, 1),
+    aten.addmm.default: product(1, 2),
+    aten._addmm_activation.default: product(1, 2),
+    aten.bmm.default: product(0, 1),
+    aten.baddbmm.default: product(1, 2),
+    aten._softmax.default: in_order(0),
+    aten._log_softmax.default: in_order(0),
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: in_order(0, 1),
+    aten._safe_softmax.default: _safe_softmax,
+    aten.logsumexp.default: _once,
+    aten.native_layer_norm.default: in_order(0),
+    aten.native_layer_norm_backward.default: in_order(0, 1),
+    aten.cumsum.default: in_order(0),
+    aten._fft_r2c.default: in_order(0),
+    aten.topk.default: in_order(0),
+    aten.roll.default: _roll,
+    aten.index_put.default: _index_put,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten.mse_loss.default: loss(2, held=1, kept=True),
+    aten.smooth_l1_loss.default: loss(2, held=1, kept=True),
+    aten.huber_loss.default: loss(2, held=1),
+    aten.soft_margin_loss.default: loss(2, kept=True),
+    aten.soft_margin_loss_backward.default: _twice,
+    aten.binary_cross_entropy.default: loss(3, kept=True),
+    aten.binary_cross_entropy_with_logits.default: loss(4, held=2),
+    aten.nll_loss_forward.default: in_order(0),
+    aten.nll_loss_backward.default: in_order(1),
+    aten.nll_loss2d_forward.default: in_order(0),
+    aten.multi_margin_loss.default: in_order(0),
+    aten.multi_margin_loss_backward.default: in_order(1),
+    aten._euclidean_dist.default: _distance,
+    aten.im2col.default: _rolled_out,
+    aten.col2im.default: _rolled_up,
+    aten._adaptive_avg_pool2d.default: in_a_layout(early=0),
+    aten._adaptive_avg_pool2d_backward.default: in_a_layout(0),
+    aten.adaptive_max_pool2d.default: _adaptive_max,
+    aten.adaptive_max_pool2d_backward.default: _adaptive_max_backward,
+    aten.avg_pool2d.default: in_a_layout(0),
+    aten.avg_pool2d_backward.default: in_a_layout(1, 0),
+    aten.max_pool2d_with_indices.default: in_a_layout(0),
+    aten.max_pool2d_with_indices_backward.default: in_a_layout(1, 0),
+    aten.upsample_nearest2d.default: in_a_layout(0),
+    aten.upsample_nearest2d_backward.default: in_a_layout(0),
+    aten.upsample_bilinear2d_backward.default: in_a_layout(0),
+    aten.upsample_bicubic2d_backward.default: in_order(0),
+    aten.upsample_linear1d_backward.default: in_order(0),
+    aten.reflection_pad2d.default: in_order(0),
+    aten.reflection_pad2d_backward.default: in_order(0),
+}
+if hasattr(aten, "_fused_rms_norm_backward"):  # torch 2.9 and later
+    RULES[aten._fused_rms_norm.default] = in_order(early=0)
+    RULES[aten._fused_rms_norm_backward.default] = in_order(0, early=1)
+
+# The same calls as others that were seen, or copies in torch's source that the survey did not reach.
+BY_SOURCE = {
+    aten.addmm.default,
+    aten._addmm_activation.default,
+    aten.baddbmm.default,
+    aten.nll_loss2d_forward.default,
+    aten._safe_softmax.default,
 }

@@ -196,8 +196,9 @@ class FakeResults:
         """How to make these results again; None where that is not known."""
         kind = type(out) if type(out) in (list, tuple) else None
         given = [(index, one) for index, one in enumerate(args) if isinstance(one, Tensor)]
-        held = {_address(one) for one in tensors_among(args)}
-        single = given[0][0] if len(given) == 1 and len(list(tensors_among(args))) == 1 else None
+        among = tensors_among(args)
+        held = {address_of(one) for one in among}
+        single = given[0][0] if len(given) == 1 and len(among) == 1 else None
         found, seen = [], set(held)
         for one in (out,) if kind is None else out:
             if type(one) in (int, float, bool, type(None)):
@@ -209,7 +210,7 @@ class FakeResults:
             if itself is not None:
                 found.append(_MadeResult(itself=itself))
                 continue
-            address = _address(one)
+            address = address_of(one)
             view_of = single if address in held else None
             if address in seen and view_of is None:  # which of several it shares memory with is not known
                 return None
@@ -382,13 +383,17 @@ def _is_like(result: _Result, args: Any, like: tuple[int, ...]) -> bool:
     )
 
 
-def tensors_among(values: Any) -> Iterable[Tensor]:
+def tensors_among(values: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, those in lists too."""
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, list | tuple):
-            yield from tensors_among(value)
+            found += tensors_among(value)
+    return found
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Which storage it is, fake ones too."""
     return int(tensor.untyped_storage()._cdata)

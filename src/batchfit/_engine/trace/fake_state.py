@@ -28,8 +28,8 @@ from batchfit._engine.snapshot.iterators import is_iterator, twin_of, warn_of
 from batchfit._engine.snapshot.parallel import is_parallel
 from batchfit._engine.snapshot.rng import undo_generator
 from batchfit._engine.snapshot.undo import UndoStack
-from batchfit._engine.trace.fake_cache import FakeResults
-from batchfit._engine.trace.known_values import WHOLE
+from batchfit._engine.trace.fake_cache import FakeResults, address_of
+from batchfit._engine.trace.values import WHOLE
 from batchfit._engine.workload.reachable import NameBinding, StepReach, kept_by_classes
 from batchfit.errors import UntraceableError
 
@@ -189,7 +189,8 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
         if not sharing or real.device.type == "meta":
             return self.results.empty(real.shape, real.stride(), real.dtype, device)
         storage = real.untyped_storage()
-        base = self._bases.get(storage._cdata)
+        address = address_of(real)
+        base = self._bases.get(address)
         if base is None:
             whole = real.storage_offset() == 0 and storage.nbytes() == _dense_bytes(real)
             if whole:
@@ -197,7 +198,7 @@ class Faked(contextlib.AbstractContextManager["Faked"]):
             else:
                 count = storage.nbytes() // max(real.element_size(), 1)
                 base = self.results.empty((count,), (1,), real.dtype, device)
-            self._bases[storage._cdata] = base
+            self._bases[address] = base
             if whole:
                 return base
         with self.mode:

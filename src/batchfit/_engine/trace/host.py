@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.snapshot.undo import UndoStack
-from batchfit._engine.trace.block_log import Blocks, address_of
+from batchfit._engine.trace.blocks import Blocks, Whereabouts
+from batchfit._engine.trace.fake_cache import address_of, tensors_among
 from batchfit._engine.trace.fake_state import Faked
-from batchfit._engine.trace.known_values import KnownValues, written_by
-from batchfit._engine.trace.provenance import Whereabouts, calling_line
+from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.values import KnownValues, written_by
 from batchfit.errors import UntraceableError
 
 _CPU = torch.device("cpu")
@@ -86,9 +87,7 @@ class HostTensors:
                     self._writes.note(one)
                 self._forget_adopted(address)
             out = func(*args, **kwargs)
-        made: list[Tensor] = []
-        if not func.is_view:
-            collect((out,), made)
+        made = [] if func.is_view else tensors_among((out,))
         counts = self._counts_host and not self.device_is_named
         for one in made:
             if one.layout is not torch.strided:
@@ -212,7 +211,8 @@ class _HostWrites:
     def note(self, tensor: Tensor) -> None:
         """Remember what is in the memory of `tensor`, and which of it the tensor is a view of."""
         storage = tensor.untyped_storage()
-        self._known[address_of(tensor)] = storage
+        address = address_of(tensor)
+        self._known[address] = storage
         before = _bytes_of(storage).clone()
         view = tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -222,7 +222,7 @@ class _HostWrites:
                     storage.resize_(before.numel())
                 _bytes_of(storage).copy_(before)
                 now = tensor.storage_offset(), tensor.shape, tensor.stride()
-                if now != view or address_of(tensor) != int(storage._cdata):
+                if now != view or address_of(tensor) != address:
                     tensor.data = torch.empty(0, dtype=tensor.dtype).set_(storage, *view)
 
         self._undo.push("a tensor on the host", restore)
@@ -230,15 +230,6 @@ class _HostWrites:
     def restore(self) -> None:
         self._undo.run()
         self._known.clear()
-
-
-def collect(values: Any, found: list[Tensor]) -> None:
-    """Append the tensors among an operation's arguments or results, those in lists too, to `found`."""
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            collect(value, found)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -27,18 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from batchfit._engine.allocator.footprint import OPTIONAL, Origin, Trace
-from batchfit._engine.allocator.gpus import Gpu
-from batchfit._engine.cuda_model.copies import Extra
-from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules, packed
-from batchfit._engine.cuda_model.workspaces import extra_rule, is_gemm
-from batchfit._engine.trace.block_log import Blocks
+from batchfit._engine.cuda_model.dispatch import STAND_INS, CudaRules
+from batchfit._engine.cuda_model.library_kernels import GEMMS, RULES
+from batchfit._engine.cuda_model.sequences import packed
+from batchfit._engine.cuda_model.workspaces import Extra, Rule
+from batchfit._engine.trace.blocks import Blocks, InPlace, Whereabouts, in_backward
+from batchfit._engine.trace.fake_cache import tensors_among
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating
-from batchfit._engine.trace.host import HostTensors, collect
-from batchfit._engine.trace.in_place import InPlace
-from batchfit._engine.trace.known_values import KnownValues
-from batchfit._engine.trace.provenance import Whereabouts, calling_line
-from batchfit._engine.trace.unknown_values import LibraryReads
+from batchfit._engine.trace.host import HostTensors
+from batchfit._engine.trace.program_lines import calling_line
+from batchfit._engine.trace.values import KnownValues, LibraryReads
 from batchfit.errors import UntraceableError
 
 _LINEAR = torch.ops.aten.linear.default
@@ -132,10 +131,9 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             raise UntraceableError("", "", "the trace takes too long")
         given = args
         kwargs = self.host.renamed(kwargs or {})
-        tensors: list[Tensor] = []
-        collect(args, tensors)
+        tensors = tensors_among(args)
         if kwargs:
-            collect(kwargs.values(), tensors)
+            tensors += tensors_among(kwargs.values())
         fakes = [type(one) for one in tensors].count(FakeTensor)
         if not fakes and self.host.runs(func, tensors, kwargs):
             return self.host.run(func, args, kwargs)
@@ -145,8 +143,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
             if fakes:
                 self.host.note_filled(func, args, kwargs)
             args, kwargs = self.host.faked_arguments(func, args, kwargs, tensors)
-            tensors = []
-            collect((*args, *kwargs.values()), tensors)
+            tensors = tensors_among((*args, *kwargs.values()))
         known = self._operations.get(func)
         if known is None:
             known = self._operations[func] = Operation.of(func, self.rules)
@@ -206,8 +203,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
     def _moved(self, arguments: Any) -> Any:
         """The arguments of an operation with all tensors on the device; None where they share a device."""
         here, there = self.rules.device, torch.device("cpu")
-        tensors: list[Tensor] = []
-        collect((*arguments[0], *arguments[1].values()), tensors)
+        tensors = tensors_among((*arguments[0], *arguments[1].values()))
         devices = {one.device for one in tensors if one.dim()}
         if devices != {here, there}:
             return None
@@ -270,8 +266,7 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
         raise error
 
     def _record(self, known: Operation, out: Any, extra: Extra | None) -> None:
-        made: list[Tensor] = []
-        collect((out,), made)
+        made = tensors_among((out,))
         here = self.rules.device
         name = known.name
         allocates = False
@@ -299,12 +294,12 @@ class TraceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its 
 
     def _keep_blas(self) -> None:
         """cuBLAS takes a workspace at the first product in each thread, and backward has its own thread."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward in self._blas:
+        backward = in_backward()
+        if backward in self._blas:
             return
-        self._blas.add(in_backward)
+        self._blas.add(backward)
         gpu = self.rules.gpu
-        sizes = (gpu.blas_bytes,) if in_backward else (gpu.blas_bytes, gpu.blas_lt_bytes)
+        sizes = (gpu.blas_bytes,) if backward else (gpu.blas_bytes, gpu.blas_lt_bytes)
         for size in sizes:
             if size:
                 self.blocks.allocate(size, Origin("workspaces", self._where.phase(), operation="cuBLAS"))
@@ -317,7 +312,7 @@ class Operation(NamedTuple):
     reads_data: bool  # a value is read, or makes the shape of the result
     composite: Any  # CUDA's way through it, where it comes whole
     is_composite: bool
-    takes: Callable[[Any, Gpu], Extra | None] | None
+    takes: Rule | None
     stand_in: Any
     is_gemm: bool
 
@@ -327,10 +322,10 @@ class Operation(NamedTuple):
         return cls(
             str(func),
             func is _ITEM or func in _SHAPED_BY_DATA,
-            rules.composite(func),
+            rules.composite(func) if plain else None,
             plain
             and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
-            extra_rule(func),
+            RULES.get(func),
             STAND_INS.get(func),
-            is_gemm(func),
+            func in GEMMS,
         )

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import linecache
 import logging
 import sys
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,24 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from batchfit import workload as workloads
 from batchfit._engine.allocator.footprint import ShapeChangedError, Trace
 from batchfit._engine.batch import sources
-from batchfit._engine.cuda_model.dispatch import CudaRules
+from batchfit._engine.cuda_model.dispatch import CudaRules, replaced
 from batchfit._engine.device.interrupts import TraceInterrupts
 from batchfit._engine.snapshot.rng import global_states
 from batchfit._engine.snapshot.undo import UndoStack
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.generation import Generating, short_generation
-from batchfit._engine.trace.provenance import HERE, TORCH, named
+from batchfit._engine.trace.program_lines import HERE, TORCH
 from batchfit._engine.trace.recorder import TraceRecorder
-from batchfit._engine.trace.unknown_values import Unread, replaced, values_unread
+from batchfit._engine.trace.untraceable import explained
+from batchfit._engine.trace.values import values_unread
 from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
 from batchfit._engine.workload import phase as phases
@@ -51,11 +45,8 @@ from batchfit.errors import UntraceableError
 from batchfit.workload import Workload
 
 STEPS = 2
-_ABOUT_FAKES = ("fake", "meta tensor", "data pointer", "have storage")
-_FLEX = str(Path("nn") / "attention" / "flex_attention.py")
 # Files of torch's and batchfit's own that run the program's functions in plain Python.
 _PLAIN = frozenset({str(torch.nn.modules.module.__file__), str(sources.__file__), str(workloads.__file__)})
-_STANDARD = sysconfig.get_paths()["stdlib"]
 
 
 def trace(
@@ -174,7 +165,7 @@ def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
         if _is_argument_error(error):
             error.add_note(f"{NOTE} {size} (traced)")
             raise
-        raise _explained(error, recorder) from error
+        raise explained(error, recorder.operation, recorder.rules.device) from error
     finally:
         phases.clear()
 
@@ -182,61 +173,8 @@ def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
 def _is_argument_error(error: Exception) -> bool:
     """batchfit's own complaint about what it was given (a loss that is no scalar): not about tracing."""
     raised = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    inside = raised.startswith(HERE) and Path(raised) != Path(__file__)
+    inside = raised.startswith(HERE) and Path(raised) != Path(__file__)  # `_run` calls the step
     return inside and isinstance(error, TypeError | ValueError)
-
-
-def _explained(error: Exception, recorder: TraceRecorder) -> UntraceableError:
-    """What stood in the way, with the user's own line."""
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    # A value that json or statistics cannot take was given to them by a line of the program.
-    where = named((file, line) for file, line in reversed(places) if not _is_standard(file))
-    # An error that the program itself raises has nothing to do with the operation before it.
-    in_torch = places[-1][0].startswith((*TORCH, *HERE))
-    operation = str(getattr(error, "func", "") or (recorder.operation if in_torch else ""))
-    operation = "" if operation.startswith("profiler.") else operation  # torch's notes about itself
-    if isinstance(error, DynamicOutputShapeException):
-        return UntraceableError(operation, where, "the shape of its result depends on the data")
-    if isinstance(error, DataDependentOutputException):
-        return UntraceableError(operation, where, "its result is read by the program and depends on the data")
-    if any(file.endswith(_FLEX) for file, _ in places):
-        return UntraceableError(
-            "flex_attention", where, "on a GPU it is a compiled kernel, whose memory a trace does not know"
-        )
-    if isinstance(error, UnsupportedOperatorException) or _lacks_kernel(error, in_torch=in_torch):
-        why = "torch has no fake kernel for it"
-        if not operation.startswith(("aten.", "prims.")):
-            why = "it has no fake kernel (torch.library.register_fake)"
-        return UntraceableError(operation, where, why)
-    if ".numpy() is not supported for tensor subclasses" in str(error):
-        return UntraceableError(".numpy()", where, "the program reads values that depend on the data")
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if Unread.__name__ in first:  # a number that nobody knows went where a real one is needed
-        return UntraceableError(".item()", where, "the program works with a value that depends on the data")
-    # Nothing has run, so that nobody knows whether the error would come without fakes, unless it names them.
-    fakes = in_torch and isinstance(error, RuntimeError)
-    fakes = fakes and any(word in str(error).lower() for word in _ABOUT_FAKES)
-    # The device is named as the program will know it.
-    first = first.replace(str(recorder.rules.device), "cuda")
-    why = f"{type(error).__name__}: {first.rstrip('.')}"
-    return UntraceableError(operation, where, why, raised=not fakes)
-
-
-def _lacks_kernel(error: Exception, *, in_torch: bool) -> bool:
-    """Not what the program has yet to write: a model without `forward`, or a method that says so itself.
-
-    Nor what torch's own Python refuses, with reasons of its own: a kernel that is missing is missed in C++,
-    or where an operation is called.
-    """
-    if not isinstance(error, NotImplementedError) or not in_torch or '"forward"' in str(error):
-        return False
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    source = linecache.getline(frame.f_code.co_filename, line).lstrip()
-    return not source.startswith("raise ") or "_ops" in frame.f_code.co_filename
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith(_STANDARD) and "site-packages" not in file
 
 
 @contextlib.contextmanager

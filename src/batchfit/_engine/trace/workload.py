@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -32,7 +31,6 @@ from batchfit._engine.allocator.footprint import (
     expected_end,
 )
 from batchfit._engine.allocator.gpus import DEFAULT, Gpu
-from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace.fake_state import is_paged
 from batchfit._engine.trace.trace import STEPS, trace
@@ -46,13 +44,9 @@ STRAIGHT = 0.01  # how far off, as a share of the peak, lines may be and still b
 _HOST_BATCH_BYTES = 2**28  # the largest batch that a trace makes on the host
 _FAR_BEYOND_TRACE = 1.4  # times beyond its sizes `glance` draws its lines again
 _REPORTED_GROWTH_BYTES = 2**20  # that a step leaves on top of those before
-_EACH_SIZE_S = (
-    60.0  # how long sizes are traced one by one: a loop over samples takes as long as it has samples
-)
-
+# How long sizes are traced one by one: a loop over samples takes as long as it has samples.
+_EACH_SIZE_S = 60.0
 _NO_LINES = "it allocates in another order at each size, so each must be traced"
-
-Change = Callable[[Workload, Any], AbstractContextManager[Any]]
 
 
 @final
@@ -64,10 +58,9 @@ class TracedWorkload:
     rules: CudaRules
     footprint: Footprint | None
     sizes: tuple[int, ...]
-    check: float  # how far the lines were from the trace that checks them, as a share of a peak
-    trace_s: float
+    check: float = 0.0  # how far the lines were from the trace that checks them, as a share of a peak
+    trace_s: float = 0.0
     unseen: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
     small: tuple[Trace, Trace] | None = None  # the first two traces, for another budget's lines
     budget_bytes: int = 0  # where they end
     gap_bytes: float = 0.0  # how far the lines are from the small traces
@@ -98,7 +91,6 @@ class TracedWorkload:
                 size,
                 rules=self.rules,
                 steps=_steps_of(self.workload),
-                changes=self.changes,
                 limit_s=left_s,
                 reach=self.reach,
             )
@@ -158,7 +150,6 @@ def trace_workload(
     budget_bytes: int,
     most: int | None = None,
     small: tuple[Trace, Trace] | None = None,
-    changes: tuple[Change, ...] = (),
     limit_s: float | None = None,
     reach: StepReach | None = None,
 ) -> TracedWorkload:
@@ -169,21 +160,11 @@ def trace_workload(
     """
     begun = time.perf_counter()
     reach = reach_of(workload) if reach is None else reach
-    traces = _Traces(reach, rules, changes, limit_s, small)
+    traces = _Traces(reach, rules, limit_s, small)
     # One step is enough to see about where the end is. It is also the warm-up: the first trace in a process
     # differs by a few operations that are done once.
     first, second = (traces.at(size, steps=1) for size in SMALL)
-    traced = TracedWorkload(
-        reach,
-        rules,
-        None,
-        (),
-        check=0.0,
-        trace_s=0.0,
-        changes=changes,
-        small=(first, second),
-        budget_bytes=budget_bytes,
-    )
+    traced = TracedWorkload(reach, rules, None, (), small=(first, second), budget_bytes=budget_bytes)
     # A loop over samples has another stream at each size, and far sizes take as long as they are large.
     with contextlib.suppress(ShapeChangedError):
         check_same_stream(first, second)
@@ -201,15 +182,12 @@ class _Traces:
         self,
         reach: StepReach,
         rules: CudaRules,
-        changes: tuple[Change, ...],
         limit_s: float | None,
         small: tuple[Trace, Trace] | None,
     ) -> None:
-        self._trace = partial(
-            trace, reach.workload, rules=rules, changes=changes, limit_s=limit_s, reach=reach
-        )
+        self._trace = partial(trace, reach.workload, rules=rules, limit_s=limit_s, reach=reach)
         self._whole = _steps_of(reach.workload)
-        self._done: dict[tuple[int, int], Trace] = {(one.size, 1): one for one in small or ()}
+        self._done = {(one.size, 1): one for one in small or ()}
 
     def at(self, size: int, steps: int | None = None) -> Trace:
         key = (size, self._whole if steps is None else steps)
@@ -251,7 +229,7 @@ def _draw_lines(traced: TracedWorkload, traces: _Traces, sizes: tuple[int, int])
 
 
 def glance(
-    workload: Workload, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
+    reach: StepReach, *, rules: CudaRules, budget_bytes: int, limit_s: float | None = None
 ) -> TracedWorkload:
     """The footprint from one step of a few samples and two steps near the end: half the time, no check.
 
@@ -259,11 +237,9 @@ def glance(
     what one step let expect, the lines are drawn again from there: what is not quite a line in the size (all
     samples against all, staging) shows most at the end.
     """
-    begun = time.perf_counter()
-    reach = reach_of(workload)
+    begun, workload = time.perf_counter(), reach.workload
     small = trace(workload, SMALL[0], rules=rules, steps=1, limit_s=limit_s, reach=reach)
-    sample = small.batch_bytes / small.size
-    most = int(_HOST_BATCH_BYTES / sample) if sample else 2**30
+    most = most_on_host(small.batch_bytes / small.size)
     high = min(expected_end(small, budget_bytes), most)
 
     def through(size: int, limit_s: float | None) -> Footprint:
@@ -277,16 +253,15 @@ def glance(
         footprint = through(high, limit_s)
     except ShapeChangedError:
         return trace_workload(workload, rules=rules, budget_bytes=budget_bytes, limit_s=limit_s, reach=reach)
-    end = upper_bound(footprint, budget_bytes, most=most)
+    end = footprint.upper_bound(budget_bytes, most=most)
     left_s = None if limit_s is None else limit_s - (time.perf_counter() - begun)
     if end > _FAR_BEYOND_TRACE * high and workload.kind != "generation":  # whose traces take long
         # What is slow or fails that far out leaves the first lines, which a run will be compared with.
         with contextlib.suppress(ShapeChangedError, UntraceableError):
             footprint, high = through(end, left_s), end
     took_s = time.perf_counter() - begun
-    return TracedWorkload(
-        reach, rules, footprint, (small.size, high), 0.0, took_s, unseen=tuple(unseen(reach.parts))
-    )
+    notes = tuple(unseen(reach.parts))
+    return TracedWorkload(reach, rules, footprint, (small.size, high), trace_s=took_s, unseen=notes)
 
 
 def _steps_of(workload: Workload) -> int:
@@ -315,10 +290,15 @@ def _below(small: Trace, more: list[Trace], whole: Trace) -> dict[int, Footprint
 
 def around(first: Trace, second: Trace, budget_bytes: int, most: int | None = None) -> tuple[int, int]:
     """Two sizes near the largest that the budget may allow and the host can make, up to `most`."""
-    most = upper_bound(Footprint.between(first, second), budget_bytes, most=most)
-    batch = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
-    high = most if batch <= 0 else min(most, int(_HOST_BATCH_BYTES / batch))
+    most = Footprint.between(first, second).upper_bound(budget_bytes, most=most)
+    sample_bytes = (second.batch_bytes - first.batch_bytes) / (second.size - first.size)
+    high = min(most, most_on_host(sample_bytes))
     return (max(high // 2, SMALL[1]), high) if high > 2 * SMALL[1] else SMALL
+
+
+def most_on_host(sample_bytes: float) -> int:
+    """The largest size whose batch a trace makes on the host: that takes time."""
+    return int(_HOST_BATCH_BYTES / sample_bytes) if sample_bytes > 0 else 2**30
 
 
 def unseen(parts: Iterable[Any]) -> Iterator[str]:
@@ -345,9 +325,6 @@ def _growing(traces: Iterable[Trace]) -> Iterator[str]:
 
 
 def _cuda_device(parts: Iterable[Any]) -> torch.device | None:
-    for part in parts:
-        if isinstance(part, nn.Module):
-            for tensor in part.parameters():
-                if tensor.device.type == "cuda":
-                    return tensor.device
-    return None
+    models = (part for part in parts if isinstance(part, nn.Module))
+    devices = (tensor.device for model in models for tensor in model.parameters())
+    return next((device for device in devices if device.type == "cuda"), None)

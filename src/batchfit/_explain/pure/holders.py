@@ -19,7 +19,6 @@ from batchfit._engine.allocator.caching import GRAIN
 from batchfit._engine.allocator.footprint import KINDS, OPTIONAL, STATE, Origin, Trace
 
 POINTS = 200  # of a timeline
-_NAMED = STATE  # their origin names a tensor: the module is what comes before
 _OPENED_SHARE = 0.05  # a module that holds less of the peak is not reported by its parts
 _ROWS = 12
 _INSIDE = 6
@@ -58,13 +57,7 @@ class Peak:
             total += grained(trace.sizes[event]) if event >= 0 else -grained(trace.sizes[~event])
             if position >= begin and total > best:
                 best, moment = total, position
-        live: dict[int, None] = {}
-        for event in trace.events[: moment + 1]:
-            if event >= 0:
-                live[event] = None
-            else:
-                live.pop(~event, None)
-        return cls(trace, moment, tuple(live))
+        return cls(trace, moment, tuple(trace.live_after(moment + 1)))
 
     @property
     def size(self) -> int:
@@ -89,7 +82,7 @@ class Peak:
         for block in chosen:
             origin = self.trace.origins[block]
             kinds[origin.kind] += self.size_of(block)
-            if origin.kind not in _NAMED and origin.operation:
+            if origin.kind not in STATE and origin.operation:
                 operations[short_operation(origin.operation)] += self.size_of(block)
         return PeakPart(
             name,
@@ -127,7 +120,7 @@ def by_line(peak: Peak) -> list[PeakPart]:
 
 
 def _line(origin: Origin) -> str:
-    if origin.kind in _NAMED:
+    if origin.kind in STATE:  # their origin names a tensor: the module is what comes before
         return "optimizer state" if origin.kind == "optimizer" else origin.kind
     if origin.kind == "batch":
         return "batch"
@@ -208,14 +201,14 @@ def by_module(peak: Peak, classes: Mapping[str, str], *, outside: str = "outside
         else:
             _node_at(root, path, alike).own.append(block)
     rows = _opened(peak, root, limit=_ROWS, least=_OPENED_SHARE * peak.size)
-    found = [_told(peak, node) for node in rows if node.blocks()]
+    found = [_as_part(peak, node) for node in rows if node.blocks()]
     found += [peak.held(name, blocks) for name, blocks in others.items()]
     return _ranked(found)
 
 
 def _path(origin: Origin, classes: Mapping[str, str]) -> str | None:
     """The path of the module that a block belongs to; None where it belongs to none."""
-    if origin.kind in _NAMED:
+    if origin.kind in STATE:  # their origin names a tensor: the module is what comes before
         return origin.module.rpartition(".")[0] if origin.module else None
     if not origin.module:
         return None
@@ -311,7 +304,7 @@ def _own_name(peak: Peak, node: _Node) -> str:
     return f"{node.name}: {function}" if telling else f"{node.name} itself"
 
 
-def _told(peak: Peak, node: _Node) -> PeakPart:
+def _as_part(peak: Peak, node: _Node) -> PeakPart:
     blocks = node.blocks()
     parts: tuple[PeakPart, ...] = ()
     if node.children:
