@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from batchfit._engine.allocator.replay import upper_bound
-from batchfit._engine.device.cuda import is_capped
+from batchfit._engine.device.readings import is_capped
 from batchfit._engine.trace.workload import glance, rules_for
 from batchfit._engine.workload.placement import device_to_run
 from batchfit._predict.oracle import MARGINS, WORKSPACE_BYTES, Oracle, allocator_rules, held_beside

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.device.budget import usable_bytes
+from batchfit._engine.device.readings import usable_bytes
 from batchfit._engine.distributed.lost_ranks import Everyone
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest

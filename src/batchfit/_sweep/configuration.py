@@ -33,8 +33,7 @@ import torch
 
 from batchfit import errors
 from batchfit._engine.device import oom
-from batchfit._engine.device.budget import usable_bytes
-from batchfit._engine.device.readings import recover
+from batchfit._engine.device.readings import recover, usable_bytes
 from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice
 from batchfit._engine.distributed.ranks import Ranks, join_launched
 from batchfit._engine.snapshot.rng import global_states

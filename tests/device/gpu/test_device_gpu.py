@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from batchfit._engine.device import resolve as device_module
-from batchfit._engine.device.cuda import largest_bytes
+from batchfit._engine.device import gpu as caching_memory
+from batchfit._engine.device.readings import largest_bytes
 from batchfit._engine.device.resolve import CudaDevice, KnownDevice, known_devices, resolve_device
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +30,7 @@ def device() -> Iterator[CudaDevice]:
     found.reset()
     assert found.held_bytes() == held, "the test has leaked tensors"
     assert allowed_bytes() == budget, "the limit was not put back"
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def allowed_bytes() -> int:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 from torch_private import C, subclass
 
-from batchfit._engine.device import cuda as caching_memory
-from batchfit._engine.device import ram as ram_module
+from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device import resolve as device_module
-from batchfit._engine.device.cuda import allocator_mark, is_capped, largest_bytes
-from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.device import Ram, physical_bytes, read_ram
+from batchfit._engine.device.gpu import fraction_of
+from batchfit._engine.device.readings import allocator_mark, is_capped, largest_bytes
 from batchfit._engine.device.resolve import (
     CpuDevice,
     CudaDevice,
@@ -30,7 +30,6 @@ from batchfit._engine.device.resolve import (
     Peaks,
     XpuDevice,
     check_budget,
-    fraction_of,
     known_devices,
     resolve_device,
 )
@@ -251,7 +250,7 @@ def test_limit_holds_and_is_put_back(make: type[FakeCuda]) -> None:
         cuda.allocate(500 * MiB, 0)  # the other device is not limited
     assert device.budget_bytes() == 1000 * MiB
     cuda.allocate(500 * MiB, 1)
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_a_fraction_that_was_set_caps_the_budget_and_comes_back_exactly() -> None:
@@ -287,7 +286,7 @@ def test_limit_is_put_back_after_an_error(cuda: FakeCuda, error: BaseException) 
     with pytest.raises(type(error)), device.limit(100 * MiB):
         raise error
     assert device.budget_bytes() == 1000 * MiB
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
@@ -300,7 +299,7 @@ def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
 
     with pytest.raises(RuntimeError, match="device-side assert"):
         die()
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_nothing_is_switched_when_the_budget_is_all_there_is() -> None:
@@ -429,7 +428,7 @@ def test_mps_limit_holds_and_torchs_own_comes_back(monkeypatch: pytest.MonkeyPat
                 mps.allocate(200 * MiB + 1)
         assert mps.allowed == 1000 * MiB
     assert mps.allowed == 1700 * MiB
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.2")
     with pytest.raises(ValueError, match="x"), device.limit(200 * MiB):
         raise ValueError("x")
@@ -492,7 +491,7 @@ def test_another_thread_is_told_that_nothing_is_counted_there() -> None:
 def test_the_budget_of_a_cpu_is_what_the_system_leaves() -> None:
     ram = read_ram()
     assert 0 < CpuDevice().budget_bytes() <= ram.total_bytes == CpuDevice().total_bytes()
-    physical = ram_module.physical_bytes()
+    physical = physical_bytes()
     assert ram.total_bytes <= physical + 2**30
 
 
@@ -508,7 +507,7 @@ MEMINFO = "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  800 kB\nHugePage
 
 def test_ram_without_containers(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n")
-    assert read_ram(tmp_path) == ram_module.Ram(1000 * 1024, 800 * 1024)
+    assert read_ram(tmp_path) == Ram(1000 * 1024, 800 * 1024)
 
 
 def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> None:
@@ -520,7 +519,7 @@ def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> Non
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
     # of the 300,000 in use 100,000 are cached files, which the system gives back
-    assert read_ram(tmp_path) == ram_module.Ram(512000, 312000)
+    assert read_ram(tmp_path) == Ram(512000, 312000)
 
 
 def test_ram_under_cgroup_1(tmp_path: Path) -> None:
@@ -531,12 +530,12 @@ def test_ram_under_cgroup_1(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("900000\n")
     (folder / "job/memory.limit_in_bytes").write_text("600000\n")
     (folder / "job/memory.usage_in_bytes").write_text("700000\n")
-    assert read_ram(tmp_path) == ram_module.Ram(600000, 0)
+    assert read_ram(tmp_path) == Ram(600000, 0)
 
 
 def test_ram_where_there_is_no_proc(tmp_path: Path) -> None:
-    physical = ram_module.physical_bytes()
-    assert read_ram(tmp_path) == ram_module.Ram(physical, physical)
+    physical = physical_bytes()
+    assert read_ram(tmp_path) == Ram(physical, physical)
     assert physical > 2**28
 
 

@@ -26,7 +26,7 @@ from typing import final
 import torch
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.interface import Device
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.tensors import bytes_of
 from batchfit._engine.snapshot.snapshot import Snapshot

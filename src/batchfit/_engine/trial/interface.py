@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, final
 
-from batchfit._engine.device.budget import BudgetedDevice
+from batchfit._engine.device.readings import BudgetedDevice
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit.results import Trial
 

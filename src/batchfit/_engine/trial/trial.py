@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from batchfit._engine.device.cuda import allocator_mark, largest_bytes
-from batchfit._engine.device.interface import Device
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.pure.allocator_state import AllocatorState
+from batchfit._engine.device.readings import allocator_mark, largest_bytes
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.guarded_steps import (

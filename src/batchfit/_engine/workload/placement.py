@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batchfit._engine.device.interface import Device
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.resolve import DeviceSpec, resolve_device
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 
