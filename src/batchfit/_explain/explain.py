@@ -21,8 +21,8 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import simulate
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.trace.workload import rules_for, unseen
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._explain.pure.holders import Peak, PeakPart, by_kind, by_line, by_module, timeline
 from batchfit._explain.pure.options import ExplainOptions
@@ -152,4 +152,4 @@ def _budget(given: int | None, target: Gpu | None, on_gpu: Workload | None) -> i
         return target.usable_bytes
     if on_gpu is None:
         return None
-    return device_to_run(on_gpu).budget_bytes()
+    return device_to_run(on_gpu._held).budget_bytes()

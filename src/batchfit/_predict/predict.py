@@ -26,12 +26,12 @@ from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device import oom
 from batchfit._engine.device.readings import is_capped
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
     Basis,
@@ -121,7 +121,7 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     if calibrate and not here:
         raise ValueError("calibrate must be False or None where the workload is not on a GPU, not True")
     budgets = options.budgets_bytes or [_default_budget(target, work if here else None)]
-    capped = here and is_capped(device_to_run(work), min(budgets))
+    capped = here and is_capped(device_to_run(work._held), min(budgets))
     settings = allocator_rules(options.expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
@@ -156,7 +156,7 @@ def calibration(
     footprint, work = traced.footprint, traced.workload
     if footprint is None:
         return (0.0, 0.0), ()
-    device = device_to_run(work)
+    device = device_to_run(work._held)
     budget_bytes = min(budget_bytes, device.budget_bytes())  # what is asked about may be a larger GPU
     end = largest(
         footprint,
@@ -315,7 +315,7 @@ def _default_budget(target: Gpu | None, on_gpu: Workload | None) -> int:
         return target.usable_bytes
     if on_gpu is None:
         raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-    return device_to_run(on_gpu).budget_bytes()
+    return device_to_run(on_gpu._held).budget_bytes()
 
 
 # -- one prediction of all ranks

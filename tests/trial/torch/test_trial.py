@@ -18,8 +18,8 @@ from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.device.tensors import optimizers_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload import phase
-from batchfit._find.outcome import observation_of, worst
+from batchfit._engine.workload import loop
+from batchfit._find.driver import observation_of, worst
 from batchfit.results import Trial
 from batchfit.testing import FakeDevice, simulated_oom
 
@@ -34,14 +34,14 @@ def test_steps_are_counted_as_they_really_ran() -> None:
     def step(n: int) -> None:
         calls.append(n)
         if len(calls) == 3:
-            phase.enter("backward")
+            loop.enter_phase("backward")
             raise simulated_oom("cuda")
 
     trial = trial_of(step, steps=5)
     assert (trial.outcome, trial.steps_run, trial.phase) == ("oom", 2, "backward")
     assert "out of memory" in trial.message
     assert calls == [4, 4, 4]
-    assert phase.current() is None
+    assert loop.current_phase() is None
 
 
 @pytest.mark.parametrize(

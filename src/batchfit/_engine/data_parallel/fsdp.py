@@ -45,8 +45,7 @@ from batchfit._engine.distributed.collectives import (
     is_lost_connection,
     recording,
 )
-from batchfit._engine.distributed.lost_ranks import broken
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"

@@ -124,6 +124,17 @@ def resolve_device(spec: DeviceSpec | Device | None, *, near: Iterable[object] =
     raise ValueError(f"device must be {_available()}, not {asked!r}{_remedy(wanted.type)}")
 
 
+def device_to_run(held: Iterable[object], spec: DeviceSpec | Device | None = None) -> Device:
+    """The device of a step over what is held: the one named, else where that is; it must be a real one."""
+    parts = tuple(held)
+    if {tensor.device.type for tensor in tensors_in(parts)} == {"meta"}:
+        raise ValueError(
+            "the model must be on a device that runs it, not on the meta device: predict and explain "
+            "answer for such a model, everything else has to run it"
+        )
+    return resolve_device(spec, near=parts)
+
+
 def _parse(spec: object) -> torch.device:
     if isinstance(spec, bool) or not isinstance(spec, str | int | torch.device):
         raise TypeError(

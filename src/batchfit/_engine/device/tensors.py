@@ -65,6 +65,16 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     return sum(held.values())
 
 
+def ram_bytes(things: Sequence[object]) -> int:
+    """`own_bytes` in RAM."""
+    return own_bytes(things, on=torch.device("cpu"))
+
+
+def count_elements(state: object) -> int:
+    """How many numbers a state holds: a cheap way to distinguish models."""
+    return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
     if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible

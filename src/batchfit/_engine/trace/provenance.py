@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import batchfit
 from batchfit._engine.allocator.footprint import Origin
-from batchfit._engine.workload import phase as phases
+from batchfit._engine.workload import loop
 from batchfit.errors import UntraceableError
 
 
@@ -169,7 +169,7 @@ class Whereabouts:
             return "optimizer"
         if torch._C._current_graph_task_id() != -1:
             return "backward"
-        return "batch" if phases.current() == "batch" else "forward"
+        return "batch" if loop.current_phase() == "batch" else "forward"
 
     def _source(self) -> str:
         """The innermost line of the step outside torch and batchfit; nothing where it has none."""

@@ -44,7 +44,6 @@ from batchfit._engine.trace.recorder import TraceRecorder
 from batchfit._engine.trace.unknown_values import Unread, replaced, values_unread
 from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
-from batchfit._engine.workload import phase as phases
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import UntraceableError
@@ -176,7 +175,7 @@ def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
             raise
         raise _explained(error, recorder) from error
     finally:
-        phases.clear()
+        loop.clear_phase()
 
 
 def _is_argument_error(error: Exception) -> bool:
