@@ -18,12 +18,12 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
+from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._engine.batch.structure import to_device
 from batchfit._engine.workload import loop
 from batchfit._engine.workload.checks import (
     check_belongs,
-    check_flag,
     check_full_length,
     check_generated,
     check_loss,

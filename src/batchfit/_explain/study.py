@@ -15,7 +15,7 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.device.readings import is_capped
+from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import TracedWorkload, trace_workload

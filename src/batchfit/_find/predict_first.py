@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from batchfit._engine.allocator.replay import upper_bound
 from batchfit._engine.device import oom
-from batchfit._engine.device.readings import is_capped
+from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.trace.workload import glance, rules_for
 from batchfit._engine.trial.in_process import InProcess

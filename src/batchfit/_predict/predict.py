@@ -25,7 +25,7 @@ from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device import oom
-from batchfit._engine.device.readings import is_capped
+from batchfit._engine.device.gpu import is_capped
 from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks

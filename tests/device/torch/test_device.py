@@ -19,8 +19,7 @@ from torch_private import C, subclass
 from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device import resolve as device_module
 from batchfit._engine.device.device import Ram, physical_bytes, read_ram
-from batchfit._engine.device.gpu import fraction_of
-from batchfit._engine.device.readings import allocator_mark, is_capped, largest_bytes
+from batchfit._engine.device.gpu import fraction_of, is_capped
 from batchfit._engine.device.resolve import (
     CpuDevice,
     CudaDevice,
@@ -98,15 +97,15 @@ def test_another_allocator_is_read_by_its_live_tensors() -> None:
 def test_the_largest_block_is_the_largest_segment_of_the_device() -> None:
     cuda = FakeCuda()
     device = CudaDevice(1, backend=cuda)
-    assert largest_bytes(device) is None, "nothing was allocated"
+    assert device.largest_bytes() is None, "nothing was allocated"
     cuda.segments = [
         {"device": index, "total_size": size * MiB, "is_expandable": False}
         for index, size in ((0, 900), (1, 20), (1, 300), (1, 2))
     ]
-    assert largest_bytes(device) == 300 * MiB
+    assert device.largest_bytes() == 300 * MiB
     cuda.segments.append({"device": 1, "total_size": 8 * MiB, "is_expandable": True})
-    assert largest_bytes(device) is None, "a segment that grows is no block"
-    assert largest_bytes(CudaDevice(0, backend=cuda)) == 900 * MiB
+    assert device.largest_bytes() is None, "a segment that grows is no block"
+    assert CudaDevice(0, backend=cuda).largest_bytes() == 900 * MiB
 
 
 def segment(address: int, *blocks: tuple[int, str], kind: str = "large", index: int = 0) -> dict[str, Any]:
@@ -125,17 +124,17 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     large = segment(4096, (20 * MiB, "active_allocated"), (10 * MiB, "inactive"))
     small = segment(512, (MiB, "inactive"), (MiB, "active_allocated"), kind="small")
     cuda.segments = [small, large]
-    mark = allocator_mark(device)
+    mark = device.mark()
     assert mark is not None
     cuda.segments = [large, segment(512, (MiB, "active_allocated"), (MiB, "inactive"), kind="small")]
-    assert allocator_mark(device) == mark, "small blocks may lie where they like"
+    assert device.mark() == mark, "small blocks may lie where they like"
     cuda.live[0] += 512
-    assert allocator_mark(device) != mark, "but not become more and more"
+    assert device.mark() != mark, "but not become more and more"
     cuda.live[0] -= 512
     cuda.others = 990 * MiB
-    tight = allocator_mark(device)
+    tight = device.mark()
     cuda.segments[1] = small
-    assert tight != allocator_mark(device), "where there is no room for more segments, they count"
+    assert tight != device.mark(), "where there is no room for more segments, they count"
     cuda.others = 0
     others = {
         "a larger piece": segment(4096, (21 * MiB, "active_allocated"), (9 * MiB, "inactive")),
@@ -144,13 +143,13 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     }
     for why, other in others.items():
         cuda.segments = [small, other]
-        assert getattr(allocator_mark(device), "layout", None) != mark.layout, why
+        assert getattr(device.mark(), "layout", None) != mark.layout, why
     cuda.segments = [small, segment(600, (2 * MiB, "inactive"), kind="small"), large]
-    assert getattr(allocator_mark(device), "layout", None) != mark.layout, "one more segment for small blocks"
+    assert getattr(device.mark(), "layout", None) != mark.layout, "one more segment for small blocks"
     cuda.allocate(5)
     cuda.allocate(7)
     cuda.retries[0] += 1
-    counted = allocator_mark(device)
+    counted = device.mark()
     assert counted is not None
     assert (counted.retries, counted.requests, counted.requested_bytes) == (1, 2, 12)
 
@@ -163,16 +162,16 @@ def test_a_mark_is_of_all_devices_that_the_process_uses() -> None:
     seen = set()
     for other in ((9 * MiB, "active_allocated"), (9 * MiB, "inactive")):
         cuda.segments = [own, segment(8192, other, index=1)]
-        seen.add(allocator_mark(device))
+        seen.add(device.mark())
     cuda.allocate(5 * MiB, 1)
     cuda.free(5 * MiB, 1)
-    seen.add(allocator_mark(device))
+    seen.add(device.mark())
     cuda.retries[1] += 1
-    seen.add(allocator_mark(device))
+    seen.add(device.mark())
     assert len(seen) == 4
     assert cuda.opened <= {0, 1}
     cuda.segments = [own]
-    assert allocator_mark(device) == allocator_mark(device)
+    assert device.mark() == device.mark()
 
 
 def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,13 +180,13 @@ def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "cuda", cuda)
     for recorded in (True, False):
         monkeypatch.setattr(C, "_cuda_isHistoryEnabled", lambda now=recorded: now, raising=False)
-        assert (allocator_mark(CudaDevice(0, backend=cuda)) is None) is recorded
+        assert (CudaDevice(0, backend=cuda).mark() is None) is recorded
 
 
 @pytest.mark.parametrize("device", [CudaDevice(0, backend=AsyncCuda()), FakeDevice("1MiB"), CpuDevice()])
 def test_who_has_no_such_allocator_has_no_mark(device: Any) -> None:
-    assert allocator_mark(device) is None
-    assert allocator_mark(XpuDevice(0, backend=OldXpu())) is None, "it does not count what is asked for"
+    assert device.mark() is None
+    assert XpuDevice(0, backend=OldXpu()).mark() is None, "it does not count what is asked for"
 
 
 def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,13 +196,11 @@ def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.Mo
     cuda = AsyncCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(C, "_cuda_isHistoryEnabled", refused, raising=False)
-    assert allocator_mark(CudaDevice(0, backend=cuda)) is None
+    assert CudaDevice(0, backend=cuda).mark() is None
 
 
 def test_who_cannot_tell_the_largest_block_says_none() -> None:
-    assert largest_bytes(CudaDevice(0, backend=AsyncCuda())) is None
-    assert largest_bytes(FakeDevice("1MiB")) is None
-    assert largest_bytes(CpuDevice()) is None
+    assert CudaDevice(0, backend=AsyncCuda()).largest_bytes() is None
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def _show_device(
     held_bytes: int = 0,
 ) -> None:
     """Say where the search runs and within which budget, once both are known."""
-    from batchfit._engine.device.readings import without_budget
+    from batchfit._engine.device.device import without_budget
 
     asked_bytes = job.options.budget_bytes
     watch.device = device

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from batchfit._engine.device.device import Peaks, check_budget
+from batchfit._engine.device.device import Device, Peaks, check_budget
 from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 from batchfit.errors import BatchfitError
 
@@ -37,6 +37,11 @@ def fraction_of(budget_bytes: int, total_bytes: int) -> float:
     while int(fraction * total_bytes) > budget_bytes:
         fraction = math.nextafter(fraction, 0.0)
     return fraction
+
+
+def is_capped(device: Device, budget_bytes: int) -> bool:
+    """Whether a program that is held to a budget on this device runs under torch's memory fraction."""
+    return isinstance(device, CachingDevice) and device.is_capped(budget_bytes)
 
 
 def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
@@ -96,7 +101,11 @@ class CachingDevice:
         )
 
     def largest_bytes(self) -> int | None:
-        """The largest segment now; None where they grow (expandable ones) and say nothing about blocks."""
+        """The largest segment now; None where they grow (expandable ones) and say nothing about blocks.
+
+        A large block that no cached segment can hold gets a segment of its own size. Reading them all costs
+        milliseconds, which is why it is not one of the peaks.
+        """
         segments = self._segments()
         if segments is None:
             return None

@@ -20,9 +20,9 @@ from typing import Any, Protocol, final
 
 import torch
 
-from batchfit._engine.device.device import Device
+from batchfit._engine.device.device import BudgetedDevice, Device
+from batchfit._engine.device.gpu import CachingDevice
 from batchfit._engine.device.pure.allocator_state import AllocatorState
-from batchfit._engine.device.readings import BudgetedDevice, allocator_mark, largest_bytes
 from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
@@ -136,7 +136,7 @@ class _TrialSteps:
 
     def _shows_nothing_new(self) -> bool:
         """Whether further steps of a soak would: the allocator repeats itself, or has retried repeatedly."""
-        mark = allocator_mark(self.device)
+        mark = self.device.mark() if isinstance(self.device, CachingDevice) else None
         if mark is not None:
             updates = tuple(_updates(one) for one in self.optimizers)
             self.marks.append(replace(mark, updates=updates))
@@ -220,7 +220,8 @@ def run_trial(
             note=calls.note,
             most_passes=loop.PASSES,
         )
-        peaks, largest = device.peaks(), largest_bytes(device)
+        peaks = device.peaks()
+        largest = device.largest_bytes() if isinstance(device, CachingDevice) else None
         retries = device.alloc_retries() - before
     return Trial(
         size=size,
