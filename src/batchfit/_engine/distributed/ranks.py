@@ -113,10 +113,6 @@ class Ranks:
         """The smallest value of all ranks."""
         return int(min(self._exchange("minimum", _whole(value), doing)))
 
-    def maximum(self, value: int, *, doing: str) -> int:
-        """The largest value of all ranks."""
-        return int(max(self._exchange("maximum", _whole(value), doing)))
-
     def same(self, value: object, *, doing: str) -> None:
         """Nothing if all ranks hold the same value, else `RanksDisagreeError` that lists who holds what."""
         held = [json.dumps(one, sort_keys=True) for one in self._exchange("same", value, doing)]
