@@ -4,8 +4,8 @@
 
 Each model is traced as for an H200 (bf16 autocast, AdamW) and replayed through the simulated caching
 allocator at the largest size that is sustained under each cap and up to 8 % below it, 25 steps each. A soak
-ends when `_engine.trial.pure.soak.goes_round` says so; then the replay goes on to 200 steps, to see that
-nothing else happens.
+ends when `allocator_repeats` (`_engine.trial.pure.soak`) says so; then the replay goes on to 200 steps, to
+see that nothing else happens.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
+from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import BatchSource, CollateFn, Longest, batch_source, takes_arguments
 from batchfit._engine.batch.structure import to_device
-from batchfit._engine.workload import loop, phase
+from batchfit._engine.workload import loop
 from batchfit._engine.workload.checks import (
     check_belongs,
-    check_flag,
     check_full_length,
     check_generated,
     check_loss,
@@ -81,6 +81,11 @@ class Workload:
         twin = self.with_step(step)
         twin._set(_parts=self._parts)
         return twin
+
+    @property
+    def _held(self) -> tuple[object, ...]:
+        """What lies on the device that it runs on: its state and its model."""
+        return (*self.state, self.model)
 
     @property
     def _samples(self) -> int | None:
@@ -166,11 +171,11 @@ def training(
         kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=True):
             for number in range(loop.passes_of(accumulate)):
-                phase.enter("batch")
+                loop.enter_phase("batch")
                 batch = to_device(source(batch_size), _device_of(model))
                 if kept is not None:
                     kept.batch = batch
-                phase.enter("forward")
+                loop.enter_phase("forward")
                 if number == 0:
                     clears.zero_grad(set_to_none=True)
                 with context(), loop.catching(model, kept):
@@ -180,11 +185,11 @@ def training(
                     loss = loss / accumulate
                 if kept is not None:
                     kept.result = loss
-                phase.enter("backward")
+                loop.enter_phase("backward")
                 _backward(loss, scaler)
-            phase.enter("optimizer")
+            loop.enter_phase("optimizer")
             _update(model, optimizer, scaler=scaler, clip_norm=clip_norm)
-        phase.clear()
+        loop.clear_phase()
 
     known = [part for part in (model, optimizer, scaler) if part is not None]
     parts = {
@@ -237,17 +242,17 @@ def inference(
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=False):
-            phase.enter("batch")
+            loop.enter_phase("batch")
             batch = to_device(source(batch_size), _device_of(model))
             if kept is not None:
                 kept.batch = batch
-            phase.enter("forward")
+            loop.enter_phase("forward")
             with torch.inference_mode(), context(), loop.catching(model, kept):
                 returned = run(model, batch)
                 if kept is not None:
                     kept.result = returned
                 del returned
-        phase.clear()
+        loop.clear_phase()
 
     parts = {"source": source, "forward": forward, "autocast": autocast, "keep_outputs": keep_outputs}
     return _known(step, "inference", model, None, state=(model,), parts=parts)
@@ -294,11 +299,11 @@ def _generation(model: Any, source: BatchSource, options: dict[str, Any], *, kee
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
         with _mode(model, training=False):
-            phase.enter("batch")
+            loop.enter_phase("batch")
             batch = to_device(source(batch_size), _device_of(model))
             if kept is not None:
                 kept.batch = batch
-            phase.enter("forward")
+            loop.enter_phase("forward")
             with torch.inference_mode():
                 if isinstance(batch, Mapping):
                     output = model.generate(**batch, **options)
@@ -307,7 +312,7 @@ def _generation(model: Any, source: BatchSource, options: dict[str, Any], *, kee
             if kept is not None:
                 kept.result = output
             check_generated(output, batch, model, options["max_new_tokens"])
-        phase.clear()
+        loop.clear_phase()
 
     state = (model,) if isinstance(model, nn.Module) else ()
     parts = {"source": source, "options": options, "keep_outputs": keep_outputs}
@@ -322,11 +327,11 @@ def _generating(
 
     def step(batch_size: int) -> None:
         kept = loop.variables_of(owner) if keep_outputs else None
-        phase.enter("batch")
+        loop.enter_phase("batch")
         batch = source(batch_size)
         if kept is not None:
             kept.batch = batch
-        phase.enter("forward")
+        loop.enter_phase("forward")
         with torch.inference_mode():
             tokens = function(batch, **options)
         if kept is not None:
@@ -337,7 +342,7 @@ def _generating(
                 f"model must make all {max_new_tokens} new tokens of a sample, not {length}: "
                 "a shorter answer needs less memory than the longest one will"
             )
-        phase.clear()
+        loop.clear_phase()
 
     parts = {"source": source, "options": options, "function": function, "keep_outputs": keep_outputs}
     return _known(step, "generation", None, None, state=(), parts=parts)

@@ -50,7 +50,8 @@ class SearchWatch:
 
         Nor where trials of an earlier run were read, and the device is not known yet: the file has them.
         """
-        from batchfit._find.outcome import fit_result, observation_of
+        from batchfit._find.driver import observation_of
+        from batchfit._find.find import fit_result
         from batchfit._find.pure.shared_device import under
         from batchfit.errors import SearchStoppedError
 

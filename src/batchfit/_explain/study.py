@@ -15,10 +15,10 @@ from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.footprint import Footprint, ShapeChangedError, Trace, expected_end
 from batchfit._engine.allocator.replay import largest
 from batchfit._engine.cuda_model.dispatch import CudaRules
-from batchfit._engine.device.cuda import is_capped
+from batchfit._engine.device.gpu import is_capped
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import TracedWorkload, most_on_host, trace_workload
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import StepReach
 from batchfit._explain.pure.holders import Peak
 from batchfit._explain.step_variables import StepTraits
@@ -71,7 +71,7 @@ class Study:
         self.residual = (float(beside), 0.0)
         capped = False
         if basis == "GPU, not run" and budget_bytes is not None:
-            capped = is_capped(device_to_run(workload), budget_bytes)
+            capped = is_capped(device_to_run(workload._held), budget_bytes)
         self.settings = allocator_rules(capped=capped)
         self.notes = allocator_caveats(self.settings)
         self._traits = StepTraits()

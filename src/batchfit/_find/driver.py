@@ -16,12 +16,11 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
-from typing import Self, final
+from typing import Any, Self, final
 
 from batchfit._engine.device.oom import needs_two_samples
-from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.trial.pure.soak import LEAST, SOAK_STEPS
-from batchfit._find.outcome import observation_of, worst
+from batchfit._engine.trial.trial import RunTrial, TrialRequest
 from batchfit._find.pure.search import Observation, Request
 from batchfit._find.pure.shared_device import SharedBudget, under
 from batchfit._find.session import FindSession
@@ -212,3 +211,41 @@ class SearchDriver:
             min_size=asked.min_size,
         )
         self.session.file.save(whole, self.trials, elapsed_s)
+
+
+def observation_of(trial: Trial) -> Observation:
+    """What a trial teaches the search. A soak that still retries allocations is not sustained."""
+    return Observation(
+        size=trial.size,
+        fits=trial.fits and trial.settled_retries == 0,
+        soak=trial.soak,
+        allocated_bytes=trial.peak_bytes,
+        reserved_bytes=trial.reserved_bytes,
+        split_bytes=trial.split_bytes,
+        largest_bytes=trial.largest_bytes,
+        held_bytes=trial.held_bytes,
+        retries=trial.alloc_retries,
+    )
+
+
+def worst(trials: list[Trial]) -> Trial:
+    """One trial that stands for all ranks': failed if any failed, with the highest readings."""
+
+    def highest(name: str) -> Any:
+        values = [getattr(trial, name) for trial in trials]
+        return max((value for value in values if value is not None), default=None)
+
+    base = min(trials, key=lambda trial: (trial.fits, trial.steps_run))
+    held = [trial.held_bytes for trial in trials if trial.held_bytes is not None]
+    readings = (
+        "peak_bytes",
+        "reserved_bytes",
+        "split_bytes",
+        "largest_bytes",
+        "alloc_retries",
+        "settled_retries",
+        "step_s",
+        "elapsed_s",
+    )
+    update: dict[str, Any] = {name: highest(name) for name in readings}
+    return base.model_copy(update={**update, "held_bytes": min(held, default=None)})

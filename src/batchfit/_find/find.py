@@ -18,17 +18,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
+import batchfit
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.resolve import Device, DeviceSpec
-from batchfit._engine.distributed.lost_ranks import telling_others
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._find.driver import SearchDriver
-from batchfit._find.outcome import fit_result
 from batchfit._find.predict_first import with_prediction
 from batchfit._find.pure.options import FindOptions, OnTrial
+from batchfit._find.pure.search import Search
 from batchfit._find.recall import Known, confirm
 from batchfit._find.session import FindSession, FindTarget
-from batchfit.results import FitResult
+from batchfit.errors import NothingFitsError, SearchStoppedError
+from batchfit.results import FitResult, Trial
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -119,23 +122,27 @@ def find_with(workload: FindTarget, make_options: Callable[[], FindOptions]) -> 
     ):
         session = FindSession.open(workload, make_options(), ranks, everyone, stack, begun_s=begun_s)
         recalled = session.recall()
+        known = None if recalled is None else recalled.known
         driver = SearchDriver(session)
-        confirmed = _search(driver, recalled.known)
-        fit = _result(driver, recalled.known if confirmed else None)
+        confirmed = _search(driver, known)
+        fit = _result(driver, known if confirmed else None)
         driver.report_growth()
-        return recalled.keep(fit)
+        if recalled is not None:
+            recalled.keep(fit)
+        return fit
 
 
 def _search(driver: SearchDriver, known: Known | None) -> bool:
     """Run the search to its end, first what is stored or predicted; whether a stored size was confirmed."""
     with driver:
-        search, confirmed = confirm(driver.search, known, driver.attempt)
-        driver.search = replace(driver.search, start=search.start)
-        if confirmed:
-            return True
-        # A resumed search keeps its prediction. A trace issues no collectives, for which ranks would wait.
-        if driver.session.options.predicts and not driver.resumed and driver.ranks.world_size == 1:
-            predicted = with_prediction(driver)
+        if known is not None:
+            search, confirmed = confirm(driver.search, known, driver.attempt)
+            driver.search = replace(driver.search, start=search.start)
+            if confirmed:
+                return True
+        runs = None if driver.resumed else driver.session.predictable  # a resumed search keeps its prediction
+        if runs is not None:
+            predicted = with_prediction(driver, runs)
             if predicted.budget_bytes == driver.search.budget_bytes:
                 driver.search = replace(driver.search, predicted=predicted.predicted)
         driver.run_to_end()
@@ -157,7 +164,7 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
             "memory on %s does not grow with the batch size: is it where the step runs?", runs.device.name
         )
     stopped = search.stopped_because or "time_limit"
-    fit = fit_result(
+    return fit_result(
         search,
         trials,
         stopped_because=stopped if confirmed is None else "stored",
@@ -167,7 +174,75 @@ def _result(driver: SearchDriver, confirmed: Known | None) -> FitResult:
         trials_resumed=driver.resumed,
         shrunk_from_bytes=room.begun_bytes if room.gone_bytes else None,
         state_bytes=runs.state_bytes if search.best is None else None,
-    ).model_copy(update={"samples": samples})
-    if confirmed is None:
-        return fit
-    return fit.model_copy(update={"from_store": True, "stored_age_s": confirmed.age_s})
+        samples=samples,
+        stored_age_s=None if confirmed is None else confirmed.age_s,
+    )
+
+
+def fit_result(
+    search: Search,
+    trials: list[Trial],
+    *,
+    stopped_because: str,
+    budget_bytes: int,
+    device: str,
+    elapsed_s: float,
+    trials_resumed: int = 0,
+    shrunk_from_bytes: int | None = None,
+    state_bytes: int | None = None,
+    samples: int | None = None,
+    stored_age_s: float | None = None,
+) -> FitResult:
+    """The result of a search that has ended, for whatever reason; raises where no size ran."""
+    if search.best is None:
+        if stopped_because in ("max_trials", "time_limit", "attempts", "interrupted"):
+            tried = ", ".join(str(trial.size) for trial in trials) or "none"
+            raise SearchStoppedError(
+                f"no size had run when the search stopped ({stopped_because}; sizes tried: {tried}). "
+                "Allow more trials or time, or start lower."
+            )
+        last = trials[-1]
+        raise NothingFitsError(
+            last.size,
+            device=device,
+            budget_bytes=budget_bytes,
+            peak_bytes=last.reserved_bytes if last.reserved_bytes is not None else last.peak_bytes,
+            state_bytes=state_bytes,
+            phase=last.phase,
+            detail=_why(trials),
+        )
+    at_best = [trial for trial in trials if trial.size == search.best and trial.fits]
+    peaks = [trial.peak_bytes for trial in at_best if trial.peak_bytes is not None]
+    return FitResult(
+        batch_size=search.best,
+        trials=tuple(trials),
+        survived_steps=max(trial.steps_run for trial in at_best),
+        stopped_because=stopped_because,
+        budget_bytes=budget_bytes,
+        peak_bytes=max(peaks) if peaks else None,
+        device=device,
+        strategy=search.strategy,
+        elapsed_s=elapsed_s,
+        trials_resumed=trials_resumed,
+        shrunk_from_bytes=shrunk_from_bytes,
+        batchfit_version=batchfit.__version__,
+        torch_version=torch.__version__,
+        samples=samples,
+        from_store=stored_age_s is not None,
+        stored_age_s=stored_age_s,
+    )
+
+
+def _why(trials: list[Trial]) -> str:
+    """Why the smallest size did not run; said of all sizes where none of them gave an answer at all."""
+    outcomes = {trial.outcome for trial in trials}
+    if outcomes <= {"killed", "timeout"} and len(trials) > 1:
+        how = (
+            "killed"
+            if outcomes == {"killed"}
+            else "stopped"
+            if outcomes == {"timeout"}
+            else "killed or stopped"
+        )
+        return f"every size that was tried was {how}; the last: {trials[-1].message}"
+    return trials[-1].message

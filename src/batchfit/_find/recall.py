@@ -78,25 +78,21 @@ class Known:
 class Recall:
     """The store in one search: `known` is the same on all ranks, `keep` writes on one."""
 
-    key: str | None = None
-    known: Known | None = None
-    fresh: bool = False
-    store: Store | None = None
+    key: str
+    known: Known | None
+    fresh: bool
+    store: Store | None  # on rank 0, where there is SQLite
 
-    def keep(self, fit: FitResult) -> FitResult:
+    def keep(self, fit: FitResult) -> None:
         """Store the answer of a search that has ended; one from the store is there already, and was used."""
-        if self.store is None or self.key is None:
-            return fit
+        if self.store is None:
+            return
         if fit.from_store:
             self.store.mark_used(self.key)
-        if fit.from_store or fit.stopped_because not in _OWN_ENDS:
-            return fit
-        if fit.trials_resumed == len(fit.trials):  # nothing was run now, so nothing says what is true now
-            return fit
-        # What is known was tried and is no longer true.
-        tried = self.known is not None
-        self.store.put(self.key, fit, alone=self.fresh or tried)
-        return fit
+        # Where nothing was run now, nothing says what is true now.
+        elif fit.stopped_because in _OWN_ENDS and fit.trials_resumed < len(fit.trials):
+            # What is known was tried and is no longer true.
+            self.store.put(self.key, fit, alone=self.fresh or self.known is not None)
 
 
 def recall(
@@ -108,8 +104,11 @@ def recall(
     steps: int,
     soak_steps: int | None,
     predict: bool = True,
-) -> Recall:
-    """What the store says about this search, on all ranks. `make_digest`: this rank's part of the key."""
+) -> Recall | None:
+    """What the store says about this search, on all ranks; None without a key.
+
+    `make_digest` makes this rank's part of the key.
+    """
     mine: str | None = None
     why = ""
     try:
@@ -126,7 +125,7 @@ def recall(
         reasons = [reason for _, reason in parts if reason]
         if reasons and ranks.is_main:
             log.warning("the answer is not stored: %s. Pass key= to name this workload", reasons[0])
-        return Recall()
+        return None
     key = digest_of([KEY_VERSION, digests, _settings(search, predict), steps, soak_steps])
     store = _opened() if ranks.is_main else None
     best: Known | None = None
@@ -148,13 +147,13 @@ def _opened() -> Store | None:
 
 
 def confirm(
-    search: Search, known: Known | None, attempt: Callable[[Request], Observation | None]
+    search: Search, known: Known, attempt: Callable[[Request], Observation | None]
 ) -> tuple[Search, bool]:
     """One trial of the known size, observed by the search; whether that size is the answer.
 
     A resumed search has run that trial before, or was begun without one: none is run now.
     """
-    if known is None or (search.ask() is None and len(search.observations) != 1):
+    if search.ask() is None and len(search.observations) != 1:
         return search, False
     if search.observations:
         before = [one for one in search.observations if one.size == search.best and one.soak == search.soak]

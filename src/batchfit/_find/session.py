@@ -18,15 +18,15 @@ from typing import Any, final
 
 import torch
 
-from batchfit._engine.device.budget import usable_bytes
-from batchfit._engine.distributed.lost_ranks import Everyone
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.device.device import usable_bytes
+from batchfit._engine.device.resolve import Device, device_to_run
+from batchfit._engine.device.tensors import ram_bytes
+from batchfit._engine.distributed.ranks import Everyone, Ranks
 from batchfit._engine.store.key import rank_digest
 from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.in_children import InChildren
 from batchfit._engine.trial.in_process import InProcess
-from batchfit._engine.trial.interface import TrialRunner
-from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+from batchfit._engine.trial.trial import TrialRunner
 from batchfit._files import locked
 from batchfit._find.pure.options import FindOptions
 from batchfit._find.pure.search import Search
@@ -91,7 +91,7 @@ class FindSession:
             runs = stack.enter_context(children)
         else:
             assert work is not None
-            runs = InProcess(work, device_to_run(work, options.device))
+            runs = InProcess(work, device_to_run(work._held, options.device))
         session = cls(options, ranks, runs, options.search(), begun_s, file)
         session._agree()
         session._resume(text, compared)
@@ -110,14 +110,23 @@ class FindSession:
         """Seconds that earlier runs of this search have taken."""
         return 0.0 if self.file is None else self.file.earlier_s
 
-    def recall(self) -> Recall:
-        """What the store holds about this search; without a store, nothing."""
-        options, work, runs = self.options, self.work, self.runs
-        if work is None or not isinstance(runs, InProcess) or not options.uses_store:
-            return Recall()
+    @property
+    def predictable(self) -> InProcess | None:
+        """What runs the trials, where a trace predicts their memory; None where it does not, or shall not."""
+        runs = self.runs
+        # A trace issues no collectives, for which other ranks would wait.
+        if not (self.options.predicts and self.ranks.world_size == 1 and isinstance(runs, InProcess)):
+            return None
+        return runs if is_traceable(runs.work, runs.device) else None
+
+    def recall(self) -> Recall | None:
+        """What the store holds about this search; None without a store."""
+        options, runs = self.options, self.runs
+        if not isinstance(runs, InProcess) or not options.uses_store:
+            return None
         make_digest = partial(
             rank_digest,
-            work,
+            runs.work,
             runs.device,
             name=options.key,
             sample_size=self.search.sizes.first,
@@ -144,7 +153,7 @@ class FindSession:
             self.runs.device,
             options.budget,
             options.budget_bytes,
-            held_bytes=0 if self.work is None else ram_held_bytes(self.work),
+            held_bytes=0 if self.work is None else ram_bytes(self.work._held),
             says=ranks.is_main,
         )
         self.search = replace(self.search, budget_bytes=ranks.minimum(usable, doing="the budget"))
@@ -168,6 +177,12 @@ class FindSession:
                 "Pass batchfit.Workload(step, state=[model, optimizer]) to have them restored afterwards.",
                 stacklevel=5,  # the caller of `find_batch_size`
             )
+
+
+def is_traceable(work: Workload, device: Device) -> bool:
+    """Whether a trace predicts the memory of this device: CUDA with torch's own allocator, state declared."""
+    own = getattr(device, "is_torchs_own", True)  # the only allocator that can be replayed
+    return device.name.startswith("cuda") and own and work.declared
 
 
 def _within(search: Search, budget_bytes: int, device: str) -> Search:

@@ -21,7 +21,7 @@ from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.device.oom_guard import run_guarded
+from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.sizing.interface import NO_WATCH
 from batchfit._engine.workload.checks import check_loss, check_scalar, loss_and_outputs, without_graph

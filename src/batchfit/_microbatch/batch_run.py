@@ -23,7 +23,7 @@ from batchfit._engine.batch.padding import Lengths
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.data_parallel.interface import DataParallel, Outcome, PlannedPass, RankBatch
-from batchfit._engine.device.oom_guard import Failure
+from batchfit._engine.device.oom import Failure
 from batchfit._engine.device.readings import read, recover
 from batchfit._engine.sizing.interface import PassWatch, SizedBatch
 from batchfit._engine.sizing.shortage import whole_sentences

@@ -19,7 +19,7 @@ from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.interface import DataParallel
-from batchfit._engine.device.oom_guard import run_twice
+from batchfit._engine.device.oom import run_twice
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
 from batchfit.errors import BatchfitError
 

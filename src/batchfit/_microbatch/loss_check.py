@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.transfer import feed
-from batchfit._engine.device.oom_guard import run_guarded
+from batchfit._engine.device.oom import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.snapshot.coverage import loss_key

@@ -18,10 +18,10 @@ import torch
 from batchfit._engine.allocator.caching import AllocatorSettings
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, simulate
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import own_bytes, tensors_in
 from batchfit._engine.trace.trace import uncollected
 from batchfit._engine.trace.workload import TracedWorkload, trace_workload
-from batchfit._engine.workload.placement import device_to_run
 from batchfit.workload import Workload
 
 log = logging.getLogger("batchfit")
@@ -174,7 +174,7 @@ def default_budget(target: Gpu | None, on_gpu: Workload | None) -> int | None:
     """All of the GPU that is named, or what is free on the one that is here; None without either."""
     if target is not None:
         return target.usable_bytes
-    return None if on_gpu is None else device_to_run(on_gpu).budget_bytes()
+    return None if on_gpu is None else device_to_run(on_gpu._held).budget_bytes()
 
 
 def allocator_rules(expandable_segments: bool | None = None, *, capped: bool = False) -> AllocatorSettings:

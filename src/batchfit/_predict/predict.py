@@ -25,13 +25,13 @@ from batchfit._engine.allocator.footprint import Footprint
 from batchfit._engine.allocator.gpus import Gpu
 from batchfit._engine.allocator.replay import Simulation, largest, residual_of, simulate
 from batchfit._engine.device import oom
-from batchfit._engine.device.cuda import is_capped
+from batchfit._engine.device.gpu import is_capped
+from batchfit._engine.device.resolve import device_to_run
 from batchfit._engine.device.tensors import tensors_in
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trace.workload import STRAIGHT, TracedWorkload, rules_for, trace_workload
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.reachable import reach_of
 from batchfit._predict.oracle import (
     Basis,
@@ -125,7 +125,7 @@ def _predicted(work: Workload, options: PredictOptions) -> Prediction:
     budgets = options.budgets_bytes or ([] if free_bytes is None else [free_bytes])
     if not budgets:
         raise ValueError('budget must be given ("80GiB"), or gpu, where the workload is not on a GPU')
-    capped = here and is_capped(device_to_run(work), min(budgets))
+    capped = here and is_capped(device_to_run(work._held), min(budgets))
     settings = allocator_rules(options.expandable_segments, capped=capped)
     traced = trace_workload(work, rules=rules, budget_bytes=max(budgets), most=max_size, reach=reach)
     basis: Basis = "GPU, not run" if here else "no GPU"
@@ -160,7 +160,7 @@ def calibration(
     footprint, work = traced.footprint, traced.workload
     if footprint is None:
         return (0.0, 0.0), ()
-    device = device_to_run(work)
+    device = device_to_run(work._held)
     budget_bytes = min(budget_bytes, device.budget_bytes())  # what is asked about may be a larger GPU
     end = largest(
         footprint,

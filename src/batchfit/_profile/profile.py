@@ -22,13 +22,12 @@ from typing import Any
 import torch
 
 import batchfit
-from batchfit._engine.device.budget import usable_bytes
+from batchfit._engine.device.device import usable_bytes
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.oom import needs_two_samples
-from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec
-from batchfit._engine.distributed.lost_ranks import telling_others
-from batchfit._engine.distributed.ranks import Ranks
-from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
+from batchfit._engine.device.resolve import CudaDevice, Device, DeviceSpec, device_to_run
+from batchfit._engine.device.tensors import ram_bytes
+from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._profile.bench import Bench
 from batchfit._profile.diagnosis import Diagnosis, diagnosed
 from batchfit._profile.pure.knee import Timed, TimingRequest, marginal_gains
@@ -134,11 +133,11 @@ def profile_with(
 
 def _bench(work: Workload, options: ProfileOptions, ranks: Ranks, begun_s: float) -> Bench:
     """Where sizes are timed, within a budget that all ranks have agreed on."""
-    device = device_to_run(work, options.device)
+    device = device_to_run(work._held, options.device)
     settings = [options.knee().to_json(), options.target_batch_size, options.diagnose, options.loader is None]
     ranks.same(settings, doing="the settings")
     usable = usable_bytes(
-        device, options.budget, options.budget_bytes, held_bytes=ram_held_bytes(work), says=ranks.is_main
+        device, options.budget, options.budget_bytes, held_bytes=ram_bytes(work._held), says=ranks.is_main
     )
     budget_bytes = ranks.minimum(usable, doing="the budget")
     if not work.declared and ranks.is_main:

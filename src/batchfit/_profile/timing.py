@@ -19,9 +19,9 @@ from typing import Any, Literal, final
 
 import torch
 
-from batchfit._engine.device.compile import compilations
 from batchfit._engine.device.readings import begin_peak, counts_memory
 from batchfit._engine.device.resolve import CudaDevice, Device, Peaks
+from batchfit._engine.device.tensors import compilations
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.guarded_steps import (
     Step,

@@ -35,8 +35,7 @@ from batchfit._arguments import MOST_STEPS, check_callback, check_whole
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, DeviceSpec, resolve_device
 from batchfit._engine.distributed.collectives import is_lost_connection
-from batchfit._engine.distributed.lost_ranks import telling_others
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.store.key import digest_of
 from batchfit._rerun.pure.rerun import Ending, Rerun, RunObservation, RunRequest

@@ -33,12 +33,12 @@ import torch
 
 from batchfit import errors
 from batchfit._engine.device import oom
-from batchfit._engine.device.budget import usable_bytes
+from batchfit._engine.device.device import usable_bytes
 from batchfit._engine.device.readings import recover
-from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice
+from batchfit._engine.device.resolve import CudaDevice, Device, XpuDevice, device_to_run
+from batchfit._engine.device.tensors import ram_bytes
 from batchfit._engine.distributed.ranks import Ranks, join_launched
 from batchfit._engine.snapshot.rng import global_states
-from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 from batchfit._engine.workload.target import LoadedTarget, loaded, make_workload, parse_target, source_line
 from batchfit._engine.workload.user_errors import NOTE, last_users_line
 from batchfit._find.find import find_batch_size
@@ -154,7 +154,7 @@ def _run(
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
     ranks = Ranks.current(timeout_s=_A_DAY_S)
     run.stage = "search"
-    run.device = device_to_run(work, settings.device)
+    run.device = device_to_run(work._held, settings.device)
     run.known.update(
         device=run.device.name,
         device_model=_model(run.device),
@@ -222,10 +222,10 @@ def _start(work: Workload, settings: SweepSettings, run: ConfigurationRun) -> tu
 def _predicted(work: Workload, settings: SweepSettings) -> int | None:
     """What a trace says; None where there is none to be had, since a search can do without."""
     try:
-        device = device_to_run(work, settings.device)
+        device = device_to_run(work._held, settings.device)
         budget: int | str | None = settings.budget
         if budget is None:
-            budget = usable_bytes(device, None, None, held_bytes=ram_held_bytes(work), says=False)
+            budget = usable_bytes(device, None, None, held_bytes=ram_bytes(work._held), says=False)
         return predict_batch_size(work, budget=budget, max_size=settings.batch_size).batch_size
     except Exception as error:  # noqa: BLE001  what is wrong with the step comes out of the first trial
         log.info("no prediction: %s: %s", type(error).__name__, error)

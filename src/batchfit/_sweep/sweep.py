@@ -24,8 +24,7 @@ import torch
 
 import batchfit
 from batchfit._arguments import checked_file
-from batchfit._engine.distributed.lost_ranks import telling_others
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._files import locked, write_atomically
 from batchfit._knobs import key_of
 from batchfit._sweep.engines import Where, all_ranks, over_ranks

@@ -810,11 +810,11 @@ class TestDoctor:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._cli.commands import doctor
-        from batchfit._engine.device import cuda, resolve
+        from batchfit._engine.device import gpu, resolve
 
         known = resolve.KnownDevice("cuda:0", "NVIDIA H200", 2**37, 2**36, True, uuid="GPU-8932f937-d72c")
         monkeypatch.setattr(resolve, "known_devices", lambda: [known])
-        monkeypatch.setattr(cuda, "spills_to_ram", lambda: True)
+        monkeypatch.setattr(gpu, "spills_to_ram", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(doctor, "_small_search", lambda: (doctor.EXPECTED_SIZES[0], True))
         doctor.examine(as_json=False)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from batchfit._engine.device import resolve as device_module
-from batchfit._engine.device.cuda import largest_bytes
+from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device.resolve import CudaDevice, KnownDevice, known_devices, resolve_device
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +29,7 @@ def device() -> Iterator[CudaDevice]:
     found.reset()
     assert found.held_bytes() == held, "the test has leaked tensors"
     assert allowed_bytes() == budget, "the limit was not put back"
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def allowed_bytes() -> int:
@@ -133,9 +132,9 @@ def test_peaks_are_torchs_own(device: CudaDevice) -> None:
 def test_the_largest_block_is_read_while_it_is_cached(device: CudaDevice) -> None:
     blocks = [torch.empty(size * MiB, dtype=torch.uint8, device="cuda:0") for size in (40, 700, 3)]
     del blocks
-    assert 700 * MiB <= (largest_bytes(device) or 0) <= 702 * MiB
+    assert 700 * MiB <= (device.largest_bytes() or 0) <= 702 * MiB
     device.reset()
-    assert (largest_bytes(device) or 0) < 700 * MiB
+    assert (device.largest_bytes() or 0) < 700 * MiB
 
 
 def test_the_budget_counts_what_this_process_has_reserved(device: CudaDevice) -> None:

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 from torch_private import C, subclass
 
-from batchfit._engine.device import cuda as caching_memory
-from batchfit._engine.device import ram as ram_module
+from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device import resolve as device_module
-from batchfit._engine.device.cuda import allocator_mark, is_capped, largest_bytes
-from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.device import Ram, physical_bytes, read_ram
+from batchfit._engine.device.gpu import fraction_of, is_capped
 from batchfit._engine.device.resolve import (
     CpuDevice,
     CudaDevice,
@@ -30,14 +29,12 @@ from batchfit._engine.device.resolve import (
     Peaks,
     XpuDevice,
     check_budget,
-    fraction_of,
     known_devices,
     resolve_device,
 )
 from batchfit._engine.device.tensors import own_bytes
 from batchfit._engine.virtual_memory.memory import virtual_memory
 from batchfit.errors import BatchfitError
-from batchfit.testing import FakeDevice
 
 CUDAS = pytest.mark.parametrize("cuda", [FakeCuda(), OldCuda()], ids=["new", "old"])
 
@@ -99,15 +96,15 @@ def test_another_allocator_is_read_by_its_live_tensors() -> None:
 def test_the_largest_block_is_the_largest_segment_of_the_device() -> None:
     cuda = FakeCuda()
     device = CudaDevice(1, backend=cuda)
-    assert largest_bytes(device) is None, "nothing was allocated"
+    assert device.largest_bytes() is None, "nothing was allocated"
     cuda.segments = [
         {"device": index, "total_size": size * MiB, "is_expandable": False}
         for index, size in ((0, 900), (1, 20), (1, 300), (1, 2))
     ]
-    assert largest_bytes(device) == 300 * MiB
+    assert device.largest_bytes() == 300 * MiB
     cuda.segments.append({"device": 1, "total_size": 8 * MiB, "is_expandable": True})
-    assert largest_bytes(device) is None, "a segment that grows is no block"
-    assert largest_bytes(CudaDevice(0, backend=cuda)) == 900 * MiB
+    assert device.largest_bytes() is None, "a segment that grows is no block"
+    assert CudaDevice(0, backend=cuda).largest_bytes() == 900 * MiB
 
 
 def segment(address: int, *blocks: tuple[int, str], kind: str = "large", index: int = 0) -> dict[str, Any]:
@@ -126,17 +123,17 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     large = segment(4096, (20 * MiB, "active_allocated"), (10 * MiB, "inactive"))
     small = segment(512, (MiB, "inactive"), (MiB, "active_allocated"), kind="small")
     cuda.segments = [small, large]
-    mark = allocator_mark(device)
+    mark = device.mark()
     assert mark is not None
     cuda.segments = [large, segment(512, (MiB, "active_allocated"), (MiB, "inactive"), kind="small")]
-    assert allocator_mark(device) == mark, "small blocks may lie where they like"
+    assert device.mark() == mark, "small blocks may lie where they like"
     cuda.live[0] += 512
-    assert allocator_mark(device) != mark, "but not become more and more"
+    assert device.mark() != mark, "but not become more and more"
     cuda.live[0] -= 512
     cuda.others = 990 * MiB
-    tight = allocator_mark(device)
+    tight = device.mark()
     cuda.segments[1] = small
-    assert tight != allocator_mark(device), "where there is no room for more segments, they count"
+    assert tight != device.mark(), "where there is no room for more segments, they count"
     cuda.others = 0
     others = {
         "a larger piece": segment(4096, (21 * MiB, "active_allocated"), (9 * MiB, "inactive")),
@@ -145,13 +142,13 @@ def test_a_mark_is_where_large_blocks_are_and_what_was_asked_for() -> None:
     }
     for why, other in others.items():
         cuda.segments = [small, other]
-        assert getattr(allocator_mark(device), "layout", None) != mark.layout, why
+        assert getattr(device.mark(), "layout", None) != mark.layout, why
     cuda.segments = [small, segment(600, (2 * MiB, "inactive"), kind="small"), large]
-    assert getattr(allocator_mark(device), "layout", None) != mark.layout, "one more segment for small blocks"
+    assert getattr(device.mark(), "layout", None) != mark.layout, "one more segment for small blocks"
     cuda.allocate(5)
     cuda.allocate(7)
     cuda.retries[0] += 1
-    counted = allocator_mark(device)
+    counted = device.mark()
     assert counted is not None
     assert (counted.retries, counted.requests, counted.requested_bytes) == (1, 2, 12)
 
@@ -164,16 +161,16 @@ def test_a_mark_is_of_all_devices_that_the_process_uses() -> None:
     seen = set()
     for other in ((9 * MiB, "active_allocated"), (9 * MiB, "inactive")):
         cuda.segments = [own, segment(8192, other, index=1)]
-        seen.add(allocator_mark(device))
+        seen.add(device.mark())
     cuda.allocate(5 * MiB, 1)
     cuda.free(5 * MiB, 1)
-    seen.add(allocator_mark(device))
+    seen.add(device.mark())
     cuda.retries[1] += 1
-    seen.add(allocator_mark(device))
+    seen.add(device.mark())
     assert len(seen) == 4
     assert cuda.opened <= {0, 1}
     cuda.segments = [own]
-    assert allocator_mark(device) == allocator_mark(device)
+    assert device.mark() == device.mark()
 
 
 def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +179,12 @@ def test_no_mark_while_history_is_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "cuda", cuda)
     for recorded in (True, False):
         monkeypatch.setattr(C, "_cuda_isHistoryEnabled", lambda now=recorded: now, raising=False)
-        assert (allocator_mark(CudaDevice(0, backend=cuda)) is None) is recorded
+        assert (CudaDevice(0, backend=cuda).mark() is None) is recorded
 
 
-@pytest.mark.parametrize("device", [CudaDevice(0, backend=AsyncCuda()), FakeDevice("1MiB"), CpuDevice()])
-def test_who_has_no_such_allocator_has_no_mark(device: Any) -> None:
-    assert allocator_mark(device) is None
-    assert allocator_mark(XpuDevice(0, backend=OldXpu())) is None, "it does not count what is asked for"
+def test_who_has_no_such_allocator_has_no_mark() -> None:
+    assert CudaDevice(0, backend=AsyncCuda()).mark() is None
+    assert XpuDevice(0, backend=OldXpu()).mark() is None, "it does not count what is asked for"
 
 
 def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +194,11 @@ def test_another_allocator_is_not_asked_about_its_history(monkeypatch: pytest.Mo
     cuda = AsyncCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(C, "_cuda_isHistoryEnabled", refused, raising=False)
-    assert allocator_mark(CudaDevice(0, backend=cuda)) is None
+    assert CudaDevice(0, backend=cuda).mark() is None
 
 
 def test_who_cannot_tell_the_largest_block_says_none() -> None:
-    assert largest_bytes(CudaDevice(0, backend=AsyncCuda())) is None
-    assert largest_bytes(FakeDevice("1MiB")) is None
-    assert largest_bytes(CpuDevice()) is None
+    assert CudaDevice(0, backend=AsyncCuda()).largest_bytes() is None
 
 
 @pytest.mark.parametrize(
@@ -251,7 +245,7 @@ def test_limit_holds_and_is_put_back(make: type[FakeCuda]) -> None:
         cuda.allocate(500 * MiB, 0)  # the other device is not limited
     assert device.budget_bytes() == 1000 * MiB
     cuda.allocate(500 * MiB, 1)
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_a_fraction_that_was_set_caps_the_budget_and_comes_back_exactly() -> None:
@@ -287,7 +281,7 @@ def test_limit_is_put_back_after_an_error(cuda: FakeCuda, error: BaseException) 
     with pytest.raises(type(error)), device.limit(100 * MiB):
         raise error
     assert device.budget_bytes() == 1000 * MiB
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
@@ -300,7 +294,7 @@ def test_a_dead_context_does_not_hide_the_error_that_killed_it() -> None:
 
     with pytest.raises(RuntimeError, match="device-side assert"):
         die()
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
 
 
 def test_nothing_is_switched_when_the_budget_is_all_there_is() -> None:
@@ -429,7 +423,7 @@ def test_mps_limit_holds_and_torchs_own_comes_back(monkeypatch: pytest.MonkeyPat
                 mps.allocate(200 * MiB + 1)
         assert mps.allowed == 1000 * MiB
     assert mps.allowed == 1700 * MiB
-    assert device_module.limits_set_by_us == {}
+    assert caching_memory.limits_set_by_us == {}
     monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.2")
     with pytest.raises(ValueError, match="x"), device.limit(200 * MiB):
         raise ValueError("x")
@@ -492,7 +486,7 @@ def test_another_thread_is_told_that_nothing_is_counted_there() -> None:
 def test_the_budget_of_a_cpu_is_what_the_system_leaves() -> None:
     ram = read_ram()
     assert 0 < CpuDevice().budget_bytes() <= ram.total_bytes == CpuDevice().total_bytes()
-    physical = ram_module.physical_bytes()
+    physical = physical_bytes()
     assert ram.total_bytes <= physical + 2**30
 
 
@@ -508,7 +502,7 @@ MEMINFO = "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  800 kB\nHugePage
 
 def test_ram_without_containers(tmp_path: Path) -> None:
     write(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/\n")
-    assert read_ram(tmp_path) == ram_module.Ram(1000 * 1024, 800 * 1024)
+    assert read_ram(tmp_path) == Ram(1000 * 1024, 800 * 1024)
 
 
 def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> None:
@@ -520,7 +514,7 @@ def test_ram_under_cgroup_2_is_that_of_the_tightest_group(tmp_path: Path) -> Non
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
     # of the 300,000 in use 100,000 are cached files, which the system gives back
-    assert read_ram(tmp_path) == ram_module.Ram(512000, 312000)
+    assert read_ram(tmp_path) == Ram(512000, 312000)
 
 
 def test_ram_under_cgroup_1(tmp_path: Path) -> None:
@@ -531,12 +525,12 @@ def test_ram_under_cgroup_1(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("900000\n")
     (folder / "job/memory.limit_in_bytes").write_text("600000\n")
     (folder / "job/memory.usage_in_bytes").write_text("700000\n")
-    assert read_ram(tmp_path) == ram_module.Ram(600000, 0)
+    assert read_ram(tmp_path) == Ram(600000, 0)
 
 
 def test_ram_where_there_is_no_proc(tmp_path: Path) -> None:
-    physical = ram_module.physical_bytes()
-    assert read_ram(tmp_path) == ram_module.Ram(physical, physical)
+    physical = physical_bytes()
+    assert read_ram(tmp_path) == Ram(physical, physical)
     assert physical > 2**28
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchfit._engine.device.interrupts import Interrupts, uninterrupted
+from batchfit._engine.device.interrupts import Interrupts
 
 PROGRAM = Path(__file__).parents[2] / "support" / "interrupted.py"
 # Verb, times, signals each time.
@@ -45,7 +45,7 @@ def ctrl_c() -> None:
 
 def test_it_waits_until_the_block_is_done_and_comes_once() -> None:
     handler, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), Interrupts():  # noqa: PT012
         ctrl_c()
         ctrl_c()
         done.append(1)
@@ -92,7 +92,7 @@ def test_a_handler_of_the_programs_own_gets_it_and_may_go_on() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
-        with uninterrupted():
+        with Interrupts():
             ctrl_c()
             assert seen == []
         assert seen == [signal.SIGINT]
@@ -105,7 +105,7 @@ def test_in_another_thread_nothing_is_touched() -> None:
     inside: list[object] = []
 
     def look() -> None:
-        with uninterrupted():
+        with Interrupts():
             inside.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

@@ -47,7 +47,6 @@ def test_one_process_answers_itself() -> None:
     assert ranks.any(True, doing="x") is True
     assert ranks.any(False, doing="x") is False
     assert ranks.minimum(7, doing="x") == 7
-    assert ranks.maximum(-7, doing="x") == -7
     ranks.same({"a": (1, 2)}, doing="x")
     # a value looks the same whether it travelled or not
     assert ranks.gather({"a": (1, 2)}, doing="x") == [{"a": [1, 2]}]
@@ -74,7 +73,7 @@ def test_wrong_values_are_refused_before_anyone_is_asked() -> None:
     with pytest.raises(TypeError, match=r"value must be an integer, not 1\.5"):
         ranks.minimum(1.5, doing="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="value must be an integer, not True"):
-        ranks.maximum(True, doing="x")
+        ranks.minimum(True, doing="x")
     with pytest.raises(TypeError, match="value must be JSON"):
         ranks.gather({1, 2}, doing="x")
     with pytest.raises(ValueError, match="doing must say what is being agreed on, not ''"):
@@ -226,7 +225,6 @@ def agree(rank: int) -> Any:
         ranks.any(rank == last, doing="one of them"),
         ranks.any(False, doing="none of them"),
         ranks.minimum(10 - rank, doing="smallest"),
-        ranks.maximum(10 - rank, doing="largest"),
         ranks.gather({"rank": rank, "text": "é", "big": 2**70 + rank}, doing="all"),
         told(lambda: ranks.same("24GiB", doing="budget")),
         told(lambda: ranks.same("24GiB" if rank else "32GiB", doing="budget")),
@@ -247,7 +245,6 @@ def test_all_ranks_hold_the_same_answer(world_size: int, store: str) -> None:
         True,
         False,
         10 - (world_size - 1),
-        10,
         [{"rank": rank, "text": "é", "big": 2**70 + rank} for rank in range(world_size)],
         ["value", None],
         [
@@ -266,7 +263,7 @@ def slip(rank: int) -> Any:
         told(lambda: ranks.any(True, doing=f"trial {min(rank, 1)}")),
         told(lambda: ranks.any(True, doing="x") if rank else ranks.gather(True, doing="x")),
     ]
-    return [*found, ranks.maximum(rank, doing="in step again")]
+    return [*found, ranks.minimum(rank + 2, doing="in step again")]
 
 
 @gloo
@@ -341,7 +338,7 @@ def dies(rank: int, who: int, how: str) -> Any:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ZeroDivisionError("an error of the user's")
-    return told(lambda: ranks.maximum(1, doing="trial 3"))
+    return told(lambda: ranks.minimum(1, doing="trial 3"))
 
 
 @gloo
@@ -388,7 +385,7 @@ def store_keeper_dies(rank: int) -> Any:
     time.sleep(0.2)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return told(lambda: ranks.maximum(1, doing="trial 3"))
+    return told(lambda: ranks.minimum(1, doing="trial 3"))
 
 
 def uneven(rank: int) -> Any:

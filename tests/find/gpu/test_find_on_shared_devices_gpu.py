@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._engine.device import cuda, interface
+from batchfit._engine.device import gpu
 from batchfit._engine.device.resolve import CudaDevice, known_devices, resolve_device
 from batchfit._find import driver as trials_module
 
@@ -85,7 +85,7 @@ def _nothing_is_left() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated(0) <= held + 256 * MiB  # workspaces of cuBLAS stay
-    assert interface.limits_set_by_us == {}
+    assert gpu.limits_set_by_us == {}
 
 
 def blocks(size: int) -> None:
@@ -238,11 +238,11 @@ def test_a_search_under_cudnn_benchmark() -> None:
 
 def test_a_cap_at_what_is_free_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Windows and WSL, where the driver would give out RAM."""
-    monkeypatch.setattr(cuda, "spills_to_ram", lambda: True)
+    monkeypatch.setattr(gpu, "spills_to_ram", lambda: True)
     device = CudaDevice(0)
     free = device.budget_bytes()
     with device.limit(device.total_bytes()):
-        assert interface.limits_set_by_us != {}
+        assert gpu.limits_set_by_us != {}
         assert device.budget_bytes() <= free + 64 * MiB
         with pytest.raises(torch.OutOfMemoryError):
             blocks(int(free / (GiB // 2)) + 1)

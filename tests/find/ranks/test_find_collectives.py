@@ -17,7 +17,7 @@ from parallel_models import failing, make, operations, search, seeded
 from torch_private import set_group_timeout
 
 import batchfit
-from batchfit._engine.distributed import lost_ranks
+from batchfit._engine.distributed import ranks as ranks_module
 from batchfit._engine.trial import rehearsal
 from batchfit.testing import FakeDevice, simulated_oom
 
@@ -84,7 +84,7 @@ def test_a_rank_that_runs_out_alone(kind: str, points: int, world_size: int, who
 
 def goes_wrong(rank: int, how: str) -> Any:
     """Rank 1 goes wrong inside a step with collectives, at a size above 4."""
-    lost_ranks.PATIENCE_S = 3.0
+    ranks_module.PATIENCE_S = 3.0
     world = make("fsdp2" if how == "hangs" else "ddp")
     seeded(world, rank, steps=3)
     middle = operations(world) // 2
@@ -142,7 +142,7 @@ def test_a_rank_that_is_lost_in_a_step_is_named(how: str) -> None:
 def nothing_fits_on_one(rank: int) -> Any:
     """Rank 1 runs out in its very first step, while the others wait for it in a collective."""
     rehearsal.PATIENCE_S = 2.0
-    lost_ranks.PATIENCE_S = 3.0
+    ranks_module.PATIENCE_S = 3.0
     world = make("ddp")
     step = failing(world.step, above=0, at=3, in_step=1) if rank == 1 else world.step
     try:

@@ -17,7 +17,7 @@ from torch import nn
 from torch_private import unscaled_optimizers
 
 import batchfit
-from batchfit._engine.device.ram import Ram
+from batchfit._engine.device.device import Ram
 from batchfit.errors import NothingFitsError, SearchStoppedError
 from batchfit.testing import count_operations, fail_at
 
@@ -384,7 +384,7 @@ def test_on_trial_sees_each_trial_as_it_ends() -> None:
 def test_without_a_budget_a_modest_part_of_the_ram_is_used_and_it_is_said_first(
     free: int, part: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("batchfit._engine.device.cpu.read_ram", lambda: Ram(free, free * 10 // 9))
+    monkeypatch.setattr("batchfit._engine.device.device.read_ram", lambda: Ram(free, free * 10 // 9))
     model = nn.Linear(256, 256)
     held = 4 * (256 * 256 + 256)
     workload = batchfit.inference(model, lambda n: torch.randn(n, 256))

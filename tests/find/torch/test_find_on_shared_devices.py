@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchfit
-from batchfit._engine.device import cuda as caching_memory
-from batchfit._engine.device import interface
+from batchfit._engine.device import gpu as caching_memory
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.trial import guarded_steps
 from batchfit._engine.trial import in_process as here_module
@@ -61,7 +60,7 @@ class Program:
             return batchfit.find_batch_size(workload, device=self.device, **settings)
         finally:
             assert self.cuda.live[0] == 10 * MiB
-            assert interface.limits_set_by_us == {}
+            assert caching_memory.limits_set_by_us == {}
             assert self.cuda.allowed.get(0, self.cuda.total) == self.cuda.total, "the limit was put back"
 
 

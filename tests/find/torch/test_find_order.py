@@ -19,7 +19,7 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find
-from batchfit._find import predict_first
+from batchfit._find import predict_first, session
 from batchfit._find.pure.options import FindOptions
 from batchfit._find.pure.search import Observation, Request, Search
 from batchfit._find.recall import Known, confirm
@@ -104,7 +104,7 @@ class Seen:
 def sight(monkeypatch: pytest.MonkeyPatch) -> Sight:
     made = Sight(1130)
     monkeypatch.setattr(predict_first, "Foresight", made)
-    monkeypatch.setattr(predict_first, "is_traceable", lambda work, device: work.declared)
+    monkeypatch.setattr(session, "is_traceable", lambda work, device: work.declared)
     return made
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import batchfit
 
-BUDGET = "12MiB"
+BUDGET = "6MiB"
 STEPS = 30
-WIDTH, CLASSES = 64, 1024
+WIDTH, CLASSES = 64, 512
 
 Loop = Callable[[int], None]
 Made = tuple[Any, Loop]  # what is given to find, and the loop as somebody wrote it
@@ -160,15 +160,15 @@ def moving_average() -> Made:
 
 def two_optimizers() -> Made:
     torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 512), nn.Tanh())
-    judge = nn.Sequential(nn.Linear(512, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
+    generator = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.Tanh())
+    judge = nn.Sequential(nn.Linear(256, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
     for_g = torch.optim.Adam(generator.parameters())
     for_d = torch.optim.Adam(judge.parameters())
     bce = nn.functional.binary_cross_entropy_with_logits
     last: dict[str, Any] = {}
 
     def step(n: int) -> None:
-        last["real"] = torch.randn(n, 512)
+        last["real"] = torch.randn(n, 256)
         for_d.zero_grad()
         last["fake"] = generator(torch.randn(n, 32))
         last["on_real"], last["on_fake"] = judge(last["real"]), judge(last["fake"].detach())
@@ -185,7 +185,7 @@ def two_optimizers() -> Made:
     def loop(n: int) -> None:
         ones, zeros = torch.ones(n, 1), torch.zeros(n, 1)
         for _ in range(STEPS):
-            real = torch.randn(n, 512)
+            real = torch.randn(n, 256)
             for_d.zero_grad()
             fake = generator(torch.randn(n, 32))
             on_real = judge(real)

@@ -18,8 +18,8 @@ from stopping import Stop, stop_after
 
 import batchfit
 from batchfit._cli.exits import Code
-from batchfit._engine.device import cpu
-from batchfit._engine.device.ram import Ram
+from batchfit._engine.device import device as device_module
+from batchfit._engine.device.device import Ram
 from batchfit.errors import NothingFitsError, ResultFileError, SettingsDifferError
 from batchfit.results import FitResult, Trial
 
@@ -67,7 +67,7 @@ def test_with_much_less_memory_than_then_the_search_goes_on_within_it(
 
     def free(mib: int) -> None:
         ram = Ram(total_bytes=2**40, available_bytes=4 * (mib * 2**20 * 10 // 9 + 1))  # a quarter is used
-        monkeypatch.setattr(cpu, "read_ram", lambda: ram)
+        monkeypatch.setattr(device_module, "read_ram", lambda: ram)
 
     def step(size: int) -> None:
         torch.empty(size, 2**19, dtype=torch.uint8)

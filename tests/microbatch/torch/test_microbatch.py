@@ -26,7 +26,7 @@ from torch_private import dynamo, forward_hooks
 import batchfit
 from batchfit import Microbatcher
 from batchfit._engine.batch.pure.pieces import balanced
-from batchfit._engine.device.compile import compilations
+from batchfit._engine.device.tensors import compilations
 from batchfit._engine.sizing.pure.events import MicrobatchEvent
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
@@ -897,7 +897,7 @@ def test_running_out_is_no_thrashing() -> None:
 
 
 def test_fragmented_memory_is_tried_once_more_at_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchfit._engine.device.oom_guard._is_fragmented", lambda device: True)
+    monkeypatch.setattr("batchfit._engine.device.oom._is_fragmented", lambda device: True)
     for faults, sizes, kinds in (({0}, (8,), ["retry"]), ({0, 1}, (4, 4), ["retry", "shrunk"])):
         job = Job(1000)
         report = job.mb.backward(faulty(job.loss, dict.fromkeys(faults, "oom")), torch.ones(8, 1))
@@ -988,7 +988,7 @@ def test_a_compiled_model_is_exact_and_compiled_few_times() -> None:
 
 
 def test_a_compiled_function_is_told() -> None:
-    from batchfit._engine.device.compile import is_compiled
+    from batchfit._engine.device.tensors import is_compiled
 
     model = nn.Linear(1, 1)
     assert not is_compiled(model)

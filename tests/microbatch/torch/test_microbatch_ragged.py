@@ -372,7 +372,7 @@ def test_gradients_that_appear_while_a_batch_runs_are_counted() -> None:
 
 
 def test_fragmented_memory_is_tried_once_more_with_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchfit._engine.device.oom_guard._is_fragmented", lambda device: True)
+    monkeypatch.setattr("batchfit._engine.device.oom._is_fragmented", lambda device: True)
     job = Job(10**6)
     report = job.mb.backward(faulty(job.loss, {0: "oom"}), torch.ones(8, 8))
     assert (report.retries, report.microbatch_sizes) == (1, (8,))

@@ -573,7 +573,7 @@ def test_other_errors_come_out_unchanged(kind: str) -> None:
 
 
 def test_no_room_for_the_copy_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchfit._engine.device.ram import Ram
+    from batchfit._engine.device.device import Ram
 
     monkeypatch.setattr(stepping, "read_ram", lambda: Ram(10, 10))
     made = trained(FAULTED["foreach"], 0)

@@ -18,8 +18,8 @@ from batchfit._engine.cuda_model.dispatch import CudaRules
 from batchfit._engine.trace import generation, workload
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for, trace_workload
-from batchfit._find import foresight
-from batchfit._find.foresight import Foresight
+from batchfit._find import predict_first
+from batchfit._find.predict_first import Foresight
 from batchfit._predict import oracle as _oracle
 from batchfit._predict import predict as _predict
 from batchfit._predict.oracle import MARGINS, Oracle, allocator_rules
@@ -367,7 +367,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def rules(work: batchfit.Workload, card: Gpu | None = None, reach: Any = None) -> CudaRules:
         return CudaRules(DEFAULT, torch.device("cuda", 0)) if card is None else rules_for(work, card, reach)
 
-    for module in (_predict, foresight):
+    for module in (_predict, predict_first):
         monkeypatch.setattr(module, "rules_for", rules)
 
 
@@ -415,7 +415,7 @@ def test_a_search_goes_on_without_a_prediction_whatever_went_wrong_with_it(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug of ours")
 
-    monkeypatch.setattr(foresight, "glance", broken)
+    monkeypatch.setattr(predict_first, "glance", broken)
     assert Foresight.of(wide(), budget_bytes=GIB) is None
     said = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[0] for text in said] == ["no prediction, measuring"] * 2
@@ -461,7 +461,7 @@ def test_a_look_that_needs_more_than_traced_lowers_what_a_search_is_told() -> No
 @pytest.mark.usefixtures("on_a_gpu")
 def test_what_may_be_held_beside_the_step_is_no_part_of_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights in a fresh process: what was taken off for cuBLAS is not cuBLAS' yet."""
-    monkeypatch.setattr(foresight, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
+    monkeypatch.setattr(predict_first, "held_beside", lambda *_: (2 * GIB, 65 * MIB))
     sight = Foresight.of(wide(), budget_bytes=4 * GIB)
     assert sight is not None
     look = sight.size_to_confirm()

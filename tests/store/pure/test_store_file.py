@@ -242,6 +242,15 @@ class TestFilesThatAreNotOurs:
         assert sizes(store, "a") == [8]
         assert caplog.text == ""
 
+    def test_a_use_leaves_an_empty_file_empty(self, folder: Path) -> None:
+        """Such as one that took the place of a damaged file, between an answer and its use."""
+        folder.mkdir()
+        (folder / FILE_NAME).touch()
+        store = Store(folder)
+        store.mark_used("a")
+        assert store.put("a", fit())
+        assert sizes(store, "a") == [8]
+
     def test_a_sound_file_that_came_in_between_is_not_set_aside(self, folder: Path) -> None:
         store = Store(folder)
         store.put("a", fit(8))

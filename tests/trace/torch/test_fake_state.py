@@ -28,7 +28,7 @@ import batchfit
 from batchfit._engine.trace.fake_state import Faked
 from batchfit._engine.trace.trace import trace
 from batchfit._engine.trace.workload import rules_for
-from batchfit._engine.workload import phase
+from batchfit._engine.workload import loop
 from batchfit._engine.workload.reachable import reach_of, reached
 from batchfit.errors import UntraceableError
 
@@ -165,7 +165,7 @@ def test_nothing_is_changed_wherever_a_trace_ends(
     assert (torch.autocast.__init__, torch.autocast.__enter__, torch.clear_autocast_cache) == made
     assert _get_current_dispatch_mode_stack() == []
     assert not torch.is_autocast_enabled("cpu")
-    assert phase.current() is None
+    assert loop.current_phase() is None
     assert gc.isenabled()
 
 

@@ -14,12 +14,12 @@ import torch
 from fake_cuda import FakeCuda, MiB
 from torch import nn
 
-from batchfit._engine.device.resolve import CudaDevice
+from batchfit._engine.device.resolve import CpuDevice, CudaDevice
 from batchfit._engine.device.tensors import optimizers_in
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.trial import run_trial
-from batchfit._engine.workload import phase
-from batchfit._find.outcome import observation_of, worst
+from batchfit._engine.workload import loop
+from batchfit._find.driver import observation_of, worst
 from batchfit.results import Trial
 from batchfit.testing import FakeDevice, simulated_oom
 
@@ -34,14 +34,23 @@ def test_steps_are_counted_as_they_really_ran() -> None:
     def step(n: int) -> None:
         calls.append(n)
         if len(calls) == 3:
-            phase.enter("backward")
+            loop.enter_phase("backward")
             raise simulated_oom("cuda")
 
     trial = trial_of(step, steps=5)
     assert (trial.outcome, trial.steps_run, trial.phase) == ("oom", 2, "backward")
     assert "out of memory" in trial.message
     assert calls == [4, 4, 4]
-    assert phase.current() is None
+    assert loop.current_phase() is None
+
+
+@pytest.mark.parametrize("device", [FakeDevice("1MiB"), CpuDevice()], ids=["fake", "cpu"])
+def test_without_a_caching_allocator_a_soak_runs_all_its_steps(device: Any) -> None:
+    with device.limit(1 << 20):
+        trial = run_trial(
+            lambda n: None, 4, device=device, snapshot=Snapshot.take([]), steps=14, soak=True, may_settle=True
+        )
+    assert (trial.steps_run, trial.settled, trial.largest_bytes) == (14, False, None)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +276,6 @@ def test_an_interrupt_while_state_is_put_back_waits_until_it_is_done() -> None:
 def test_gradients_are_not_part_of_the_floor() -> None:
     """zero_grad frees them before the forward pass, so they are not live at every moment."""
     from batchfit import virtual_memory
-    from batchfit._engine.device.resolve import CpuDevice
 
     model = nn.Linear(256, 256, bias=False)
 

@@ -21,7 +21,7 @@ from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.in_children import InChildren, _ending
-from batchfit._engine.trial.interface import TrialRequest
+from batchfit._engine.trial.trial import TrialRequest
 from batchfit._engine.workload.target import parse_target
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit._files import locked

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import batchfit
-from batchfit._engine.workload import loop, phase
+from batchfit._engine.workload import loop
 from batchfit.workload import Workload, as_workload, batches, generation, inference, training
 
 FEATURES, CLASSES = 6, 5
@@ -50,7 +50,7 @@ def make_training(loss_fn: Any = cross_entropy, source: Any = make_batch, **sett
 
 @pytest.fixture(autouse=True)
 def _no_phase() -> None:
-    phase.clear()
+    loop.clear_phase()
 
 
 # Workload
@@ -537,7 +537,7 @@ class SpyOptimizer(torch.optim.SGD):
     fails = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.seen.append(phase.current())  # type: ignore[attr-defined]
+        self.seen.append(loop.current_phase())  # type: ignore[attr-defined]
         if self.fails:
             raise RuntimeError("optimizer")
         super().step(closure)
@@ -548,7 +548,7 @@ def spied(failing: str | None) -> tuple[Workload, list[str | None]]:
     seen: list[str | None] = []
 
     def at(name: str) -> None:
-        seen.append(phase.current())
+        seen.append(loop.current_phase())
         if name == failing:
             raise RuntimeError(name)
 
@@ -572,16 +572,16 @@ def spied(failing: str | None) -> tuple[Workload, list[str | None]]:
 def test_phases_are_seen_in_order() -> None:
     workload, seen = spied(None)
     workload.step(4)
-    assert tuple(seen) == phase.PHASES == ("batch", "forward", "backward", "optimizer")
-    assert phase.current() is None
+    assert tuple(seen) == loop.PHASES == ("batch", "forward", "backward", "optimizer")
+    assert loop.current_phase() is None
 
 
-@pytest.mark.parametrize("failing", phase.PHASES)
+@pytest.mark.parametrize("failing", loop.PHASES)
 def test_a_failure_leaves_its_phase(failing: str) -> None:
     workload, seen = spied(failing)
     with pytest.raises(RuntimeError, match=failing):
         workload.step(4)
-    assert phase.current() == failing
+    assert loop.current_phase() == failing
     assert seen[-1] == failing
 
 
@@ -589,35 +589,35 @@ def test_phases_of_inference() -> None:
     seen: list[str | None] = []
 
     def source(size: int) -> torch.Tensor:
-        seen.append(phase.current())
+        seen.append(loop.current_phase())
         return torch.randn(size, FEATURES)
 
     def forward(model: Any, batch: Any) -> object:
-        seen.append(phase.current())
+        seen.append(loop.current_phase())
         return model(batch)
 
     inference(make_model(), source, forward=forward).step(2)
     assert seen == ["batch", "forward"]
-    assert phase.current() is None
+    assert loop.current_phase() is None
 
 
 def test_phase_belongs_to_its_thread() -> None:
-    phase.enter("backward")
+    loop.enter_phase("backward")
     found: list[str | None] = []
 
     def other() -> None:
-        found.append(phase.current())
-        phase.enter("batch")
+        found.append(loop.current_phase())
+        loop.enter_phase("batch")
 
     thread = threading.Thread(target=other)
     thread.start()
     thread.join()
     assert found == [None]
-    assert phase.current() == "backward"
+    assert loop.current_phase() == "backward"
     with pytest.raises(
         ValueError, match=r"^name must be one of batch, forward, backward, optimizer, not 'loss'$"
     ):
-        phase.enter("loss")
+        loop.enter_phase("loss")
 
 
 # Mode
@@ -744,7 +744,7 @@ def test_generation_is_forced_to_the_full_length(
     def spy(**options: Any) -> Any:
         assert torch.is_inference_mode_enabled()
         assert not gpt2.training
-        assert phase.current() == "forward"
+        assert loop.current_phase() == "forward"
         out = generate(**options)
         shapes.append(tuple(out.shape))
         return out
@@ -758,7 +758,7 @@ def test_generation_is_forced_to_the_full_length(
     assert shapes == [(1, 15), (5, 15)]
     assert gpt2.training
     assert (workload.kind, workload.model, workload.state) == ("generation", gpt2, (gpt2,))
-    assert phase.current() is None
+    assert loop.current_phase() is None
 
 
 def test_generation_that_still_stops_early_is_an_error(gpt2: Any) -> None:
@@ -1004,7 +1004,7 @@ def test_wrong_losses(loss_fn: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         make_training(loss_fn).step(4)
     assert str(caught.value) == text
-    assert phase.current() == "forward"
+    assert loop.current_phase() == "forward"
 
 
 def test_loss_with_one_element_is_accepted() -> None:
@@ -1014,7 +1014,7 @@ def test_loss_with_one_element_is_accepted() -> None:
 def test_batch_of_the_wrong_size_stops_the_step() -> None:
     with pytest.raises(ValueError, match=r"^make_batch\(4\) returned a batch of 3\."):
         make_training(source=lambda size: make_batch(3)).step(4)
-    assert phase.current() == "batch"
+    assert loop.current_phase() == "batch"
 
 
 # Memory: what virtual memory counts for a step is what it counts for the loop

@@ -99,7 +99,7 @@ def look_at_torch(findings: Findings) -> None:
     try:
         import torch
 
-        from batchfit._engine.device.cuda import spills_to_ram
+        from batchfit._engine.device.gpu import spills_to_ram
         from batchfit._engine.device.resolve import known_devices
     except Exception as error:  # noqa: BLE001  a broken build fails in many ways (OSError, RuntimeError)
         findings.broken.append(f"torch cannot be imported: {type(error).__name__}: {error}")

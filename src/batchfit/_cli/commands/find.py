@@ -172,9 +172,9 @@ def _loaded_here(
     job: SearchJob, watch: SearchWatch, progress: ProgressDisplay
 ) -> tuple[Workload, FindOptions]:
     """The workload, watched, and the options for it: without a store where it has no key."""
-    from batchfit._engine.device.resolve import resolve_device
+    from batchfit._engine.device.resolve import device_to_run, resolve_device
+    from batchfit._engine.device.tensors import ram_bytes
     from batchfit._engine.distributed.ranks import join_launched
-    from batchfit._engine.workload.placement import device_to_run, ram_held_bytes
 
     options = job.options
     if options.device is not None:
@@ -184,9 +184,9 @@ def _loaded_here(
     join_launched()
     if options.store and not job.store_asked and workload.model is None and options.key is None:
         options = replace(options, store=False, fresh=False)
-    device = device_to_run(workload, options.device)
+    device = device_to_run(workload._held, options.device)
     _show_device(
-        job, watch, progress, device.name, device.budget_bytes(), held_bytes=ram_held_bytes(workload)
+        job, watch, progress, device.name, device.budget_bytes(), held_bytes=ram_bytes(workload._held)
     )
     return watch.over(workload), options
 
@@ -201,7 +201,7 @@ def _show_device(
     held_bytes: int = 0,
 ) -> None:
     """Say where the search runs and within which budget, once both are known."""
-    from batchfit._engine.device.budget import without_budget
+    from batchfit._engine.device.device import without_budget
 
     asked_bytes = job.options.budget_bytes
     watch.device = device

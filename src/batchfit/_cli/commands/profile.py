@@ -41,11 +41,11 @@ def profile_target(
     delivery.check()
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
-        from batchfit._engine.workload.placement import device_to_run
+        from batchfit._engine.device.resolve import device_to_run
         from batchfit._profile.profile import profile_with
 
         try:
-            device_to_run(workload, options.device)
+            device_to_run(workload._held, options.device)
         except ValueError as error:
             raise wrong_flag(error, "profile") from None
         progress.doing("timing the first size")

@@ -127,7 +127,7 @@ def _together(
     asked: Asked, alone: Engine, output: Path, flags: SweepFlags, stack: contextlib.ExitStack
 ) -> tuple[SweepRecords, Engine]:
     """The file and the engine; under torchrun rank 0 has the file, and all ranks what is in it."""
-    from batchfit._engine.distributed.lost_ranks import telling_others
+    from batchfit._engine.distributed.ranks import telling_others
     from batchfit._sweep.engines import all_ranks, over_ranks
     from batchfit._sweep.sweep import SweepRecords
 

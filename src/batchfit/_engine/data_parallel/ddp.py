@@ -31,11 +31,10 @@ from batchfit._engine.data_parallel.single import SINGLE_PROCESS, SingleProcessB
 from batchfit._engine.data_parallel.step_vote import STEP, RankStep
 from batchfit._engine.data_parallel.steps_taken import StepsTaken, digest
 from batchfit._engine.device import oom
-from batchfit._engine.device.oom_guard import run_twice
+from batchfit._engine.device.oom import run_twice
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed.collectives import begun_since, counts, is_lost_connection
-from batchfit._engine.distributed.lost_ranks import broken
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit._engine.snapshot.batch_undo import BatchUndo
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError, RanksDisagreeError
 

@@ -33,7 +33,7 @@ from batchfit._engine.data_parallel.interface import BatchWork, Collectives, Out
 from batchfit._engine.data_parallel.pure.protocol import InStep, Offer, PassVote, settle_offers, settle_pass
 from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import readings
-from batchfit._engine.device.oom_guard import Failure, run_guarded, run_twice
+from batchfit._engine.device.oom import Failure, run_guarded, run_twice
 from batchfit._engine.device.resolve import Device
 from batchfit._engine.distributed import fsdp
 from batchfit._engine.distributed.collectives import CollectiveCall as Sent
@@ -45,8 +45,7 @@ from batchfit._engine.distributed.collectives import (
     is_lost_connection,
     recording,
 )
-from batchfit._engine.distributed.lost_ranks import broken
-from batchfit._engine.distributed.ranks import Ranks
+from batchfit._engine.distributed.ranks import Ranks, broken
 from batchfit.errors import BatchfitError, CollectivesError, RankFailedError
 
 _BATCH: Final = "the microbatches of a sharded model"

@@ -1,5 +1,4 @@
 """Devices and their memory: which one, how much, readings, limits, and what is an OOM.
 
-`interface.py` declares a device, `cuda.py` and `cpu.py` are the kinds, `oom.py` recognises out-of-memory
-errors.
+`device.py` declares a device and has the CPU, `gpu.py` the other kinds, `readings.py` what is asked of all.
 """

@@ -116,11 +116,6 @@ class TraceInterrupts(Interrupts):
         return frame is not None
 
 
-def uninterrupted() -> Interrupts:
-    """Hold signals back until the block is done, then deliver the first as it would have been."""
-    return Interrupts()
-
-
 def _is_on_its_way() -> bool:
     """Whether a KeyboardInterrupt is being handled already: somebody cleans up after it."""
     error = sys.exception()

@@ -1,4 +1,4 @@
-"""Which errors mean memory; and which one is batch normalization's refusal of a single sample.
+"""An OOM: which errors mean memory, and a guarded call that turns one into a value.
 
 Rules:
 - By type first, then by text, and text counts only in the types that torch and its libraries raise: a
@@ -7,17 +7,27 @@ Rules:
   would show), and the members of exception groups. The gravest verdict in the chain wins.
 - `KeyboardInterrupt`, `SystemExit` and the like are never memory, whatever was being handled.
 - What is kept of an error is one line of text (`describe`): its traceback holds the step's tensors.
+- Errors that are not memory come out of a guarded call unchanged. So does an OOM of host memory, which a
+  smaller microbatch does not cure, and an ambiguous error where no smaller size is left to prove it.
+- Recovery (`recover`) happens after the `except` block has released the traceback.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeVar, final
 
 import torch
 
+from batchfit._engine.device.device import CpuDevice, Device
+from batchfit._engine.device.gpu import CudaDevice
+from batchfit._engine.device.readings import recover
 from batchfit.errors import NothingFitsError
+
+T = TypeVar("T")
 
 Verdict = Literal["oom", "too_large", "ambiguous", "fatal", "error"]
 
@@ -241,3 +251,81 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - a broken __str__ of the user's must not hide the user's error
         return ""
+
+
+# Part of the reserved memory in free blocks of the wrong size: a second call may be laid out better.
+_FRAGMENTED = 0.15
+
+_ABOUT_BATCH_NORM = (
+    "batchfit: BatchNorm cannot train on a microbatch of one sample, and the batch was cut that small since "
+    "there was an OOM or microbatch_size says so, or it has one sample. Use GroupNorm, or put the layer into "
+    "eval mode"
+)
+
+_HOST_TYPES = ("MemoryError", "_ArrayMemoryError")
+_HOST_TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "[Errno 12]")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a call was out of memory."""
+
+    verdict: Verdict
+    message: str
+    fragmented: bool
+
+
+def run_guarded(
+    run: Callable[[], object], *, device: Device, last: bool, note: Callable[[], str]
+) -> Failure | None:
+    """Call `run`; returns how it was out of memory, or None. `last`: no smaller size is left."""
+    ambient = sys.exception()
+    try:
+        run()
+    except Exception as error:
+        verdict = classify(error, ambient=ambient)
+        message = describe(error, ambient=ambient)
+        ours = verdict in ("oom", "too_large", "ambiguous") and not (verdict == "ambiguous" and last)
+        if not ours or (verdict != "too_large" and _is_host(message, device)):
+            error.add_note(note())
+            if needs_two_samples(error):
+                error.add_note(_ABOUT_BATCH_NORM)
+            raise
+        return Failure(verdict, message, _is_fragmented(device))
+    return None
+
+
+def run_twice(
+    run: Callable[[], T], *, device: Device, note: str, failed: Callable[[str], Exception] | None = None
+) -> T:
+    """What `run` returns; after an OOM, memory is released and `run` is called once more.
+
+    `failed` makes the error to raise from the text of a second OOM; default: the OOM itself.
+    """
+    answer: list[T] = []
+    failure = run_guarded(lambda: answer.append(run()), device=device, last=False, note=lambda: note)
+    if failure is None:
+        return answer[0]
+    recover(device)
+    if failed is None:
+        return run()
+    failure = run_guarded(lambda: answer.append(run()), device=device, last=True, note=lambda: note)
+    if failure is not None:
+        raise failed(failure.message)
+    return answer[0]
+
+
+def _is_host(message: str, device: Device) -> bool:
+    """Whether RAM was exhausted, and the model is not on the CPU. A pool of a GPU may say bad_alloc too."""
+    if isinstance(device, CpuDevice) or "CUDA" in message:
+        return False
+    return message.partition(":")[0] in _HOST_TYPES or any(text in message for text in _HOST_TEXTS)
+
+
+def _is_fragmented(device: Device) -> bool:
+    if not isinstance(device, CudaDevice):
+        return False
+    stats = torch.cuda.memory_stats(device.index)
+    reserved = int(stats.get("reserved_bytes.all.current", 0))
+    return reserved - int(stats.get("allocated_bytes.all.current", 0)) > _FRAGMENTED * reserved

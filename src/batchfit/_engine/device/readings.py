@@ -1,4 +1,4 @@
-"""Memory of a device as it is read around a pass, and released after an OOM."""
+"""The memory of any device, read around a pass and released after an OOM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchfit._engine.device.resolve import CpuDevice, CudaDevice, Device
+from batchfit._engine.device.device import CpuDevice, Device
+from batchfit._engine.device.gpu import CudaDevice
 from batchfit._engine.virtual_memory.memory import active
 
 

@@ -5,7 +5,7 @@ Rules:
 - A device that torch cannot reach is never guessed at: MIG slices and hidden GPUs are chosen with
   `CUDA_VISIBLE_DEVICES`, before the program starts, and the error says so.
 
-What a device can do is in `cuda.py` and `cpu.py`; their names are here too, for modules that need both.
+What a device can do is in `device.py` and `gpu.py`; their names are here too, for modules that need both.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from batchfit._engine.device.cpu import CpuDevice, MpsDevice
-from batchfit._engine.device.cuda import CudaDevice, XpuDevice
-from batchfit._engine.device.interface import Device, Peaks, check_budget, fraction_of, limits_set_by_us
-from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.device import CpuDevice, Device, Peaks, check_budget, read_ram
+from batchfit._engine.device.gpu import CudaDevice, MpsDevice, XpuDevice
 from batchfit._engine.device.tensors import tensors_in
 
 __all__ = [
@@ -34,11 +32,8 @@ __all__ = [
     "Peaks",
     "XpuDevice",
     "check_budget",
-    "fraction_of",
     "known_devices",
-    "limits_set_by_us",
     "resolve_device",
-    "tensors_in",
 ]
 
 # How a device can be named: "cuda:1", 1 or "1", "GPU-8932f937", torch.device("cuda", 1).
@@ -127,6 +122,17 @@ def resolve_device(spec: DeviceSpec | Device | None, *, near: Iterable[object] =
             return _counting(device)
     asked = spec if isinstance(spec, int) else str(wanted)
     raise ValueError(f"device must be {_available()}, not {asked!r}{_remedy(wanted.type)}")
+
+
+def device_to_run(held: Iterable[object], spec: DeviceSpec | Device | None = None) -> Device:
+    """The device of a step over what is held: the one named, else where that is; it must be a real one."""
+    parts = tuple(held)
+    if {tensor.device.type for tensor in tensors_in(parts)} == {"meta"}:
+        raise ValueError(
+            "the model must be on a device that runs it, not on the meta device: predict and explain "
+            "answer for such a model, everything else has to run it"
+        )
+    return resolve_device(spec, near=parts)
 
 
 def _parse(spec: object) -> torch.device:

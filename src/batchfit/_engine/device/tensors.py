@@ -1,7 +1,8 @@
-"""The tensors that modules, optimizers and containers hold, and their bytes."""
+"""What the objects of a program hold: tensors and their bytes; and whether torch.compile compiles them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -64,6 +65,16 @@ def own_bytes(things: Sequence[object], *, on: torch.device) -> int:
     return sum(held.values())
 
 
+def ram_bytes(things: Sequence[object]) -> int:
+    """`own_bytes` in RAM."""
+    return own_bytes(things, on=torch.device("cpu"))
+
+
+def count_elements(state: object) -> int:
+    """How many numbers a state holds: a cheap way to distinguish models."""
+    return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with memory of their own under a wrapper (DTensor, quantized weights), or the tensor."""
     if bool(is_traceable_wrapper_subclass(tensor)):  # bool(): mypy holds such a class to be impossible
@@ -115,3 +126,25 @@ def leaves_of(models: Iterable[object]) -> tuple[list[torch.Tensor], list[dict[s
             if below:
                 waiting.extend(reversed(below.values()))
     return list(leaves.values()), tables, list(modules.values())
+
+
+def is_compiled(thing: Any) -> bool:
+    """Whether torch.compile makes new code for each new size that it is given."""
+    return (
+        hasattr(thing, "_orig_mod")
+        or hasattr(thing, "_torchdynamo_orig_callable")
+        or getattr(thing, "_compiled_call_impl", None) is not None
+    )
+
+
+def compilations() -> int:
+    """How many frames torch.compile has compiled in this process; 0 where it was never loaded."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["frames"]["ok"]) if dynamo is not None else 0
+
+
+def recompile_limit() -> int | None:
+    """How many versions torch.compile makes of one function; None where it was never used."""
+    config: Any = getattr(sys.modules.get("torch._dynamo"), "config", None)
+    limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", None))
+    return limit if isinstance(limit, int) else None

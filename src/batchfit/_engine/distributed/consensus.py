@@ -27,7 +27,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, final
 
 from batchfit.errors import BatchfitError, RankMissingError
@@ -52,13 +52,11 @@ class _Missing:
     why: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(
-            {"missing": self.missing, "doing": self.doing, "timeout_s": self.timeout_s, "why": self.why}
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_verdict(cls, verdict: dict[str, Any]) -> _Missing:
-        return cls(tuple(verdict["missing"]), verdict["doing"], verdict["timeout_s"], verdict["why"])
+        return cls(**{**verdict, "missing": tuple(verdict["missing"])})
 
     def error(self) -> RankMissingError:
         return RankMissingError(self.missing, doing=self.doing, timeout_s=self.timeout_s, why=self.why)

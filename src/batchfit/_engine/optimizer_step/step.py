@@ -36,7 +36,7 @@ from batchfit._engine.data_parallel.pure.protocol import StepVote, settle_attemp
 from batchfit._engine.data_parallel.single import SINGLE_PROCESS
 from batchfit._engine.data_parallel.step_vote import RankStep
 from batchfit._engine.device import oom
-from batchfit._engine.device.ram import read_ram
+from batchfit._engine.device.device import read_ram
 from batchfit._engine.optimizer_step.memory import Need, StorageRecorder, free_memory, guess
 from batchfit._engine.optimizer_step.run import StepRun
 from batchfit._engine.optimizer_step.state import Undo, can_make_state, make_state, remembered, undo_all

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, final
 if TYPE_CHECKING:
     from batchfit._engine.batch.pure.pieces import Piece
     from batchfit._engine.batch.split import Batch
-    from batchfit._engine.device.oom_guard import Failure
+    from batchfit._engine.device.oom import Failure
 
 
 class PassWatch(Protocol):

@@ -27,7 +27,7 @@ from batchfit._engine.batch.pure.pieces import Pack, PaddedShape, Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.trim import Trimmer
 from batchfit._engine.device import readings
-from batchfit._engine.device.oom_guard import Failure, run_guarded, run_twice
+from batchfit._engine.device.oom import Failure, run_guarded, run_twice
 from batchfit._engine.device.resolve import CudaDevice
 from batchfit._engine.sizing.interface import Pass, PassWatch
 from batchfit._engine.sizing.memory_budget import MemoryBudget

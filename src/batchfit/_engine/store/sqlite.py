@@ -151,14 +151,14 @@ class Store:
 
     def mark_used(self, key: str) -> None:
         """Count a confirmed answer of `key` as used now; where that cannot be written, nothing happens."""
-        known = "SELECT 1 FROM answers WHERE key = ?"
-        row = f"INSERT OR REPLACE INTO uses SELECT ?, ? WHERE EXISTS ({known})"
         with (
             suppress(sqlite3.Error, OSError, RuntimeError, UnicodeError, _UnusableError),
             _opened(self.path) as db,
         ):
-            db.execute(_USES)
-            db.execute(row, (key, time.time(), key))
+            # A table in a file that has no marks of ours yet would make it a foreign one.
+            if db.execute("SELECT 1 FROM answers WHERE key = ?", (key,)).fetchone():
+                db.execute(_USES)
+                db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?)", (key, time.time()))
 
     def state(self) -> StoreState:
         """Where the store is and what it holds."""

@@ -38,7 +38,7 @@ from batchfit._engine.cuda_model.dispatch import kernels_replaced
 from batchfit._engine.device.tensors import is_dense
 from batchfit._engine.trace.fake_cache import address_of
 from batchfit._engine.trace.program_lines import HERE, TORCH, calling_line
-from batchfit._engine.workload import phase as phases
+from batchfit._engine.workload import loop
 from batchfit.errors import UntraceableError
 
 aten: Any = torch.ops.aten
@@ -235,7 +235,7 @@ class Whereabouts:
             return "optimizer"
         if in_backward():
             return "backward"
-        return "batch" if phases.current() == "batch" else "forward"
+        return "batch" if loop.current_phase() == "batch" else "forward"
 
     def _source(self) -> str:
         """The innermost line of the step outside torch and batchfit; nothing where it has none."""

@@ -38,7 +38,6 @@ from batchfit._engine.trace.untraceable import explained
 from batchfit._engine.trace.values import values_unread
 from batchfit._engine.virtual_memory.memory import eagerly
 from batchfit._engine.workload import loop
-from batchfit._engine.workload import phase as phases
 from batchfit._engine.workload.reachable import StepReach, reach_of
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import UntraceableError
@@ -167,7 +166,7 @@ def _run(workload: Workload, size: int, recorder: TraceRecorder) -> None:
             raise
         raise explained(error, recorder.operation, recorder.rules.device) from error
     finally:
-        phases.clear()
+        loop.clear_phase()
 
 
 def _is_argument_error(error: Exception) -> bool:

@@ -32,14 +32,12 @@ from typing import Any, BinaryIO, NoReturn
 import torch.distributed
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.resolve import Device, resolve_device
-from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
+from batchfit._engine.device.resolve import Device, device_to_run, resolve_device
+from batchfit._engine.device.tensors import count_elements
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.child_process import Message
-from batchfit._engine.trial.interface import TrialRequest
-from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.trial.trial import TrialRequest, run_request
 from batchfit._engine.workload import user_errors as failure
-from batchfit._engine.workload.placement import device_to_run
 from batchfit._engine.workload.target import Target, home_of, load_target, make_workload
 from batchfit.results import Trial
 from batchfit.workload import Workload
@@ -75,7 +73,7 @@ def serve(requests: BinaryIO, answers_fd: int, *, parent_pid: int, spare: bool) 
         made_at = loaded.line
         work = make_workload(target, loaded)
         stage = "place"
-        device = device_to_run(work, request["device"])
+        device = device_to_run(work._held, request["device"])
         say(
             "loaded",
             device=device.name,
@@ -136,11 +134,6 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def count_elements(state: object) -> int:
-    """How many numbers a state holds: a cheap way to distinguish models."""
-    return sum(tensor.numel() for tensor in {id(one): one for one in tensors_in([state])}.values())
-
-
 def _run(
     work: Workload, device: Device, request: TrialRequest, budget_bytes: int, say: Callable[..., None]
 ) -> Trial:
@@ -158,19 +151,7 @@ def _run(
         faulthandler.enable()  # a crash here ends the search: the user will want to know where it was
     try:
         with device.limit(budget_bytes):
-            return run_trial(
-                step,
-                request.size,
-                device=device,
-                snapshot=Snapshot.take(()),
-                parameters=trained_in(work.state),
-                steps=request.steps_of(work.kind),
-                soak=request.soak,
-                may_settle=request.may_settle and work.declared,  # else its optimizers are not known
-                optimizers=optimizers_in(work.state),
-                generates=work.kind == "generation",
-                raise_ambiguous=request.is_smallest,
-            )
+            return run_request(request, work, step=step, device=device, snapshot=Snapshot.take(()))
     except Exception as error:
         if request.is_smallest or oom.classify(error) != "fatal":
             raise

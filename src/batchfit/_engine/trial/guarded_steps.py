@@ -26,11 +26,11 @@ from typing import final
 import torch
 
 from batchfit._engine.device import oom
-from batchfit._engine.device.interface import Device
+from batchfit._engine.device.device import Device
 from batchfit._engine.device.interrupts import Interrupts
 from batchfit._engine.device.tensors import bytes_of
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.workload import loop, phase
+from batchfit._engine.workload import loop
 from batchfit._engine.workload.user_errors import NOTE
 from batchfit.errors import NothingRanError, SnapshotError
 from batchfit.results import Outcome
@@ -61,7 +61,7 @@ class StepCalls:
         self._begun = 0
 
     def __call__(self) -> None:
-        phase.clear()
+        loop.clear_phase()
         self._begun += 1
         unstarted = _unstarted_kind(self._step(self._size))
         if unstarted:
@@ -72,7 +72,7 @@ class StepCalls:
 
     def note(self, verdict: oom.Verdict, error: BaseException) -> str:
         """What is added to an error of the step: at which size, step and phase it was raised."""
-        at = phase.current()
+        at = loop.current_phase()
         where = f"step {self._begun}, {at}" if at else f"step {self._begun}"
         note = f"{NOTE} {self._size} ({where})"
         if self._size == 1 and oom.needs_two_samples(error):
@@ -123,7 +123,7 @@ class GuardedSteps:
                     if note is not None:
                         error.add_note(note(verdict, error))
                     raise
-                return StepFailure(verdict, oom.describe(error, ambient=ambient), phase.current())
+                return StepFailure(verdict, oom.describe(error, ambient=ambient), loop.current_phase())
         self.completed = True
         return None
 
@@ -144,7 +144,7 @@ def guarded_steps(snapshot: Snapshot, *, device: Device | None) -> Iterator[Guar
             raised = error
             raise
         finally:
-            phase.clear()
+            loop.clear_phase()
             if raised is None or oom.classify(raised, ambient=ambient) != "fatal":
                 _restore(snapshot, device, raised, cut_off=raised is not None or not guarded.completed)
             raised = None  # or this frame and its exception would keep each other alive

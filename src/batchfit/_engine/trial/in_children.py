@@ -37,7 +37,7 @@ from batchfit._engine.trial import child_main as child_side
 from batchfit._engine.trial.child_group import ChildGroup, CutOff
 from batchfit._engine.trial.child_process import Child, ChildSilent, Message
 from batchfit._engine.trial.factory import Factory
-from batchfit._engine.trial.interface import RunTrial, TrialRequest
+from batchfit._engine.trial.trial import RunTrial, TrialRequest
 from batchfit._engine.virtual_memory.memory import active
 from batchfit._engine.workload.user_errors import ChildTraceback
 from batchfit.errors import BatchfitError, ChildDiedError, ChildRaisedError

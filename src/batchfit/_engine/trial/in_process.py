@@ -18,15 +18,13 @@ from torch import nn
 
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import CudaDevice, Device
-from batchfit._engine.device.tensors import optimizers_in, own_bytes, trained_in
+from batchfit._engine.device.tensors import count_elements, own_bytes, trained_in
 from batchfit._engine.distributed.collectives import CountedStep, ExpectedCollectives, is_lost_connection
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot import parallel
 from batchfit._engine.snapshot.snapshot import Snapshot
-from batchfit._engine.trial.child_main import count_elements
-from batchfit._engine.trial.interface import RunTrial, TrialRequest
 from batchfit._engine.trial.rehearsal import rehearse
-from batchfit._engine.trial.trial import run_trial
+from batchfit._engine.trial.trial import RunTrial, TrialRequest, run_request, run_trial
 from batchfit.results import Trial
 from batchfit.workload import Workload
 
@@ -80,7 +78,7 @@ class InProcess:
         if on.type != self.device.name.partition(":")[0]:
             return None
         without = [one for one in trained if one.grad is None]  # its gradient will be as large as it is
-        return own_bytes((*self.work.state, self.work.model), on=on) + own_bytes(without, on=on)
+        return own_bytes(self.work._held, on=on) + own_bytes(without, on=on)
 
     @property
     def samples(self) -> int | None:
@@ -100,26 +98,13 @@ class InProcess:
         """A context with a function that runs one trial under the budget."""
         work, first = self.work, True
         snapshot = Snapshot.take(work.state)
-        parameters = trained_in(self.work.state)
 
         def run_one(request: TrialRequest) -> Trial:
             nonlocal first
             size, steps = request.size, request.steps_of(work.kind)
             step = work.step if self._expected is None else CountedStep(work.step, steps=steps)
             try:
-                trial = run_trial(
-                    step,
-                    size,
-                    device=self.device,
-                    snapshot=snapshot,
-                    parameters=parameters,
-                    steps=steps,
-                    soak=request.soak,
-                    may_settle=request.may_settle and work.declared,  # else its optimizers are not known
-                    optimizers=optimizers_in(work.state),
-                    generates=work.kind == "generation",
-                    raise_ambiguous=request.is_smallest,
-                )
+                trial = run_request(request, work, step=step, device=self.device, snapshot=snapshot)
             except Exception as error:
                 if not is_lost_connection(error) and oom.classify(error) != "fatal":
                     with contextlib.suppress(Exception):  # the step's own error is the one to raise
@@ -146,15 +131,7 @@ class InProcess:
         """Run one step that generates fewer tokens, over the same state, inside `trying`."""
         if self._snapshot is None:
             raise RuntimeError("a shortened step needs `trying`, which holds the snapshot")
-        return run_trial(
-            shortened.step,
-            size,
-            device=self.device,
-            snapshot=self._snapshot,
-            parameters=trained_in(self.work.state),
-            steps=1,
-            generates=True,
-        )
+        return run_request(TrialRequest(size, 1), shortened, device=self.device, snapshot=self._snapshot)
 
     def regroup(self) -> None:
         """Have DDP rebuild its buckets on all ranks, after a trial that failed on any rank.
@@ -193,7 +170,7 @@ def collect_garbage(work: Workload, device: Device) -> None:
     """
     asked_bytes = device.requested_bytes() if isinstance(device, CudaDevice) else None
     if asked_bytes is not None:
-        own = own_bytes((*work.state, work.model), on=torch.device(device.name))
+        own = own_bytes(work._held, on=torch.device(device.name))
         if asked_bytes <= own + _NEGLIGIBLE_BYTES:
             return
     gc.collect()

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, final
 
 import torch
 
-from batchfit._engine.device.cuda import allocator_mark, largest_bytes
-from batchfit._engine.device.interface import Device
+from batchfit._engine.device.device import BudgetedDevice, Device
+from batchfit._engine.device.gpu import CachingDevice
 from batchfit._engine.device.pure.allocator_state import AllocatorState
-from batchfit._engine.device.tensors import tensors_in
+from batchfit._engine.device.tensors import optimizers_in, tensors_in, trained_in
+from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.snapshot.snapshot import Snapshot
 from batchfit._engine.trial.guarded_steps import (
     Step,
@@ -34,6 +36,70 @@ from batchfit._engine.trial.guarded_steps import (
 from batchfit._engine.trial.pure.soak import allocator_repeats
 from batchfit._engine.workload import loop
 from batchfit.results import Trial
+from batchfit.workload import Workload
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
+    """One trial to run.
+
+    `may_settle`: a soak may end early, once the allocator repeats itself.
+    `generation_steps`: the number of steps where each step generates; None for `steps`.
+    `is_smallest`: no smaller size is allowed, so an ambiguous error is the user's and not an OOM.
+    """
+
+    size: int
+    steps: int
+    soak: bool = False
+    may_settle: bool = False
+    generation_steps: int | None = None
+    is_smallest: bool = False
+
+    def steps_of(self, kind: str) -> int:
+        """How many steps a workload of that kind runs."""
+        if self.generation_steps is None or kind != "generation":
+            return self.steps
+        return min(self.steps, self.generation_steps)
+
+
+# Runs one trial; None where another rank's trial failed and this rank's was ended for it.
+RunTrial = Callable[[TrialRequest], Trial | None]
+
+
+class TrialRunner(Protocol):
+    """Runs the trials of a search: `InProcess`, or `InChildren` with `isolate=True`."""
+
+    @property
+    def device(self) -> BudgetedDevice:
+        """Where the workload runs."""
+
+    @property
+    def state_elements(self) -> int:
+        """How many numbers the workload's state holds."""
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of weights, gradients and present optimizer state; None where they are not known."""
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples the workload's dataset has; None where that is not known."""
+
+    def rehearse(self, ranks: Ranks, sizes: Sequence[int]) -> None:
+        """Record which collectives a step issues, at a few small sizes, on all ranks together."""
+
+    def trying(self, budget_bytes: int) -> AbstractContextManager[RunTrial]:
+        """A context with a function that runs one trial under the budget."""
+
+    def reachable_bytes(self, least_bytes: int) -> int:
+        """Bytes that the next trial may use; may wait a while for `least_bytes` to be released."""
+
+    def reachable_after_bytes(self) -> int:
+        """Bytes that were reachable when the last trial had ended."""
+
+    def regroup(self) -> None:
+        """Repair wrappers such as DDP on all ranks, after a trial that failed on any rank."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +117,7 @@ class _TrialSteps:
     retries_at: list[int] = field(default_factory=list)
     held_bytes: int | None = None
     marks: list[AllocatorState] = field(default_factory=list)
+    settled: bool = False  # the allocator repeats itself
 
     def run(self, call: StepCalls, variables: loop.Loop) -> None:
         """Run the steps, and read the device after each."""
@@ -69,18 +136,15 @@ class _TrialSteps:
 
     def _shows_nothing_new(self) -> bool:
         """Whether further steps of a soak would: the allocator repeats itself, or has retried repeatedly."""
-        mark = allocator_mark(self.device)
+        mark = self.device.mark() if isinstance(self.device, CachingDevice) else None
         if mark is not None:
             updates = tuple(_updates(one) for one in self.optimizers)
             self.marks.append(replace(mark, updates=updates))
+            self.settled = allocator_repeats(self.marks)
             if self.settled:
                 return True
         late = self.retries_at[self.steps // 2 - 1 :]
         return not self.generates and sum(one < two for one, two in pairwise(late)) > 1
-
-    @property
-    def settled(self) -> bool:
-        return allocator_repeats(self.marks)
 
     def settled_retries(self, before: int, retries: int) -> int:
         """Retries in the second half of a soak, where the allocator should have settled."""
@@ -88,6 +152,25 @@ class _TrialSteps:
         if not self.soak or self.generates or self.settled or len(self.retries_at) < half:
             return 0
         return retries - (self.retries_at[half - 1] - before)
+
+
+def run_request(
+    request: TrialRequest, work: Workload, *, step: Step | None = None, device: Device, snapshot: Snapshot
+) -> Trial:
+    """Run the trial of a workload that is requested; `step` stands in for the workload's own."""
+    return run_trial(
+        step or work.step,
+        request.size,
+        device=device,
+        snapshot=snapshot,
+        parameters=trained_in(work.state),
+        steps=request.steps_of(work.kind),
+        soak=request.soak,
+        may_settle=request.may_settle and work.declared,  # else its optimizers are not known
+        optimizers=optimizers_in(work.state),
+        generates=work.kind == "generation",
+        raise_ambiguous=request.is_smallest,
+    )
 
 
 def run_trial(
@@ -137,7 +220,8 @@ def run_trial(
             note=calls.note,
             most_passes=loop.PASSES,
         )
-        peaks, largest = device.peaks(), largest_bytes(device)
+        peaks = device.peaks()
+        largest = device.largest_bytes() if isinstance(device, CachingDevice) else None
         retries = device.alloc_retries() - before
     return Trial(
         size=size,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from batchfit._arguments import check_flag
 from batchfit._engine.batch.sources import takes_arguments
 from batchfit._engine.batch.structure import is_array
 from batchfit._engine.device.tensors import tensors_in
@@ -190,8 +191,3 @@ def check_step_settings(clip_norm: object, accumulate: object, keep_outputs: obj
     if type(accumulate) is not int or accumulate < 1:
         raise ValueError(f"accumulate must be a positive integer, not {accumulate!r}")
     check_flag("keep_outputs", keep_outputs)
-
-
-def check_flag(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise TypeError(f"{name} must be True or False, not {value!r}")

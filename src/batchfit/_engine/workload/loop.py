@@ -1,4 +1,4 @@
-"""What a training loop's variables keep alive from one step to the next: the batch, the outputs, the loss.
+"""The loop that steps run in: the phase of the step, and what the loop's variables keep until the next one.
 
     for batch in loader:
         out = model(batch)             # the last step's `out` is there until this one has returned
@@ -12,6 +12,7 @@ Rules:
 - The model's outputs are caught where torch itself checks before it calls a module (the slot in which
   `Module.compile` puts the compiled call): outside of what is compiled, scripted, sharded or hooked, on this
   one module, only while its loss is computed. A copy of the module made meanwhile is not caught.
+- A step that ends well leaves no phase behind, a step that fails leaves the phase it failed in.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from batchfit._engine.batch.structure import leaves
 from batchfit._engine.device.tensors import plain_parts
 from batchfit._engine.virtual_memory.op_sizes import block_bytes
 
+PHASES = ("batch", "forward", "backward", "optimizer")
 _SLOT = "_compiled_call_impl"
 # Passes of a step that accumulates gradients, where memory is all that is asked about: the first without
 # gradients, one beside those of the first, and one beside what that one has left. The others are like it.
@@ -81,11 +83,29 @@ class Loop:
         self._variables.clear()
 
 
-class _RunningLoop(threading.local):
+class _Running(threading.local):
     loop: Loop | None = None
+    phase: str | None = None
 
 
-_running = _RunningLoop()
+_running = _Running()
+
+
+def enter_phase(name: str) -> None:
+    """This thread now runs the phase `name` of a step, one of `PHASES`."""
+    if name not in PHASES:
+        raise ValueError(f"name must be one of {', '.join(PHASES)}, not {name!r}")
+    _running.phase = name
+
+
+def current_phase() -> str | None:
+    """The phase that this thread entered last, or None."""
+    return _running.phase
+
+
+def clear_phase() -> None:
+    """No phase is running in this thread."""
+    _running.phase = None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
-"""The memory of devices with torch's caching allocator: cuda (NVIDIA, AMD) and xpu (Intel).
+"""The memory of GPUs: cuda (NVIDIA, AMD) and xpu (Intel), with torch's caching allocator, and mps (Apple).
+
+cuda is tested on real hardware; xpu and mps only against a fake that counts memory, and say so.
 
 The limit of cuda and xpu is torch's per-process memory fraction: the allocator compares its own reserved
 segments with it, so a big GPU imitates a small one exactly, whatever other processes do. On Windows, WSL
@@ -11,6 +13,7 @@ and the pool may hold more of the GPU beside them: live tensors are then the rea
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -20,28 +23,25 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from batchfit._engine.device.interface import Device, Peaks, check_budget, fraction_of, limits_set_by_us
+from batchfit._engine.device.device import Device, Peaks, check_budget
 from batchfit._engine.device.pure.allocator_state import AllocatorState, layout_of
 from batchfit.errors import BatchfitError
 
-
-def largest_bytes(device: Device) -> int | None:
-    """The largest block of the steps that just ran, while their cache is there; None where it cannot be read.
-
-    A large block that no cached segment can hold gets a segment of its own size. Reading them all costs
-    milliseconds, which is why it is not one of the peaks.
-    """
-    return device.largest_bytes() if isinstance(device, _CachingDevice) else None
+# The fraction that a limit of ours has set, for a torch that cannot read it: (back-end, index) -> fraction.
+limits_set_by_us: dict[tuple[Any, int], float] = {}
 
 
-def allocator_mark(device: Device) -> AllocatorState | None:
-    """The caching allocator as it is now; None where there is none to be read."""
-    return device.mark() if isinstance(device, _CachingDevice) else None
+def fraction_of(budget_bytes: int, total_bytes: int) -> float:
+    """The fraction for which the allocator's `int(fraction * total)` is the budget, and never more."""
+    fraction = math.nextafter(budget_bytes / total_bytes, 1.0)  # upwards: rounded down twice, a byte is lost
+    while int(fraction * total_bytes) > budget_bytes:
+        fraction = math.nextafter(fraction, 0.0)
+    return fraction
 
 
 def is_capped(device: Device, budget_bytes: int) -> bool:
     """Whether a program that is held to a budget on this device runs under torch's memory fraction."""
-    return isinstance(device, _CachingDevice) and device.is_capped(budget_bytes)
+    return isinstance(device, CachingDevice) and device.is_capped(budget_bytes)
 
 
 def spills_to_ram(system: str = os.name, release: str | None = None) -> bool:
@@ -60,7 +60,7 @@ def _laid(segment: dict[str, Any]) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class _CachingDevice:
+class CachingDevice:
     """A device with torch's caching allocator: cuda and xpu share its functions."""
 
     index: int
@@ -101,7 +101,11 @@ class _CachingDevice:
         )
 
     def largest_bytes(self) -> int | None:
-        """The largest segment now; None where they grow (expandable ones) and say nothing about blocks."""
+        """The largest segment now; None where they grow (expandable ones) and say nothing about blocks.
+
+        A large block that no cached segment can hold gets a segment of its own size. Reading them all costs
+        milliseconds, which is why it is not one of the peaks.
+        """
         segments = self._segments()
         if segments is None:
             return None
@@ -247,7 +251,7 @@ class _CachingDevice:
 
 @final
 @dataclass(frozen=True)
-class CudaDevice(_CachingDevice):
+class CudaDevice(CachingDevice):
     """An NVIDIA GPU, or an AMD one: torch calls both cuda."""
 
     index: int = 0
@@ -286,9 +290,82 @@ class CudaDevice(_CachingDevice):
 
 @final
 @dataclass(frozen=True)
-class XpuDevice(_CachingDevice):
+class XpuDevice(CachingDevice):
     """An Intel GPU. Written against a fake: untested on real hardware."""
 
     index: int = 0
     backend: Any = field(default=torch.xpu, repr=False)
     kind: ClassVar[str] = "xpu"
+
+
+@final
+class MpsDevice:
+    """An Apple GPU. Written against a fake: untested on real hardware.
+
+    Metal keeps no peak. `allocated_bytes` is therefore the highest reading (one after each step), and
+    understates what a step needs in its middle; `reserved_bytes` is nearly true, for the allocator keeps
+    what it reserved until `reset()`. The bracket of a search is right all the same: an OOM is an OOM.
+    The budget is what Metal recommends; torch alone would go 1.7 times as far, into swapping.
+    """
+
+    name = "mps"
+
+    def __init__(self, *, backend: Any = torch.mps) -> None:
+        self.backend = backend
+        self._highest = Peaks(0, 0)
+
+    def total_bytes(self) -> int:
+        return int(self.backend.recommended_max_memory())
+
+    def budget_bytes(self) -> int:
+        total = self.total_bytes()
+        return min(total, int(limits_set_by_us.get((self.backend, 0), 1.0) * total))
+
+    def held_bytes(self) -> int:
+        self._read()
+        return int(self.backend.current_allocated_memory())
+
+    def reset(self) -> None:
+        self.synchronize()
+        self.backend.empty_cache()
+        self._highest = Peaks(0, 0)
+        self._read()
+
+    def peaks(self) -> Peaks:
+        self._read()
+        return self._highest
+
+    def alloc_retries(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        self.backend.synchronize()
+        self._read()
+
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        check_budget(self, budget_bytes)
+        return self._limited(budget_bytes)
+
+    @contextmanager
+    def _limited(self, budget_bytes: int) -> Iterator[None]:
+        self.reset()
+        before = limits_set_by_us.get((self.backend, 0))
+        fraction = fraction_of(min(budget_bytes, self.budget_bytes()), self.total_bytes())
+        self.backend.set_per_process_memory_fraction(fraction)
+        limits_set_by_us[self.backend, 0] = fraction
+        try:
+            yield
+        finally:
+            if before is None:
+                del limits_set_by_us[self.backend, 0]
+                # what torch starts with; it cannot be read back
+                before = float(os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "1.7"))
+            else:
+                limits_set_by_us[self.backend, 0] = before
+            self.backend.set_per_process_memory_fraction(before)
+
+    def _read(self) -> None:
+        self._highest = Peaks(
+            max(self._highest.allocated_bytes, int(self.backend.current_allocated_memory())),
+            max(self._highest.reserved_bytes or 0, int(self.backend.driver_allocated_memory())),
+        )
