@@ -17,9 +17,6 @@ from typing import TextIO
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import is_terminal, speaks
-from batchfit._files import write_atomically
-
-__all__ = ["check_writable", "complain", "stdout_for_results", "write_atomically"]
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from batchfit._cli import help_texts
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.find_answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
-from batchfit._cli.output import check_writable, complain, write_atomically
+from batchfit._cli.output import check_writable, complain
 from batchfit._cli.progress import (
     COLUMNS,
     Live,
-    NoProgress,
+    ProgressDisplay,
     TrialLines,
     _layout,
     is_terminal,
@@ -33,6 +33,7 @@ from batchfit._cli.progress import (
 )
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, load_target, parse_target
+from batchfit._files import write_atomically
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
 
@@ -530,7 +531,7 @@ class TestProgress:
         monkeypatch.setenv("RANK", "3")
         assert not speaks()
         progress = progress_here(steps=3, soak_steps=25)
-        assert type(progress) is NoProgress
+        assert type(progress) is ProgressDisplay
         with progress:
             progress.note("a note")
             progress.trial(1, trial(), 24 * MIB)
@@ -574,11 +575,11 @@ class TestProgress:
 
         live = Live(steps=3, soak_steps=25, console=Console(file=io.StringIO(), width=100))
         live.step(24, 3)
-        assert "trying 24  step 3 of 3" in live.now().plain
+        assert "trying 24  step 3 of 3" in live.picture().plain
         live.step(24, 4)
-        assert "soaking 24  step 4 of 25" in live.now().plain
+        assert "soaking 24  step 4 of 25" in live.picture().plain
         live.doing("choosing")
-        assert "choosing" in live.now().plain
+        assert "choosing" in live.picture().plain
 
     def test_the_bar_is_as_long_as_the_share(self) -> None:
         from rich.console import Console
@@ -595,7 +596,7 @@ class TestProgress:
 class TestAnswer:
     def test_plain_answer_has_table_reason_and_use(self) -> None:
         stream = io.StringIO()
-        show_answer(fit(), stream, with_table=True, saved=Path("fit.json"), next_command="batchfit find x")
+        show_answer(fit(), stream, with_table=True, saved=Path("fit.json"))
         text = stream.getvalue()
         assert "batch size 24 survived 25 steps\n" in text
         assert "sustained" in text.splitlines()[3]
@@ -603,7 +604,7 @@ class TestAnswer:
         assert "trials   3 in 1.5 s, 1 ran out of memory\n" in text
         assert "stopped  because the next larger size was tried and does not fit\n" in text
         assert "use it   DataLoader(dataset, batch_size=24)\n" in text
-        assert text.endswith("saved    fit.json\nnext     batchfit find x\n")
+        assert text.endswith("saved    fit.json\n")
         assert "\x1b" not in text
 
     def test_a_size_is_each_ranks_own(self) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.workload.target import load_target, make_workload, parse_target
 from batchfit._find.pure.options import FindOptions
 from batchfit._options import flag_names
@@ -185,8 +186,8 @@ class TestFlags:
             arguments += [flag] if isinstance(value, bool) else [flag, str(value)]
         seen: list[Mapping[str, Any]] = []
 
-        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
-            seen.append(settings)
+        def catch(call: TargetCall, **rest: object) -> Code:
+            seen.append(call.flags)
             return Code.FOUND
 
         monkeypatch.setattr(find, "find_target", catch)
@@ -202,8 +203,8 @@ class TestFlags:
 
         seen: list[object] = []
 
-        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
-            seen.append((settings["store"], rest["store_asked"]))
+        def catch(call: TargetCall, *, store_asked: bool) -> Code:
+            seen.append((call.flags["store"], store_asked))
             return Code.FOUND
 
         monkeypatch.setattr(find, "find_target", catch)
@@ -322,9 +323,7 @@ class TestFindHere:
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: object) -> Code:
         quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
-        return find_target(
-            target, {**quick, **changes}, as_json=False, output=None, full_traceback=full_traceback
-        )
+        return find_target(TargetCall(target, {**quick, **changes}, full_traceback=full_traceback))
 
     def test_stopped_before_any_size_ran(self, project: Path) -> None:
         flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
@@ -451,9 +450,7 @@ class TestFindHere:
         monkeypatch.setattr(find, "write_atomically", full)
         settings = {"budget": "8MiB", "soak_steps": 3, "max_size": 2}
         with pytest.raises(CommandFailed, match=r"could not be saved to fit.json: No space left") as caught:
-            find_target(
-                "train.py:make", settings, as_json=False, output=Path("fit.json"), full_traceback=False
-            )
+            find_target(TargetCall("train.py:make", settings, Delivery(output=Path("fit.json"))))
         assert caught.value.code == Code.BROKEN
         out = capsys.readouterr().out
         assert "batch size 2 survived 3 steps" in out
@@ -536,13 +533,12 @@ class TestInterrupt:
         )
         monkeypatch.setattr(sys, "path", [*sys.path])
         settings = {"budget": "8MiB", "max_size": 2, "resume": "s.json", "store": False}
-        keywords: dict[str, Any] = {"as_json": False, "output": None, "full_traceback": False}
-        assert find_target("stops.py:make", settings, **keywords) == Code.FOUND
+        assert find_target(TargetCall("stops.py:make", settings)) == Code.FOUND
         monkeypatch.setattr(sys.modules["stops"], "stop", True)
         with pytest.raises(
             CommandFailed, match=r"interrupted before a trial; the search so far is in s.json"
         ):
-            find_target("stops.py:make", settings, **keywords)
+            find_target(TargetCall("stops.py:make", settings))
         sys.modules.pop("stops")
 
     def test_nothing_had_run(self, project: Path) -> None:
@@ -618,8 +614,8 @@ class TestCommandLine:
     ) -> None:
         seen: dict[str, object] = {}
 
-        def keep(*given: object, arguments: object, **_: object) -> Code:
-            seen[str(given[0])] = arguments
+        def keep(call: TargetCall, **_: object) -> Code:
+            seen[call.target] = call.arguments
             return Code.FOUND
 
         for verb in ("find", "predict", "explain", "profile"):
@@ -642,7 +638,7 @@ class TestCommandLine:
         seen = []
         monkeypatch.setattr(
             "batchfit._cli.commands.profile.profile_target",
-            lambda text, given, **_: seen.append(given) or Code.FOUND,
+            lambda call: seen.append(call.flags) or Code.FOUND,
         )
         ran = run_here("profile", "train.py:make", *flags)
         assert ran.exit_code == Code.FOUND, ran.output
@@ -657,7 +653,7 @@ class TestCommandLine:
         seen = []
         monkeypatch.setattr(
             "batchfit._cli.commands.predict.predict_target",
-            lambda text, given, **_: seen.append(given) or Code.FOUND,
+            lambda call: seen.append(call.flags) or Code.FOUND,
         )
         ran = run_here("predict", "train.py:make", "--gpu", "h100,t4", "--budget", "1GiB,2GiB")
         assert ran.exit_code == Code.FOUND, ran.output
@@ -692,20 +688,20 @@ class TestReturned:
 
 class TestWatch:
     def test_a_watched_workload_is_the_same_workload(self) -> None:
-        from batchfit._cli.progress import NoProgress
+        from batchfit._cli.progress import ProgressDisplay
         from batchfit._cli.search_watch import SearchWatch
 
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         work = batchfit.training(model, optimizer, lambda m, b: m(b).mean(), torch.ones(1, 2))
-        watch = SearchWatch(NoProgress())
+        watch = SearchWatch(ProgressDisplay())
         twin = watch.over(work)
         for name in ("state", "declared", "kind", "model", "optimizer"):
             assert getattr(twin, name) is getattr(work, name) or getattr(twin, name) == getattr(work, name)
         assert not watch.started
         twin.step(2)
         assert watch.started
-        assert not SearchWatch(NoProgress()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
+        assert not SearchWatch(ProgressDisplay()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""

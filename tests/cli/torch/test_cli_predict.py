@@ -24,7 +24,7 @@ from batchfit._cli.commands.explain import explain_target
 from batchfit._cli.commands.predict import Row, predict_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.target import NO_GPU, TOO_LARGE
-from batchfit._cli.traced import Delivery
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._explain.pure.options import ExplainOptions
 from batchfit._options import flag_names
@@ -127,14 +127,14 @@ def run_here(*arguments: str) -> Result:
 def predict_here(
     target: str, *, delivery: Delivery | None = None, full_traceback: bool = False, **changes: object
 ) -> Code:
-    return predict_target(target, changes, delivery=delivery or Delivery(), full_traceback=full_traceback)
+    return predict_target(TargetCall(target, changes, delivery or Delivery(), full_traceback))
 
 
 def explain_here(target: str, *, delivery: Delivery | None = None, **changes: object) -> Code:
     settings: dict[str, object] = {
         "batch_size": 8, "budget": None, "gpu": "rtx4090", "what_if": True, **changes
     }  # fmt: skip
-    return explain_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
+    return explain_target(TargetCall(target, settings, delivery or Delivery()))
 
 
 def keywords(function: object) -> dict[str, object]:
@@ -191,8 +191,8 @@ class TestFlags:
                     arguments += [f"--{flag}", str(one)]
         seen: list[object] = []
 
-        def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
-            seen.extend([text, settings, delivery])
+        def catch(call: TargetCall) -> Code:
+            seen.extend([call.target, call.flags, call.delivery])
             return Code.FOUND
 
         monkeypatch.setattr({"predict": predict, "explain": explain}[name], f"{name}_target", catch)

@@ -16,7 +16,7 @@ import batchfit
 from batchfit._cli.commands import profile as command
 from batchfit._cli.commands.profile import point_line, profile_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._options import flag_names
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit.results import ThroughputPoint, ThroughputProfile
@@ -54,7 +54,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def profile_here(target: str, *, delivery: Delivery | None = None, **changes: Any) -> Code:
     settings: Any = {"budget": "64MiB", **changes}
-    return profile_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
+    return profile_target(TargetCall(target, settings, delivery or Delivery()))
 
 
 @pytest.mark.parametrize(("stop", "code"), [("KeyboardInterrupt", 130), ("os.kill(os.getpid(), 15)", 143)])
@@ -102,8 +102,8 @@ def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pyte
                 arguments += [f"--{flag}", str(one)]
     seen: list[object] = []
 
-    def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
-        seen.extend([text, settings, delivery])
+    def catch(call: TargetCall) -> Code:
+        seen.extend([call.target, call.flags, call.delivery])
         return Code.FOUND
 
     monkeypatch.setattr(command, "profile_target", catch)

@@ -35,7 +35,7 @@ def headline(fit: FitResult) -> str:
 
 
 def facts(
-    fit: FitResult, *, saved: Path | None, next_command: str = "", ranks: int = 1, kept: str | None = None
+    fit: FitResult, *, saved: Path | None, ranks: int = 1, kept: str | None = None
 ) -> list[tuple[str, str]]:
     """What the answer rests on, and how to use it: (label, text) pairs."""
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
@@ -60,8 +60,6 @@ def facts(
         lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
     if saved is not None:
         lines.append(("saved", str(saved)))
-    if next_command:
-        lines.append(("next", next_command))
     return lines
 
 
@@ -102,7 +100,6 @@ def show_answer(
     *,
     with_table: bool,
     saved: Path | None,
-    next_command: str = "",
     ranks: int = 1,
     kept: str | None = None,
 ) -> None:
@@ -110,7 +107,7 @@ def show_answer(
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, shown below at length
-    rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks, kept=kept)
+    rows = facts(fit, saved=saved, ranks=ranks, kept=kept)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")
@@ -125,7 +122,7 @@ def show_answer(
     colour = "bold green" if fit.stopped_because != "interrupted" else "bold yellow"
     console.print(Text("\n" + headline(fit), style=colour))
     for label, text in rows:
-        strong = "bold" if label in ("use it", "next", "go on") else ""
+        strong = "bold" if label in ("use it", "go on") else ""
         console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
 
 

@@ -18,9 +18,17 @@ from batchfit import errors
 from batchfit._cli.commands.sweep_file import SweepFile
 from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import screen_here
-from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import (
+    Code,
+    CommandFailed,
+    interrupt_code,
+    load_torch,
+    sigterm_interrupts,
+    uninterrupted,
+)
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.traced import wrong_flag
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, parse_target
 from batchfit._sweep.pure.grid import Entry
@@ -162,7 +170,7 @@ def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.Exi
             text = text.replace("name another file", "name another file (--output)")
         raise CommandFailed(Code.USAGE, text) from None
     except ValueError as error:
-        raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
+        raise wrong_flag(error, "sweep") from None
 
 
 def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tuple[Code, str]:
@@ -178,7 +186,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
             run_sweep(asked, keeper, engine=engine, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
-        return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
+        return interrupt_code(stop), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
     except (TypeError, ValueError) as error:  # what only an engine finds out, such as a cluster without GPUs
