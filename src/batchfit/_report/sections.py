@@ -1,12 +1,12 @@
 """What the report says about each kind of result.
 
 Rules: a section has a figure where a figure says more than a table, and always the numbers; what was not seen
-or not steady stands beside what was. A kind that is new gets a function here and a line in `read.KINDS`.
+or not steady stands beside what was. A kind that is new gets a function here and a line in `files.KINDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
@@ -49,35 +49,29 @@ def sections(sources: Sequence[Source]) -> str:
     profiles = _named(sources, ThroughputProfile)
     explanations = _named(sources, MemoryExplanation)
     predictions = _named(sources, Prediction)
-    plans = _named(sources, SchedulePlan)
-    sweeps = _named(sources, SweepResult)
     nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
     return "".join(
         [
-            *(
-                part
-                for number, (name, one) in enumerate(sweeps)
-                for part in sweep_sections(name, one, number)
-            ),
+            *_each(sweep_sections, _named(sources, SweepResult)),
             *_throughput(profiles),
             *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
-            *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
-            *(
-                part
-                for number, (name, one) in enumerate(explanations)
-                for part in _explained(name, one, number)
-            ),
-            *(
-                part
-                for number, (name, plan) in enumerate(plans)
-                for part in schedule_sections(name, plan, number)
-            ),
+            *_each(_search, fits),
+            *_each(_explained, explanations),
+            *_each(schedule_sections, _named(sources, SchedulePlan)),
             _unseen(memory),
             _environment(sources),
         ]
     )
+
+
+def _each(
+    section: Callable[[str, OneResult, int], Iterator[str]], named: Sequence[tuple[str, OneResult]]
+) -> Iterator[str]:
+    """The sections of results of one kind, each with its name and number."""
+    for number, (name, result) in enumerate(named):
+        yield from section(name, result, number)
 
 
 def charts(sources: Sequence[Source]) -> list[Chart]:
@@ -160,10 +154,7 @@ def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTab
                     "-" if p.flops_share is None else f"{p.flops_share:.0%}",
                 )
             )
-    keep = [n for n in range(len(columns)) if n < 4 or any(row[n] != "-" for row in rows)]
-    return HtmlTable(
-        tuple(columns[n] for n in keep), tuple(tuple(row[n] for n in keep) for row in rows), chosen=chosen
-    )
+    return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 
 def _memory(memory: Memory) -> Iterator[str]:
@@ -340,10 +331,5 @@ def _environment(sources: Sequence[Source]) -> str:
             )
         )
     columns = ("result", "device", "budget", "torch", "batchfit", "took", "file")
-    keep = [n for n in range(len(columns)) if any(row[n] != "-" for row in rows)]
-    table = HtmlTable(
-        tuple(columns[n] for n in keep),
-        tuple(tuple(row[n] for n in keep) for row in rows),
-        words=("result", "device", "file"),
-    )
-    return f"<h2>Environment</h2>{card(table_of(table))}"
+    table = HtmlTable(columns, tuple(rows), words=("result", "device", "file"))
+    return f"<h2>Environment</h2>{card(table_of(table.without_empty()))}"

@@ -250,9 +250,4 @@ def _everything(sweep: SweepResult) -> HtmlTable:
                 one.note or "-",
             )
         )
-    keep = [n for n, name in enumerate(columns) if name in knobs or any(row[n] != "-" for row in rows)]
-    return HtmlTable(
-        tuple(columns[n] for n in keep),
-        tuple(tuple(row[n] for n in keep) for row in rows),
-        words=("notes",),
-    )
+    return HtmlTable(columns, tuple(rows), words=("notes",)).without_empty(*knobs)

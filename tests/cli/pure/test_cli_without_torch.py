@@ -210,13 +210,13 @@ class TestHelp:
         assert "24 gigs" in ran.stderr
         assert "no_such_file" not in ran.stderr
 
-    def test_an_unknown_card_is_told_which_there_are(self) -> None:
+    def test_an_unknown_gpu_is_answered_with_the_known_ones(self) -> None:
         ran = batchfit_light("predict", "train.py:make", "--gpu", "toaster")
         assert "gpu must be one of those that" in ran.stderr
         assert "'toaster'" in ran.stderr
         assert "predict --list-gpus" in ran.stderr
 
-    def test_the_cards_are_listed_with_what_is_known_of_them(self) -> None:
+    def test_the_gpus_are_listed_with_what_is_known_of_them(self) -> None:
         rows = batchfit_light("predict", "--list-gpus").stdout.splitlines()
         listed = [" ".join(row.split()) for row in rows]
         assert "h200 139.3 GiB 9.0 measured" in listed
@@ -570,7 +570,7 @@ class TestProgress:
         used = sum(COLUMNS[name] + 2 for name in columns) - 2 + (bar + 2 if bar else 0)
         assert used <= max(width, 53)
 
-    def test_the_running_line_tells_a_soak_from_a_trial(self) -> None:
+    def test_the_running_line_distinguishes_a_soak_from_a_trial(self) -> None:
         from rich.console import Console
 
         live = Live(steps=3, soak_steps=25, console=Console(file=io.StringIO(), width=100))
@@ -608,8 +608,8 @@ class TestAnswer:
         assert "\x1b" not in text
 
     def test_a_size_is_each_ranks_own(self) -> None:
-        told = dict(facts(fit(), saved=None, ranks=2))
-        assert told["use it"] == "DataLoader(dataset, batch_size=24) on each of 2 ranks"
+        reported = dict(facts(fit(), saved=None, ranks=2))
+        assert reported["use it"] == "DataLoader(dataset, batch_size=24) on each of 2 ranks"
 
     def test_says_no_more_than_was_run(self) -> None:
         assert headline(fit(trials=(trial(),), survived_steps=1)) == "batch size 24 ran 1 step"
@@ -619,8 +619,8 @@ class TestAnswer:
     def test_what_failed_just_above_is_the_reason(self) -> None:
         """Not the memory that is left, of which there is a lot where a size has timed out."""
         near = (trial(), trial(99, "oom"), trial(25, "timeout", steps_run=0, peak_bytes=None))
-        told = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
-        assert told["stopped"] == "because 25, little larger, was tried and does not run"
+        reported = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
+        assert reported["stopped"] == "because 25, little larger, was tried and does not run"
         alone = fit(stopped_because="within_tolerance", trials=(trial(),))
         assert dict(facts(alone, saved=None))["stopped"] == f"because {alone.reason}"
 

@@ -195,7 +195,7 @@ class TestFlags:
         assert ran.exit_code == 0, ran.output
         assert seen == [given]
 
-    def test_a_store_that_is_asked_for_is_told_from_the_default(
+    def test_a_store_that_is_asked_for_is_distinguished_from_the_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from batchfit._cli.app import app
@@ -216,7 +216,7 @@ class TestFlags:
         with pytest.raises(CommandFailed, match=r"key must be left out with --no-store, not 'x'"):
             options_of({"store": False, "key": "x"})
 
-    def test_memory_that_went_is_told_with_the_answer(self) -> None:
+    def test_memory_that_went_is_reported_with_the_answer(self) -> None:
         from batchfit._cli.commands.find_answer import facts
 
         fit = of_eight()
@@ -231,9 +231,9 @@ class TestFlags:
 
         fit = of_eight()
         assert dict(facts(fit, saved=None))["use it"] == "DataLoader(dataset, batch_size=8)"
-        told = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
-        assert told["use it"] == "DataLoader(dataset, batch_size=5)"
-        assert told["dataset"] == "it has 5 samples: no batch of it is larger"
+        reported = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
+        assert reported["use it"] == "DataLoader(dataset, batch_size=5)"
+        assert reported["dataset"] == "it has 5 samples: no batch of it is larger"
         assert "dataset" not in dict(facts(fit.model_copy(update={"samples": 8}), saved=None))
         stopped = fit.model_copy(update={"stopped_because": "interrupted"})
         assert "use it" not in dict(facts(stopped, saved=None))
@@ -380,7 +380,7 @@ class TestFindHere:
         assert not Path("waiting").exists()
 
     @pytest.mark.parametrize("changes", [{"device": "cuda:99"}, {"steps": 1}, {"time_limit_s": -1.0}])
-    def test_wrong_flags_are_told_before_the_target_is_loaded(self, changes: dict[str, object]) -> None:
+    def test_wrong_flags_are_reported_before_the_target_is_loaded(self, changes: dict[str, object]) -> None:
         Path("loaded.py").write_text("open('loaded', 'w').close()\ndef make(): ...\n")
         with pytest.raises(CommandFailed):
             self.find("loaded.py:make", **changes)
@@ -649,7 +649,7 @@ class TestCommandLine:
         assert ran.exit_code == Code.USAGE
         assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
 
-    def test_cards_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         monkeypatch.setattr(
             "batchfit._cli.commands.predict.predict_target",
@@ -722,7 +722,7 @@ class TestWatch:
 
 
 class TestDoctor:
-    def test_tells_what_is_here_and_tests_it(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_says_what_is_here_and_tests_it(self, capfd: pytest.CaptureFixture[str]) -> None:
         ran = run_here("doctor", "--json")
         assert ran.exit_code == Code.FOUND, ran.output
         found = json.loads(capfd.readouterr().out)
@@ -836,10 +836,10 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
     assert str(fit).rpartition("\n")[0] in ran.stdout
     assert f"batch size {fit.batch_size} survived 25 steps" in ran.stdout
     assert "saved    out/demo.json" in ran.stdout
-    for card in ("rtx4090", "h100"):
-        size = re.search(rf"{card} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
+    for gpu in ("rtx4090", "h100"):
+        size = re.search(rf"{gpu} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
         assert size is not None, ran.stdout
-        assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
+        assert int(size.group(1)) > 10 * fit.batch_size  # a GPU has far more than the demo's memory
     assert f"Timing sizes up to {fit.batch_size}" in ran.stderr
     assert re.search(r"batch size \d+ is recommended", ran.stdout)
     assert "Predicting it for GPUs that are not here" in ran.stderr

@@ -116,9 +116,9 @@ def test_a_table_a_picture_and_files(project: Path, capsys: pytest.CaptureFixtur
     delivery = Delivery(output=project / "p.json", plot=project / "p.png")
     code = profile_here("train.py:make", sizes=[1, 4, 16], target_batch_size=10**6, delivery=delivery)
     assert code == Code.FOUND
-    told = ThroughputProfile.from_json((project / "p.json").read_text())
+    reported = ThroughputProfile.from_json((project / "p.json").read_text())
     out, err = capsys.readouterr()
-    assert f"batch size {told.recommended} is recommended" in out
+    assert f"batch size {reported.recommended} is recommended" in out
     assert "samples/s" in out
     assert "adds no throughput" in " ".join(out.split())
     assert all(len(line) <= 80 for line in out.splitlines() if "saved" not in line), out

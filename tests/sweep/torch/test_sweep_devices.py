@@ -385,6 +385,6 @@ def test_children_go_on_only_where_all_are_as_before() -> None:
     assert not may_go_on([answer("E: x"), answer("E: y")])
     assert not may_go_on([answer(), answer("E: x")])
     assert not may_go_on([answer(), RankAnswer()])
-    told = answer("E: x")
-    assert RankAnswer.of(told.as_json()) == told
+    reported = answer("E: x")
+    assert RankAnswer.of(reported.as_json()) == reported
     assert RankAnswer.of(RankAnswer(death="gone").as_json()) == RankAnswer(death="gone")
