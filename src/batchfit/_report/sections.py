@@ -34,10 +34,10 @@ from batchfit.results import (
     MemoryExplanation,
     Prediction,
     Result,
+    SweepResult,
     ThroughputProfile,
     trial_row,
 )
-from batchfit.results._sweep import SweepResult
 
 _MOST_HOLDERS = 8
 OneResult = TypeVar("OneResult", bound=Result)

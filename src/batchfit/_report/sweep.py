@@ -17,7 +17,7 @@ from batchfit._charts.throughput_page import format_rate
 from batchfit._knobs import key_of, label, short
 from batchfit._report.markup import Fact, HtmlTable, card, figure, table_of
 from batchfit._units import format_bytes
-from batchfit.results._sweep import SweepRecord, SweepResult
+from batchfit.results import SweepRecord, SweepResult
 
 _MOST_SERIES = 6
 _MOST_CHARTS = 8

@@ -14,8 +14,7 @@ from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
 from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
-from batchfit.results._sweep import SweepResult
+from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
 
 _SAME_BUDGET = 0.02
 _CLAUSES = 3  # a sentence with more is not read

@@ -24,7 +24,7 @@ from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.pure.visible_devices import VisibleDevice
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import SweepRecord
 
 log = logging.getLogger("batchfit")
 

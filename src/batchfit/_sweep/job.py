@@ -20,7 +20,7 @@ from batchfit._sweep.configuration import DEAD, run_configuration
 from batchfit._sweep.pure.events import OnEvent
 from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.run_state import SweepSettings
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import SweepRecord
 
 
 @final

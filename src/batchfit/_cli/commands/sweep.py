@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from batchfit._sweep.job import Engine
     from batchfit._sweep.request import Asked
     from batchfit._sweep.sweep import SweepRecords
-    from batchfit.results._sweep import SweepResult
+    from batchfit.results import SweepResult
 
 
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
@@ -73,7 +73,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
-    from batchfit._sweep.engines import Where
+    from batchfit._sweep.engines import engine_of
     from batchfit._sweep.pure.options import SweepOptions
     from batchfit._sweep.request import Asked
 
@@ -89,7 +89,7 @@ def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
         _check_named(file)
         options = SweepOptions(**given)
         asked = Asked.of(factory, file.data["knobs"], options, named=named)
-        return asked, Where(**options.part(Where)).engine_of(device=options.device)
+        return asked, engine_of(options)
     except (errors.TargetError, SyntaxError) as error:
         raise file.wrong(str(error), ("factory",)) from None
     except ImportError as error:

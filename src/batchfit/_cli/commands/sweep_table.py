@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from batchfit.results._sweep import SweepRecord
+    from batchfit.results import SweepRecord
 
 _GAP = 2  # between two columns
 _LEAST_COLUMN = 5  # a word that can still be distinguished from others
