@@ -17,7 +17,6 @@ import typer
 import batchfit
 from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.commands.sweep_flags import SweepFlags
-from batchfit._cli.ending import end, show_help
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
@@ -27,12 +26,14 @@ from batchfit._cli.flags import (
     Target,
     TargetCommand,
     WholeTracebacks,
+    end,
     flags_of,
     json_flag,
     listed,
     listed_sizes,
     plot_flag,
     script_arguments,
+    show_help,
 )
 from batchfit._cli.help_texts import (
     DEMO_HELP,

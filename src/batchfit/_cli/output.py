@@ -1,4 +1,4 @@
-"""Where results go: stdout, and a file.
+"""Results to stdout and to files, and the reason of a failure to stderr.
 
 Rules: with `--json` nothing but the JSON reaches stdout, whatever the user's code or a child process
 prints; a file is there whole or not at all; a path that cannot be written is refused before any work.

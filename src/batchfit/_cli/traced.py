@@ -1,4 +1,4 @@
-"""What `predict` and `explain` share: a target that is loaded and traced, and an answer that is delivered.
+"""What `predict`, `explain` and `profile` share: a target that is loaded, and an answer that is delivered.
 
 Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
 flags or the target's name is said before torch is loaded. Where a target cannot be built here, the error says

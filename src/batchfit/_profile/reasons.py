@@ -1,6 +1,6 @@
 """What a profile says in words: why this size, how a larger batch is accumulated, what to know of the times.
 
-Rules: each sentence holds the figures that it rests on. That a batch does not fit is said only where that
+Rules: each sentence holds its figures. That a batch does not fit is said only where that
 size, or a smaller one, had an OOM: sizes that the caller did not ask for are not known, and the
 sentence says so. Nothing is measured here.
 """

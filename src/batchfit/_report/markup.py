@@ -1,4 +1,4 @@
-"""Parts of the page: figures with their switches and tables, lists, facts.
+"""Parts of the report's page as HTML: figures with their switches and tables, lists, facts.
 
 Rules: every text that comes in is escaped here; there are no style attributes and no scripts in what goes
 out, so the page's policy can forbid both. A figure stands with JavaScript off: its table is a `<details>`.

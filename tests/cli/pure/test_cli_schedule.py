@@ -20,7 +20,7 @@ from batchfit._cli.commands import schedule as command
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.schedule import followed, schedule_lines
 from batchfit._cli.commands.schedule_flags import ShowSettings
-from batchfit._cli.commands.schedule_room import ScheduleLimit
+from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.exits import Code
 
 STEP = '{"type": "step", "step_size": 20, "gamma": 2, "max_batch_size": 2048}'

@@ -1,4 +1,4 @@
-"""The end of a search as people read it: the answer first, then what it rests on.
+"""How `batchfit find` shows its answer: the size, then device, memory, trials and why the search stopped.
 
 Rules: one list of lines serves the terminal, a log and a pipe; a line that scripts may want to parse is
 not here (that is `--json`); nothing is claimed that was not run.
@@ -37,7 +37,7 @@ def headline(fit: FitResult) -> str:
 def facts(
     fit: FitResult, *, saved: Path | None, ranks: int = 1, kept: str | None = None
 ) -> list[tuple[str, str]]:
-    """What the answer rests on, and how to use it: (label, text) pairs."""
+    """Device, memory, trials, and how to use the answer: (label, text) pairs."""
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
     used = max((count for count in runs if count is not None), default=None)

@@ -150,7 +150,7 @@ def as_json(found: Predicted) -> str:
 
 
 def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
-    """The answer, the table, the picture, and what it rests on."""
+    """The answer, the table, the picture, and the facts behind it."""
     return [
         [(_headline(found), "good")],
         [],
@@ -215,7 +215,7 @@ def _picture(found: Predicted, width: int, *, plain: bool) -> list[Line]:
 
 
 def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
-    """What the answer rests on, and how to use it."""
+    """The facts behind the answer, and how to use it."""
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.text import Line, bar
 from batchfit._cli.commands.schedule_flags import ShowSettings
-from batchfit._cli.commands.schedule_room import ScheduleLimit
+from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, RenderedAnswer, deliver, wrong_flag
 from batchfit._engine.batch.pure.pieces import balanced
