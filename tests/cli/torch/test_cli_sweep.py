@@ -152,6 +152,21 @@ def test_a_table_files_and_log_lines(project: Path, capsys: pytest.CaptureFixtur
     assert (project / "out.csv").read_text().splitlines()[1] == "3,3,6,"
 
 
+def test_a_table_that_cannot_be_saved_is_shown(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SweepResult, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SweepResult, "to_csv", full)
+    failed = refused(csv=Path("out.csv"))
+    assert failed.code == Code.BROKEN
+    assert failed.text == "the result could not be saved to out.csv: No space left on device"
+    out, _ = capsys.readouterr()
+    assert "batch_size_used" in out
+    assert "saved: sweep-results.json\n" in out
+
+
 def test_the_file_can_be_run_from_anywhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = project / "elsewhere"
     folder.mkdir()

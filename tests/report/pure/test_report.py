@@ -540,6 +540,17 @@ class TestCommand:
         if suffix == ".svg":  # one pair of axes for each figure of the page
             assert len(set(re.findall(rb'id="axes_\d+"', picture))) == made(*FILES).count("<figure")
 
+    def test_a_picture_that_cannot_be_saved_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib")
+
+        def full(charts: object, path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("batchfit._cli.png.draw_charts", full)
+        ran = self.run(str(FILES["fit"]), "--plot", "a.png")
+        assert ran.exit_code == Code.BROKEN
+        assert "could not be saved to a.png: No space left" in " ".join(ran.output.split())
+
     def test_no_file_at_all_is_wrong_usage(self) -> None:
         assert self.run().exit_code == Code.USAGE
 

@@ -45,8 +45,8 @@ def write_report(
         if plot is not None:
             from batchfit._cli.png import draw_charts
 
-            draw_charts(charts(sources), plot)
             saved.append(plot)
+            draw_charts(charts(sources), plot)
     except OSError as error:
         raise CommandFailed(
             Code.BROKEN, f"the report could not be saved to {saved[-1]}: {error.strerror or error}"

@@ -197,17 +197,27 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
 
 
 def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, *, output: Path | None) -> None:
+    """Save, then show; where the table cannot be saved the result is shown all the same."""
+    lost: OSError | None = None
     if flags.csv is not None:
-        result.to_csv(flags.csv)
+        try:
+            result.to_csv(flags.csv)
+        except OSError as error:
+            lost = error
     if flags.as_json:
         stdout.write(result.to_json() + "\n")
     shown = sys.stderr if flags.as_json else stdout
-    saved = ", ".join(str(one) for one in (output, flags.csv) if one is not None and Path(one).exists())
+    files = (output, None if lost else flags.csv)
+    saved = ", ".join(str(one) for one in files if one is not None and one.exists())
     if result.records:
         shown.write(f"{result}\n")
     shown.write(f"saved: {saved}\n" if saved else "")
     shown.flush()
     stdout.flush()
+    if lost:
+        raise CommandFailed(
+            Code.BROKEN, f"the result could not be saved to {flags.csv}: {lost.strerror or lost}"
+        )
 
 
 def _command(path: Path, flags: SweepFlags, *, stale: bool) -> str:
@@ -245,10 +255,12 @@ def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:
 def _begins_with(asked: Asked, entry: Entry) -> int | str | None:
     """The first size of a configuration; None where the search chooses it, words where its estimate fails."""
     settings = asked.job.settings
-    if entry.why_not or (settings.auto and (settings.estimate is None or settings.batch_size is None)):
+    if entry.why_not:
         return None
-    if not settings.auto or settings.estimate is None or settings.batch_size is None:
+    if not settings.auto:
         return settings.batch_size
+    if settings.estimate is None or settings.batch_size is None:
+        return None
     try:
         return settings.estimate(dict(entry.configuration), settings.batch_size)
     except Exception as error:  # noqa: BLE001  a function of the user's may raise anything
