@@ -57,7 +57,7 @@ class ProgressDisplay:
         """Trial `number` ended."""
 
 
-def progress_here(*, soak_steps: int | None, steps: int) -> ProgressDisplay:
+def progress_here(*, steps: int = 0, soak_steps: int | None = 0) -> ProgressDisplay:
     """The progress that suits this process's stderr."""
     if not speaks():
         return ProgressDisplay()

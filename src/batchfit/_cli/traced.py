@@ -8,7 +8,7 @@ how it can be. An error that is neither the user's nor about an argument is ours
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,7 @@ def run_traced(call: TargetCall, work: Work, *, command: str) -> Code:
     call.delivery.check()
     given = call.given()
     with stdout_for_results(alone=call.delivery.as_json) as stdout:
-        progress = progress_here(steps=0, soak_steps=0)
+        progress = progress_here()
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 progress.doing("loading torch")
@@ -188,7 +188,7 @@ def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
         raise CommandFailed(Code.BROKEN, f"the result could not be saved to {'; '.join(lost)}")
 
 
-def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: list[str]) -> None:
+def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: Sequence[str] = ()) -> None:
     """Write lines to a stream: as wide as its terminal and in colour, or 80 columns of plain text."""
     ends: list[Line] = [[(f"  {'saved':<11}", "dim"), (", ".join(saved), "")]] if saved else []
     if not is_terminal(stream):

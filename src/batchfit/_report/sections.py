@@ -21,7 +21,7 @@ from batchfit._charts.figures import (
 )
 from batchfit._charts.memory_page import operation_name
 from batchfit._charts.svg import Chart, escaped
-from batchfit._charts.throughput_page import format_rate, format_seconds
+from batchfit._charts.throughput_page import POINT_COLUMNS, point_cells
 from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
@@ -134,26 +134,14 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
 
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:
-    columns = ("size", "time/step", "±", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
+    columns = ("size", *(name.replace("+-", "±") for name in POINT_COLUMNS))
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
     for name, one in profiles:
         for p in one.points:
             if p.size == one.recommended:
                 chosen.append(len(rows))
-            rows.append(
-                (
-                    f"{name}{p.size:,}",
-                    format_seconds(p.step_s),
-                    f"{p.spread:.1%}{'' if p.steady else ' (not steady)'}",
-                    format_rate(p.samples_per_s),
-                    "-" if p.tokens_per_s is None else format_rate(p.tokens_per_s),
-                    "-" if p.gain is None else f"x{p.gain:.2f}",
-                    "-" if p.peak_bytes is None else format_bytes(p.peak_bytes),
-                    "-" if p.flops_per_s is None else format_rate(p.flops_per_s),
-                    "-" if p.flops_share is None else f"{p.flops_share:.0%}",
-                )
-            )
+            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)")))
     return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 

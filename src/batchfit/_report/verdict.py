@@ -127,10 +127,8 @@ def _found(fit: FitResult, prediction: Prediction | None) -> str:
 
 
 def _predicted(one: Prediction) -> str:
-    where = f"{format_bytes(one.budget_bytes)} on {one.card}"
-    if not one.batch_size:
-        return f"not even a batch of 1 is predicted to fit in {where}"
-    return f"batch size {one.batch_size:,} is predicted to fit in {where}"
+    what = f"batch size {one.batch_size:,} is" if one.batch_size else "not even a batch of 1 is"
+    return f"{what} predicted to fit in {format_bytes(one.budget_bytes)} on {one.card}"
 
 
 def _predicted_each(several: Sequence[Prediction]) -> str:

@@ -26,7 +26,7 @@ from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.workload.target import load_target, make_workload, parse_target
 from batchfit._find.pure.options import FindOptions
-from batchfit._options import flag_names
+from batchfit._options import flags_in
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -164,7 +164,7 @@ class TestFlags:
             if name not in ("workload", "on_trial")
         }
         assert flags == {**keywords, "store": True}  # off in a program, on at the command line: `_cli/app.py`
-        assert flag_names(FindOptions) == set(keywords)
+        assert {name for name, *_ in flags_in(FindOptions)} == set(keywords)
 
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +179,7 @@ class TestFlags:
             "isolate": True, "timeout_s": 1.5, "resume": "search.json", "store": True, "fresh": True,
             "key": "mine",
         }  # fmt: skip
-        assert set(given) == flag_names(FindOptions)
+        assert set(given) == {name for name, *_ in flags_in(FindOptions)}
         arguments = ["find", "train.py:make"]
         for name, value in given.items():
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"

@@ -27,7 +27,7 @@ from batchfit._cli.target import NO_GPU, TOO_LARGE
 from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._explain.pure.options import ExplainOptions
-from batchfit._options import flag_names
+from batchfit._options import flags_in
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._report.files import Source
 from batchfit._report.sections import charts
@@ -152,10 +152,10 @@ class TestFlags:
 
         flags = {n: p.default for n, p in inspect.signature(app.predict).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.predict_batch_size)
-        assert set(flags) == flag_names(PredictOptions)
+        assert set(flags) == {name for name, *_ in flags_in(PredictOptions)}
         flags = {n: p.default for n, p in inspect.signature(app.explain).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.explain_memory)
-        assert set(flags) == flag_names(ExplainOptions)
+        assert set(flags) == {name for name, *_ in flags_in(ExplainOptions)}
 
     @pytest.mark.parametrize(
         ("name", "given"),

@@ -83,7 +83,7 @@ def _profile_too(device: str, budget: str, output: Path) -> ThroughputProfile:
     from batchfit.results import FitResult
 
     largest = FitResult.from_json(output.read_text(encoding="utf-8")).batch_size
-    with progress_here(steps=0, soak_steps=0) as progress:
+    with progress_here() as progress:
         progress.note(f"\nTiming sizes up to {largest}, for about {PROFILE_S} seconds.")
         profile = profile_throughput(
             small_gpt_training(device),
@@ -93,11 +93,7 @@ def _profile_too(device: str, budget: str, output: Path) -> ThroughputProfile:
             on_point=lambda point: progress.note(point_line(point)),
         )
     sys.stdout.write("\n")
-    show(
-        lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
-        sys.stdout,
-        saved=[],
-    )
+    show(lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True), sys.stdout)
     return profile
 
 
@@ -124,14 +120,12 @@ def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
     else:
         wanted = [PredictOptions(gpu=gpu) for gpu in OTHER_GPUS]
         where = f"for GPUs that are not here ({', '.join(OTHER_GPUS)}), from a trace"
-    with progress_here(steps=0, soak_steps=0) as progress:
+    with progress_here() as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
         found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")
     sys.stdout.write("\n")
     show(
-        lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain),
-        sys.stdout,
-        saved=[],
+        lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain), sys.stdout
     )
     return found.predictions
 

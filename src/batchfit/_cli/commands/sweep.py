@@ -53,7 +53,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         if one is not None and not flags.dry_run:
             check_writable(one, name=name)
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
-        with progress_here(steps=0, soak_steps=0) as progress:
+        with progress_here() as progress:
             progress.doing("loading torch")
             load_torch()
             asked, alone = _asked(file, flags)
