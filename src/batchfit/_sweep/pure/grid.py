@@ -108,7 +108,8 @@ def _of_rows(rows: Sequence[Configuration]) -> list[dict[str, Any]]:
         raise GridError("knobs must hold at least one configuration, not none", "knobs")
     found = []
     for index, row in enumerate(rows):
-        if not isinstance(row, Mapping) or not row:
+        given: object = row
+        if not isinstance(given, Mapping) or not given:
             raise GridError(f"each configuration must map knobs to values, not {row!r:.80}", "knobs", index)
         for name, value in row.items():
             _check_name(name, index)
