@@ -35,6 +35,18 @@ def write_atomically(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
+def why_not_writable(path: Path) -> str:
+    """Why no file can be written there, as far as one can see; empty where one can."""
+    folder = path.resolve().parent
+    if path.is_dir():
+        return "it is a folder"
+    if not folder.is_dir():
+        return f"the folder {str(folder)!r} does not exist"
+    if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
+        return "permission denied"
+    return ""
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Inside, no other search, here or in another process, is inside with the same path."""

@@ -44,8 +44,3 @@ def flags_in(options: type[Any]) -> Iterator[tuple[str, Any, Flag]]:
     for one in fields(options):
         if _KEY in one.metadata:
             yield one.name, one.default, one.metadata[_KEY]
-
-
-def flag_names(options: type[Any]) -> set[str]:
-    """The names of the options that are flags."""
-    return {name for name, _, _ in flags_in(options)}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batchfit.results import (
         FitResult,
         MemoryExplanation,
+        Moment,
         Prediction,
         ThroughputPoint,
         ThroughputProfile,
@@ -378,21 +379,14 @@ def _budget_lines(memory: Memory) -> list[int]:
     return sorted({budget for budget in found if budget > 0})
 
 
-def _thinned(explanation: MemoryExplanation) -> list[_Moment]:
+def _thinned(explanation: MemoryExplanation) -> list[Moment]:
     """The moments, at most some hundred: of neighbours the one in which the most is live."""
-    moments = [_Moment(m.at, m.phase, dict(m.kinds)) for m in explanation.timeline]
+    moments = explanation.timeline
     every = max(1, -(-len(moments) // _COLUMNS))
     return [
         max(moments[n : n + every], key=lambda moment: sum(moment.kinds.values()))
         for n in range(0, len(moments), every)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    at: int
-    phase: str
-    kinds: dict[str, int]
 
 
 def _most(kinds: dict[str, int]) -> str:

@@ -7,6 +7,7 @@ left out. Nothing is printed here: lines go to `print` without roles, and to a t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from batchfit._charts.memory_page import WIDTH, fact
@@ -92,48 +93,55 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
+# The columns of `point_cells`, and those that a narrow terminal can do without, the first first.
+POINT_COLUMNS = ("time/step", "+-", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
+_DISPENSABLE = ("of peak", "FLOP/s", "tokens/s")
+
+
+def point_cells(point: ThroughputPoint, *, unsteady: str) -> tuple[str, ...]:
+    """What a table says of a point besides its size; `-` where there is no reading."""
+
+    def cell(value: float | None, shown: Callable[[float], str]) -> str:
+        return "-" if value is None else shown(value)
+
+    return (
+        format_seconds(point.step_s),
+        f"{point.spread:.1%}{'' if point.steady else unsteady}",
+        format_rate(point.samples_per_s),
+        cell(point.tokens_per_s, format_rate),
+        cell(point.gain, "x{:.2f}".format),
+        "-" if point.peak_bytes is None else format_bytes(point.peak_bytes),
+        cell(point.flops_per_s, format_rate),
+        cell(point.flops_share, "{:.0%}".format),
+    )
+
+
 def _table(profile: ThroughputProfile, width: int) -> list[Line]:
-    tokens = any(point.tokens_per_s is not None for point in profile.points)
-    flops = any(point.flops_per_s is not None for point in profile.points)
-    share = any(point.flops_share is not None for point in profile.points)
-    names = ["", "size", "time/step", "+-", "samples/s"]
-    names += ["tokens/s"] * tokens + ["gain", "peak"] + ["FLOP/s"] * flops + ["of peak"] * share
+    rows = [
+        {
+            "": ">" if point.size == profile.recommended else "",
+            "size": str(point.size),
+            **dict(zip(POINT_COLUMNS, point_cells(point, unsteady="?"), strict=True)),
+        }
+        for point in profile.points
+    ]
+    widths = {
+        name: max([len(name), *(len(row[name]) for row in rows)])
+        for name in ("", "size", *POINT_COLUMNS)
+        if name not in _DISPENSABLE or any(row[name] != "-" for row in rows)
+    }
+    for name in _DISPENSABLE:
+        if name in widths and sum(widths.values()) + len(widths) - 1 > width:
+            del widths[name]
+    gap = 2 if sum(widths.values()) + 2 * len(widths) <= width else 1
 
-    def row(point: ThroughputPoint) -> list[str]:
-        cells = [
-            ">" if point.size == profile.recommended else "",
-            str(point.size),
-            format_seconds(point.step_s),
-            f"{point.spread:.1%}" + ("" if point.steady else "?"),
-            format_rate(point.samples_per_s),
-        ]
-        if tokens:
-            cells.append("-" if point.tokens_per_s is None else format_rate(point.tokens_per_s))
-        cells.append("-" if point.gain is None else f"x{point.gain:.2f}")
-        cells.append("-" if point.peak_bytes is None else format_bytes(point.peak_bytes))
-        if flops:
-            cells.append("-" if point.flops_per_s is None else format_rate(point.flops_per_s))
-        if share:
-            cells.append("-" if point.flops_share is None else f"{point.flops_share:.0%}")
-        return cells
+    def line(cells: Mapping[str, str]) -> str:
+        return (" " * gap).join(cells[name].rjust(size) for name, size in widths.items())
 
-    columns = list(zip(names, *map(row, profile.points), strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    for name in ("of peak", "FLOP/s", "tokens/s"):  # what a narrow terminal can do without
-        if name in names and sum(widths) + len(widths) - 1 > width:
-            at = names.index(name)
-            del names[at], columns[at], widths[at]
-    rows = [[column[number] for column in columns] for number in range(1, len(profile.points) + 1)]
-    gap = 2 if sum(widths) + 2 * len(widths) <= width else 1
-
-    def line(cells: list[str]) -> str:
-        return (" " * gap).join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
-
-    drawn: list[Line] = [[(line(names), "head")]]
-    for point, cells in zip(profile.points, rows, strict=True):
-        drawn.append([(line(cells), "strong" if point.size == profile.recommended else "")])
+    drawn: list[Line] = [[(line({name: name for name in widths}), "head")]]
+    drawn += [[(line(row), "strong" if row[""] else "")] for row in rows]
     drawn += [
-        [(f"{' ' * (widths[0] + gap)}{size:>{widths[1]}}{' ' * gap}ran out of memory", "dim")]
+        [(f"{' ' * (widths[''] + gap)}{size:>{widths['size']}}{' ' * gap}ran out of memory", "dim")]
         for size in profile.too_large
     ]
     return drawn

@@ -17,7 +17,6 @@ import typer
 import batchfit
 from batchfit._cli.commands.schedule_flags import schedule_app
 from batchfit._cli.commands.sweep_flags import SweepFlags
-from batchfit._cli.ending import end, show_help
 from batchfit._cli.flags import (
     OUTPUT,
     Command,
@@ -27,12 +26,14 @@ from batchfit._cli.flags import (
     Target,
     TargetCommand,
     WholeTracebacks,
+    end,
     flags_of,
     json_flag,
     listed,
     listed_sizes,
     plot_flag,
     script_arguments,
+    show_help,
 )
 from batchfit._cli.help_texts import (
     DEMO_HELP,
@@ -94,20 +95,13 @@ def find(
     traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.commands.find import find_target
+    from batchfit._cli.traced import Delivery, TargetCall
 
     source = context.get_parameter_source("store")
     asked = flags["store"] and source is not None and source.name == "COMMANDLINE"
-    end(
-        lambda: find_target(
-            target,
-            flags,
-            as_json=json,
-            output=output,
-            full_traceback=traceback,
-            store_asked=asked,
-            arguments=script_arguments(context),
-        )
-    )
+    delivery = Delivery(as_json=json, output=output)
+    call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
+    end(lambda: find_target(call, store_asked=asked))
 
 
 def _list_gpus(wanted: bool) -> None:
@@ -144,16 +138,12 @@ def predict(
     ] = False,
 ) -> None:
     from batchfit._cli.commands.predict import predict_target
-    from batchfit._cli.traced import Delivery
+    from batchfit._cli.traced import Delivery, TargetCall
 
     given = {**flags, "budget": listed(flags["budget"]), "gpu": listed(flags["gpu"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    arguments = script_arguments(context)
-    end(
-        lambda: predict_target(
-            target, given, delivery=delivery, full_traceback=traceback, arguments=arguments
-        )
-    )
+    call = TargetCall(target, given, delivery, traceback, script_arguments(context))
+    end(lambda: predict_target(call))
 
 
 @app.command(cls=TargetCommand, help=EXPLAIN_HELP)
@@ -168,15 +158,11 @@ def explain(
     traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.commands.explain import explain_target
-    from batchfit._cli.traced import Delivery
+    from batchfit._cli.traced import Delivery, TargetCall
 
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    arguments = script_arguments(context)
-    end(
-        lambda: explain_target(
-            target, flags, delivery=delivery, full_traceback=traceback, arguments=arguments
-        )
-    )
+    call = TargetCall(target, flags, delivery, traceback, script_arguments(context))
+    end(lambda: explain_target(call))
 
 
 @app.command(cls=TargetCommand, help=PROFILE_HELP)
@@ -191,16 +177,12 @@ def profile(
     traceback: WholeTracebacks = False,
 ) -> None:
     from batchfit._cli.commands.profile import profile_target
-    from batchfit._cli.traced import Delivery
+    from batchfit._cli.traced import Delivery, TargetCall
 
     given = {**flags, "sizes": listed_sizes(flags["sizes"])}
     delivery = Delivery(as_json=json, output=output, plot=plot)
-    arguments = script_arguments(context)
-    end(
-        lambda: profile_target(
-            target, given, delivery=delivery, full_traceback=traceback, arguments=arguments
-        )
-    )
+    call = TargetCall(target, given, delivery, traceback, script_arguments(context))
+    end(lambda: profile_target(call))
 
 
 @app.command(cls=Command, help=SWEEP_HELP)

@@ -66,6 +66,22 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised in the main thread where Ctrl-C would be."""
 
 
+def interrupt_code(stop: KeyboardInterrupt) -> Code:
+    """The code of a command that an interrupt has ended."""
+    return Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+
+
+@contextmanager
+def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    """Inside, `handler` gets these signals."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action if action is not None else signal.SIG_DFL)
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Inside, a SIGTERM raises `Terminated`; in a forked child it kills as it always did."""
@@ -78,38 +94,28 @@ def sigterm_interrupts() -> Iterator[None]:
             return
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
+    with _handled(on_sigterm, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM are ignored: for the moment in which a result is being saved."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, action in before.items():
-            signal.signal(number, action if action is not None else signal.SIG_DFL)
 
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM wait for the end: for the import of torch, which half done cannot go on."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
     came: list[tuple[int, FrameType | None]] = []
-    before = {number: signal.signal(number, lambda *one: came.append(one)) for number in numbers}
     try:
-        yield
+        with _handled(lambda *one: came.append(one), signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for number, action in before.items():
-            signal.signal(number, action if action is not None else signal.SIG_DFL)
         if came:
             first, frame = came[0]
-            handler = before[signal.Signals(first)]
+            handler = signal.getsignal(first)
             if callable(handler):
                 handler(first, frame)
             elif handler != signal.SIG_IGN:

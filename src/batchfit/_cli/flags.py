@@ -1,11 +1,13 @@
-"""Flags that several commands have, and flags made from options values.
+"""Flags that several commands have, flags made from options values, and what every command does at its end.
 
 Rules: as in `_cli/app.py`: typer and nothing else at import time, since every `batchfit --help` pays for it.
+A command ends with one exit code; why it failed is said on stderr, once.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from batchfit._cli.exits import Code, CommandFailed
 from batchfit._options import Flag, flags_in
 
 OUTPUT = "Output"
@@ -106,6 +109,28 @@ def plot_flag(what: str) -> Any:
     """`--plot FILE`, which draws that."""
     help_text = f"Draw {what} into FILE.png or FILE.svg (needs matplotlib)."
     return typer.Option(metavar="FILE", rich_help_panel=OUTPUT, show_default=False, help=help_text)
+
+
+def end(command: Callable[[], Code]) -> None:
+    """Run a command and exit with its code; say on stderr why it failed, if it did."""
+    from batchfit._cli.output import complain
+
+    try:
+        code = command()
+    except CommandFailed as failed:
+        complain(failed)
+        code = failed.code
+    except KeyboardInterrupt:
+        code = Code.INTERRUPTED  # where nothing was found yet that could be saved
+    sys.stdout.flush()
+    raise typer.Exit(int(code))
+
+
+def show_help(context: typer.Context, wanted: bool) -> None:
+    """What `--help` does."""
+    if wanted:
+        typer.echo(context.get_help())
+        raise typer.Exit()
 
 
 def flags_of(options: type[Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

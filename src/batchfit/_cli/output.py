@@ -1,4 +1,4 @@
-"""Where results go: stdout, and a file.
+"""Results to stdout and to files, and the reason of a failure to stderr.
 
 Rules: with `--json` nothing but the JSON reaches stdout, whatever the user's code or a child process
 prints; a file is there whole or not at all; a path that cannot be written is refused before any work.
@@ -17,9 +17,7 @@ from typing import TextIO
 
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import is_terminal, speaks
-from batchfit._files import write_atomically
-
-__all__ = ["check_writable", "complain", "stdout_for_results", "write_atomically"]
+from batchfit._files import why_not_writable
 
 
 @contextmanager
@@ -50,19 +48,17 @@ def check_writable(path: Path, *, name: str = "output", make_folder: bool = Fals
 
     if str(path) == "-":
         raise refuse("use --json to have the result on stdout")
-    if path.is_dir():
-        raise refuse("it is a folder")
-    folder = path.resolve().parent
-    if make_folder:
+    if make_folder and not path.is_dir():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.resolve().parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise refuse(f"{error}; --{name} names another") from None
-    if not folder.is_dir():
-        raise refuse(f"the folder {str(folder)!r} does not exist")
-    if not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
+    why = why_not_writable(path)
+    if why == "permission denied" and name != "FILE":
         # Most often a default in a current folder that is read-only.
-        raise refuse("permission denied" if name == "FILE" else f"permission denied; --{name} names another")
+        raise refuse(f"{why}; --{name} names another")
+    if why:
+        raise refuse(why)
 
 
 def complain(failed: CommandFailed) -> None:

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 import batchfit
@@ -22,7 +21,7 @@ from batchfit._engine.trial.pure.soak import SOAK_STEPS
 from batchfit._units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     from batchfit.results import Trial
@@ -34,25 +33,34 @@ class Notes(Protocol):
     def note(self, line: str) -> None: ...
 
 
-class ProgressDisplay(Protocol):
-    """Shows the events that it is given."""
+class ProgressDisplay:
+    """Shows the events that it is given; this one says nothing (ranks other than 0)."""
 
-    draws_rows: bool  # the trials stand on the terminal as a table: no need to print it again
+    draws_rows = False  # the trials stand on the terminal as a table: no need to print it again
 
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def doing(self, what: str) -> None: ...  # between trials: "loading train.py:make"
-    def note(self, line: str) -> None: ...  # a line that stays
-    def step(self, size: int, number: int) -> None: ...  # step `number` of a trial begins
-    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None: ...  # trial `number` ended
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Nothing is shown any more."""
+
+    def doing(self, what: str) -> None:
+        """Between trials: `loading train.py:make`."""
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+
+    def step(self, size: int, number: int) -> None:
+        """Step `number` of a trial begins."""
+
+    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None:
+        """Trial `number` ended."""
 
 
-def progress_here(*, soak_steps: int | None, steps: int) -> ProgressDisplay:
+def progress_here(*, steps: int = 0, soak_steps: int | None = 0) -> ProgressDisplay:
     """The progress that suits this process's stderr."""
     if not speaks():
-        return NoProgress()
+        return ProgressDisplay()
     if is_terminal(sys.stderr):
         return Live(steps=steps, soak_steps=soak_steps)
     return TrialLines()
@@ -74,7 +82,7 @@ def own_warnings_as_notes(progress: Notes) -> Iterator[None]:
     package = os.path.dirname(batchfit.__file__)
 
     with warnings.catch_warnings():
-        as_ever = warnings.showwarning
+        before = warnings.showwarning
 
         def show(
             message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any
@@ -82,7 +90,7 @@ def own_warnings_as_notes(progress: Notes) -> Iterator[None]:
             if filename.startswith(package + os.sep):
                 progress.note(f"warning: {message}")
             else:
-                as_ever(message, category, filename, *rest, **more)
+                before(message, category, filename, *rest, **more)
 
         warnings.showwarning = show
         yield
@@ -93,33 +101,7 @@ def pass_on(text: str, is_error: bool) -> None:
     (sys.stderr if is_error else sys.stdout).write(text)
 
 
-class NoProgress:
-    """Says nothing (ranks other than 0)."""
-
-    draws_rows = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def doing(self, what: str) -> None:
-        return None
-
-    def note(self, line: str) -> None:
-        return None
-
-    def step(self, size: int, number: int) -> None:
-        return None
-
-    def trial(self, number: int, trial: Trial, budget_bytes: int) -> None:
-        return None
-
-
-class TrialLines(NoProgress):
+class TrialLines(ProgressDisplay):
     """One plain line for each trial, for logs and pipes."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -156,47 +138,58 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PATIENCE_S = 0.12  # between two pictures: the drawing thread shares the interpreter with the steps
 
 
-class Live:
+class Picture:
+    """What is redrawn at the bottom of a terminal, below the lines that stay; a context."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
+
+        self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def __enter__(self) -> Self:
+        from rich.live import Live as RichLive
+
+        self._live = RichLive(
+            console=self._console,
+            get_renderable=self.picture,
+            refresh_per_second=1 / _PATIENCE_S,
+            transient=True,
+            # Where stdout is no terminal, what the user's code prints there belongs to whoever reads it.
+            redirect_stdout=os.isatty(1),
+        )
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        from rich.text import Text
+
+        self._console.print(Text(line, style="dim"))
+
+    def picture(self) -> RenderableType:
+        """What stands there now."""
+        raise NotImplementedError
+
+
+class Live(Picture, ProgressDisplay):
     """Rows on a terminal, and a line below them with what runs now."""
 
     draws_rows = True
 
     def __init__(self, *, steps: int, soak_steps: int | None, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.live import Live as RichLive
-
-        self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+        super().__init__(console)
         self._steps = steps
         self._soak_steps = max(SOAK_STEPS, steps) if soak_steps is None else soak_steps
         self._ascii = self._console.options.ascii_only
         self._columns, self.bar_width = _layout(self._console.width)
         self._what, self._since = "starting", time.monotonic()
         self._size, self._number, self._heading = 0, 0, False
-        self._live = RichLive(
-            console=self._console,
-            get_renderable=self.now,
-            refresh_per_second=1 / _PATIENCE_S,
-            transient=True,
-            # Where stdout is no terminal, what the user's code prints there belongs to whoever reads it.
-            redirect_stdout=os.isatty(1) or _same_file(1, 2),
-        )
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
 
     def doing(self, what: str) -> None:
         self._what, self._size, self._since = what, 0, time.monotonic()
-
-    def note(self, line: str) -> None:
-        from rich.text import Text
-
-        self._console.print(Text(line, style="dim"))
 
     def step(self, size: int, number: int) -> None:
         if size != self._size or number == 1:
@@ -254,7 +247,7 @@ class Live:
         used = "█" * full + (_EIGHTHS[part] if part else "")
         return used, "·" * (self.bar_width - len(used))
 
-    def now(self) -> Text:
+    def picture(self) -> Text:
         from rich.text import Text
 
         # Read once: the steps run in another thread than this.
@@ -291,10 +284,3 @@ def _colour(trial: Trial) -> str:
     if not trial.fits:
         return "red"
     return "yellow" if trial.settled_retries else "green"
-
-
-def _same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:
-        return False

@@ -1,4 +1,4 @@
-"""Looks on while a search runs: which step is running, what has ended, whose error it was.
+"""Follows a search for the command line: the step that runs, the trials so far, what an interrupt leaves.
 
 Rules: a watched workload behaves as the one it wraps, state and all; a trial is kept before anything is
 drawn, so an interrupt loses none; no exception and no result of a step is held.

@@ -1,4 +1,4 @@
-"""The target that a command is given: loaded once, and named in whatever its code raises.
+"""The target of a command (`train.py:make`): loaded once, and named in the errors of its code.
 
 Rules: what is wrong with the name is said before torch is loaded. An error of the user's code is shown with
 the line it comes from; frames of libraries are left out unless they are asked for.

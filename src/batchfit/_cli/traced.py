@@ -1,4 +1,4 @@
-"""What `predict` and `explain` share: a target that is loaded and traced, and an answer that is delivered.
+"""What `predict`, `explain` and `profile` share: a target that is loaded, and an answer that is delivered.
 
 Rules: whatever goes wrong is said once, with the exit code that a script can act on. What is wrong with the
 flags or the target's name is said before torch is loaded. Where a target cannot be built here, the error says
@@ -8,23 +8,33 @@ how it can be. An error that is neither the user's nor about an argument is ours
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from batchfit import errors
 from batchfit._charts.text import Line, as_text
-from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
-from batchfit._cli.output import check_writable, stdout_for_results, write_atomically
+from batchfit._cli.exits import (
+    Code,
+    CommandFailed,
+    interrupt_code,
+    load_torch,
+    sigterm_interrupts,
+    uninterrupted,
+)
+from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import ProgressDisplay, is_terminal, own_warnings_as_notes, progress_here, speaks
 from batchfit._cli.target import Given
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of
+from batchfit._files import write_atomically
 
 if TYPE_CHECKING:
     from batchfit.workload import Workload
 
+Options = TypeVar("Options")
 # Roles of `batchfit._charts.text` as rich styles; a role that is missing has none.
 STYLES = {
     "strong": "bold",
@@ -62,6 +72,21 @@ class Delivery:
             check_plot(self.plot)
 
 
+@dataclass(frozen=True, slots=True)
+class TargetCall:
+    """What was typed: a target, the command's flags, where the answer goes, the target's own arguments."""
+
+    target: str
+    flags: Mapping[str, Any]
+    delivery: Delivery = field(default_factory=Delivery)
+    full_traceback: bool = False
+    arguments: tuple[str, ...] = ()
+
+    def given(self) -> Given:
+        """The target, parsed; nothing is loaded."""
+        return Given.parse(self.target, self.arguments, full_traceback=self.full_traceback)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedAnswer:
     """An answer, ready to go out: as JSON, as lines for a given width, and as a picture."""
@@ -72,34 +97,37 @@ class RenderedAnswer:
     code: Code = Code.FOUND
 
 
-def run_traced(
-    text: str,
-    work: Callable[[Workload, ProgressDisplay], RenderedAnswer],
-    *,
-    command: str,
-    flags: Iterable[str],
-    delivery: Delivery,
-    full_traceback: bool,
-    arguments: Sequence[str] = (),
-) -> Code:
+Work = Callable[["Workload", ProgressDisplay], RenderedAnswer]
+
+
+def run_traced(call: TargetCall, work: Work, *, command: str) -> Code:
     """Load the target, let `work` answer, and deliver: how it ended."""
-    given = Given.parse(text, arguments, full_traceback=full_traceback)
-    with stdout_for_results(alone=delivery.as_json) as stdout:
-        progress = progress_here(steps=0, soak_steps=0)
+    call.delivery.check()
+    given = call.given()
+    with stdout_for_results(alone=call.delivery.as_json) as stdout:
+        progress = progress_here()
         try:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 progress.doing("loading torch")
                 load_torch()
-                progress.doing(f"loading {text}")
+                progress.doing(f"loading {call.target}")
                 workload = given.load(advise=True)
-                answer = _answered(work, workload, progress, given, command=command, flags=flags)
+                with _explained(call, given, command):
+                    answer = work(workload, progress)
         except KeyboardInterrupt as stop:
-            code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
-            raise CommandFailed(code, "interrupted before there was an answer") from None
+            raise CommandFailed(interrupt_code(stop), "interrupted before there was an answer") from None
         if speaks():
             with uninterrupted():
-                deliver(answer, stdout, delivery)
+                deliver(answer, stdout, call.delivery)
     return answer.code
+
+
+def checked_options(kind: type[Options], call: TargetCall, command: str) -> Options:
+    """The options that the flags say; wrong ones are refused before torch is loaded."""
+    try:
+        return kind(**call.flags)
+    except (ValueError, TypeError) as error:
+        raise wrong_flag(error, command) from None
 
 
 def wrong_flag(error: Exception, command: str) -> CommandFailed:
@@ -112,17 +140,11 @@ def wrong_flag(error: Exception, command: str) -> CommandFailed:
     return CommandFailed(Code.USAGE, f"{error} (batchfit {where})")
 
 
-def _answered(
-    work: Callable[[Workload, ProgressDisplay], RenderedAnswer],
-    workload: Workload,
-    progress: ProgressDisplay,
-    given: Given,
-    *,
-    command: str,
-    flags: Iterable[str],
-) -> RenderedAnswer:
+@contextmanager
+def _explained(call: TargetCall, given: Given, command: str) -> Iterator[None]:
+    """Inside, an error ends the command with its exit code; one of batchfit's own comes out as it is."""
     try:
-        return work(workload, progress)
+        yield
     except errors.UntraceableError as error:
         cause = error.__cause__ or error
         full = given.full_traceback
@@ -139,7 +161,7 @@ def _answered(
         if isinstance(error, SystemExit) or failure.raised_by_step(error):
             raise given.raised(error, advise=True) from None
         # Every argument that is refused is named first: "budget must be positive, not 0".
-        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in set(flags):
+        if isinstance(error, ValueError | TypeError) and str(error).partition(" must ")[0] in call.flags:
             raise wrong_flag(error, command) from None
         raise
 
@@ -166,7 +188,7 @@ def deliver(answer: RenderedAnswer, stdout: TextIO, delivery: Delivery) -> None:
         raise CommandFailed(Code.BROKEN, f"the result could not be saved to {'; '.join(lost)}")
 
 
-def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: list[str]) -> None:
+def show(lines: Callable[[int, bool], list[Line]], stream: TextIO, *, saved: Sequence[str] = ()) -> None:
     """Write lines to a stream: as wide as its terminal and in colour, or 80 columns of plain text."""
     ends: list[Line] = [[(f"  {'saved':<11}", "dim"), (", ".join(saved), "")]] if saved else []
     if not is_terminal(stream):

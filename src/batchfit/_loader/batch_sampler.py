@@ -1,4 +1,4 @@
-"""What DataLoader reads as its batch sampler: batches made one by one, when a worker is to begin with them.
+"""The batch sampler that DataLoader gets: each batch is made when a worker is to begin with it.
 
 Rules
 - The size is asked for when a batch is made: a schedule is always followed, and a worker never collates a
@@ -251,7 +251,7 @@ class Dealer(Iterator[Any]):
             )
 
     def arrive(self, serial: int, data: Any) -> tuple[Any, ...]:
-        """What goes to the user: one batch, or nothing where it is void."""
+        """What goes to the user: one batch, or nothing where it is discarded."""
         ledger = self.ledger.arrived(serial)
         if ledger.is_discarded(serial):
             self.ledger = ledger.throw_away()

@@ -1,4 +1,4 @@
-"""What a loader can deal out: refused or said before training, with what to do instead.
+"""Checks of a loader's arguments: what would hang or be silently wrong is refused, with what to do instead.
 
 Rules
 - A rank without a sample would hang DDP: that is an error now, or a warning now and an error when it comes.

@@ -4,7 +4,7 @@ Rules
 - torch's DataLoader runs this in its own workers through its public parts only: a dataset with `__getitems__`
   that takes what our batch sampler yields. Collating is the user's function, on samples as the dataset gave
   them, and `get_worker_info().dataset` is the user's dataset.
-- Work on a batch that was made void meanwhile is not begun, and not ended: a number that all workers see says
+- Work on a batch that was discarded meanwhile is not begun, and not ended: a number that all workers see says
   which ones are. It is read about once in a millisecond, not once a sample.
 - A stream keeps the samples of a batch until the loader says that the batch was handed to the user: so they
   can be batched again, in another size.
@@ -149,7 +149,7 @@ class StreamFetch:
         self._places = places  # where to begin in that run; other runs begin at the beginning
         self._placed_run = run
         self._run = -1
-        self._seen_void = 0
+        self._seen_discarded = 0
         self._tape: Tape[Any] = Tape(iter(()))
 
     def __getitems__(self, task: StreamTask) -> Arrived:
@@ -163,10 +163,10 @@ class StreamFetch:
         if task.run != self._run:
             self._begin(task, worker)
         tape = self._tape
-        if task.discarded_below > self._seen_void:
-            # What was read for void batches comes again, in batches of the new size.
+        if task.discarded_below > self._seen_discarded:
+            # What was read for discarded batches comes again, in batches of the new size.
             tape.rewind(task.handed[worker])
-            self._seen_void = task.discarded_below
+            self._seen_discarded = task.discarded_below
         tape.forget(task.handed[worker])
         ready = 0
         while ready < task.wanted and not tape.ended:
@@ -190,7 +190,7 @@ class StreamFetch:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(task.epoch)
         self._tape = open_stream(self.dataset, place)
-        self._run, self._seen_void = task.run, task.discarded_below
+        self._run, self._seen_discarded = task.run, task.discarded_below
 
 
 def open_stream(dataset: Iterable[Any], place: SampleLocation) -> Tape[Any]:

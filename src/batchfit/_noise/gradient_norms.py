@@ -1,4 +1,4 @@
-"""Norms of gradients that stay on the device, and numbers that are read later without waiting for it.
+"""Norms of gradients on the device, and their values on the host without a CUDA synchronization.
 
 Rules
 - Nothing here makes the host wait while training runs: a norm is a tensor; its value travels to pinned host

@@ -51,9 +51,8 @@ class Bench:
     ) -> None:
         self.work, self.device, self.ranks = work, device, ranks
         self.budget_bytes, self.deadline_s = budget_bytes, deadline_s
-        self.own_s: dict[
-            int, float
-        ] = {}  # this rank's step time by size, before the slowest one's replaces it
+        # This rank's step time by size, before the slowest one's replaces it.
+        self.own_s: dict[int, float] = {}
         self.seen: dict[int, InputsSeen] = {}
         self.flops_per_sample: float | None = None  # where they were counted
         self.model = work.model

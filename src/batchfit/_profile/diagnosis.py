@@ -59,11 +59,7 @@ def diagnosed(found: Diagnosis, points: Sequence[ThroughputPoint], *, may_step: 
     facts = _measured(found, next(one for one in points if one.size == size))
     if may_step:
         facts = _read(found, facts)
-    bottlenecks = tuple(
-        Bottleneck(kind=one.kind, share=one.share, evidence=one.evidence, advice=one.advice, size=one.size)
-        for one in diagnose(facts)
-    )
-    return Diagnosed(bottlenecks, tuple(_left_out(found, facts, may_step=may_step)))
+    return Diagnosed(diagnose(facts), tuple(_left_out(found, facts, may_step=may_step)))
 
 
 def _left_out(found: Diagnosis, facts: Facts, *, may_step: bool) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """What a profile says in words: why this size, how a larger batch is accumulated, what to know of the times.
 
-Rules: each sentence holds the figures that it rests on. That a batch does not fit is said only where that
+Rules: each sentence holds its figures. That a batch does not fit is said only where that
 size, or a smaller one, had an OOM: sizes that the caller did not ask for are not known, and the
 sentence says so. Nothing is measured here.
 """
@@ -23,10 +23,8 @@ from batchfit._profile.timing import TimedRun
 from batchfit.results import Accumulation, ThroughputPoint
 
 _SIZES_MANY = 8  # torch.compile gives up on a function after that many versions of it
-_FAR, _SAME = (
-    64,
-    1.1,
-)  # times the smallest size, and times its time: a step that takes no more ignores its size
+# Times the smallest size, and times its time: a step that takes no more ignores its size.
+_SIZE_RATIO, _SAME_TIME_RATIO = 64, 1.1
 
 
 @final
@@ -148,4 +146,4 @@ def notes(
 
 def _ignores_its_size(one: ThroughputPoint, last: ThroughputPoint) -> bool:
     same_memory = one.peak_bytes is not None and one.peak_bytes == last.peak_bytes
-    return same_memory and last.size >= _FAR * one.size and last.step_s < _SAME * one.step_s
+    return same_memory and last.size >= _SIZE_RATIO * one.size and last.step_s < _SAME_TIME_RATIO * one.step_s

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from batchfit._documents import parse_json
 from batchfit.errors import ResultFileError
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
-from batchfit.results._sweep import SweepResult
+from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
 
 LARGEST_FILE_BYTES = 64 * 2**20
 

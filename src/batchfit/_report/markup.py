@@ -1,4 +1,4 @@
-"""Parts of the page: figures with their switches and tables, lists, facts.
+"""Parts of the report's page as HTML: figures with their switches and tables, lists, facts.
 
 Rules: every text that comes in is escaped here; there are no style attributes and no scripts in what goes
 out, so the page's policy can forbid both. A figure stands with JavaScript off: its table is a `<details>`.
@@ -7,7 +7,7 @@ out, so the page's policy can forbid both. A figure stands with JavaScript off: 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchfit._charts.svg import Chart, draw, escaped, key
 
@@ -23,6 +23,17 @@ class HtmlTable:
     rows: tuple[tuple[str, ...], ...]
     words: Collection[str] = ()
     chosen: Collection[int] = ()
+
+    def without_empty(self, *kept: str) -> HtmlTable:
+        """The table without columns in which no row has anything; `kept` stay."""
+        keep = [
+            n for n, name in enumerate(self.columns) if name in kept or any(r[n] != "-" for r in self.rows)
+        ]
+        return replace(
+            self,
+            columns=tuple(self.columns[n] for n in keep),
+            rows=tuple(tuple(row[n] for n in keep) for row in self.rows),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The page: head, policy, verdict, sections.
+"""The report's HTML page: head, content policy, verdict, sections.
 
 Rules: one file that needs nothing else, not even JavaScript; its policy lets no request out and runs no
 script but ours, which it knows by its hash, so that a text that was not escaped could still do nothing. The

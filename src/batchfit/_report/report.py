@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchfit._files import write_atomically
+from batchfit._files import why_not_writable, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,20 +44,12 @@ def checked_path(path: str | Path) -> Path:
     """The path of a file that can be written, as far as one can tell."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be the path of a file, not {path!r}")
-    why = ""
     try:
         where = Path(path)
-        folder = where.resolve().parent
-        where.exists()
+        why = why_not_writable(where)
     except (OSError, ValueError) as error:  # a name that is too long, or has a null byte
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"path must be a file that can be written, not {path!r:.80}: {reason}") from None
-    if where.is_dir():
-        why = "it is a folder"
-    elif not folder.is_dir():
-        why = f"the folder {str(folder)!r} does not exist"
-    elif not os.access(where if where.exists() and not where.is_file() else folder, os.W_OK):
-        why = "permission denied"
     if why:
         raise ValueError(f"path must be a file that can be written, not {str(path)!r}: {why}")
     return where

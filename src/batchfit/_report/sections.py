@@ -1,12 +1,12 @@
 """What the report says about each kind of result.
 
 Rules: a section has a figure where a figure says more than a table, and always the numbers; what was not seen
-or not steady stands beside what was. A kind that is new gets a function here and a line in `read.KINDS`.
+or not steady stands beside what was. A kind that is new gets a function here and a line in `files.KINDS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TypeVar
@@ -21,7 +21,7 @@ from batchfit._charts.figures import (
 )
 from batchfit._charts.memory_page import operation_name
 from batchfit._charts.svg import Chart, escaped
-from batchfit._charts.throughput_page import format_rate, format_seconds
+from batchfit._charts.throughput_page import POINT_COLUMNS, point_cells
 from batchfit._report.files import NothingFits, SchedulePlan, Source
 from batchfit._report.markup import HtmlTable, bars, card, figure, table_of
 from batchfit._report.schedule import has_rates, rate_chart, schedule_sections, size_chart
@@ -34,10 +34,10 @@ from batchfit.results import (
     MemoryExplanation,
     Prediction,
     Result,
+    SweepResult,
     ThroughputProfile,
     trial_row,
 )
-from batchfit.results._sweep import SweepResult
 
 _MOST_HOLDERS = 8
 OneResult = TypeVar("OneResult", bound=Result)
@@ -49,35 +49,29 @@ def sections(sources: Sequence[Source]) -> str:
     profiles = _named(sources, ThroughputProfile)
     explanations = _named(sources, MemoryExplanation)
     predictions = _named(sources, Prediction)
-    plans = _named(sources, SchedulePlan)
-    sweeps = _named(sources, SweepResult)
     nothing = [source.result for source in sources if isinstance(source.result, NothingFits)]
     memory = Memory(tuple(fits), tuple(predictions), tuple(profiles), tuple(explanations))
     return "".join(
         [
-            *(
-                part
-                for number, (name, one) in enumerate(sweeps)
-                for part in sweep_sections(name, one, number)
-            ),
+            *_each(sweep_sections, _named(sources, SweepResult)),
             *_throughput(profiles),
             *_memory(memory),
             *(f'<p class="warn">{escaped(one.message or one.card)}</p>' for one in nothing),
-            *(part for number, (name, fit) in enumerate(fits) for part in _search(name, fit, number)),
-            *(
-                part
-                for number, (name, one) in enumerate(explanations)
-                for part in _explained(name, one, number)
-            ),
-            *(
-                part
-                for number, (name, plan) in enumerate(plans)
-                for part in schedule_sections(name, plan, number)
-            ),
+            *_each(_search, fits),
+            *_each(_explained, explanations),
+            *_each(schedule_sections, _named(sources, SchedulePlan)),
             _unseen(memory),
             _environment(sources),
         ]
     )
+
+
+def _each(
+    section: Callable[[str, OneResult, int], Iterator[str]], named: Sequence[tuple[str, OneResult]]
+) -> Iterator[str]:
+    """The sections of results of one kind, each with its name and number."""
+    for number, (name, result) in enumerate(named):
+        yield from section(name, result, number)
 
 
 def charts(sources: Sequence[Source]) -> list[Chart]:
@@ -140,30 +134,15 @@ def _throughput(profiles: Sequence[tuple[str, ThroughputProfile]]) -> Iterator[s
 
 
 def _profile_table(profiles: Sequence[tuple[str, ThroughputProfile]]) -> HtmlTable:
-    columns = ("size", "time/step", "±", "samples/s", "tokens/s", "gain", "peak", "FLOP/s", "of peak")
+    columns = ("size", *(name.replace("+-", "±") for name in POINT_COLUMNS))
     rows: list[tuple[str, ...]] = []
     chosen: list[int] = []
     for name, one in profiles:
         for p in one.points:
             if p.size == one.recommended:
                 chosen.append(len(rows))
-            rows.append(
-                (
-                    f"{name}{p.size:,}",
-                    format_seconds(p.step_s),
-                    f"{p.spread:.1%}{'' if p.steady else ' (not steady)'}",
-                    format_rate(p.samples_per_s),
-                    "-" if p.tokens_per_s is None else format_rate(p.tokens_per_s),
-                    "-" if p.gain is None else f"x{p.gain:.2f}",
-                    "-" if p.peak_bytes is None else format_bytes(p.peak_bytes),
-                    "-" if p.flops_per_s is None else format_rate(p.flops_per_s),
-                    "-" if p.flops_share is None else f"{p.flops_share:.0%}",
-                )
-            )
-    keep = [n for n in range(len(columns)) if n < 4 or any(row[n] != "-" for row in rows)]
-    return HtmlTable(
-        tuple(columns[n] for n in keep), tuple(tuple(row[n] for n in keep) for row in rows), chosen=chosen
-    )
+            rows.append((f"{name}{p.size:,}", *point_cells(p, unsteady=" (not steady)")))
+    return HtmlTable(columns, tuple(rows), chosen=chosen).without_empty(*columns[:4])
 
 
 def _memory(memory: Memory) -> Iterator[str]:
@@ -340,10 +319,5 @@ def _environment(sources: Sequence[Source]) -> str:
             )
         )
     columns = ("result", "device", "budget", "torch", "batchfit", "took", "file")
-    keep = [n for n in range(len(columns)) if any(row[n] != "-" for row in rows)]
-    table = HtmlTable(
-        tuple(columns[n] for n in keep),
-        tuple(tuple(row[n] for n in keep) for row in rows),
-        words=("result", "device", "file"),
-    )
-    return f"<h2>Environment</h2>{card(table_of(table))}"
+    table = HtmlTable(columns, tuple(rows), words=("result", "device", "file"))
+    return f"<h2>Environment</h2>{card(table_of(table.without_empty()))}"

@@ -17,7 +17,7 @@ from batchfit._charts.throughput_page import format_rate
 from batchfit._knobs import key_of, label, short
 from batchfit._report.markup import Fact, HtmlTable, card, figure, table_of
 from batchfit._units import format_bytes
-from batchfit.results._sweep import SweepRecord, SweepResult
+from batchfit.results import SweepRecord, SweepResult
 
 _MOST_SERIES = 6
 _MOST_CHARTS = 8
@@ -250,9 +250,4 @@ def _everything(sweep: SweepResult) -> HtmlTable:
                 one.note or "-",
             )
         )
-    keep = [n for n, name in enumerate(columns) if name in knobs or any(row[n] != "-" for row in rows)]
-    return HtmlTable(
-        tuple(columns[n] for n in keep),
-        tuple(tuple(row[n] for n in keep) for row in rows),
-        words=("notes",),
-    )
+    return HtmlTable(columns, tuple(rows), words=("notes",)).without_empty(*knobs)

@@ -14,8 +14,7 @@ from batchfit._report.files import NothingFits, SchedulePlan
 from batchfit._report.markup import Fact
 from batchfit._report.sweep import sweep_clause, sweep_facts
 from batchfit._units import format_bytes
-from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, ThroughputProfile
-from batchfit.results._sweep import SweepResult
+from batchfit.results import FitResult, MemoryExplanation, Prediction, Result, SweepResult, ThroughputProfile
 
 _SAME_BUDGET = 0.02
 _CLAUSES = 3  # a sentence with more is not read
@@ -128,10 +127,8 @@ def _found(fit: FitResult, prediction: Prediction | None) -> str:
 
 
 def _predicted(one: Prediction) -> str:
-    where = f"{format_bytes(one.budget_bytes)} on {one.card}"
-    if not one.batch_size:
-        return f"not even a batch of 1 is predicted to fit in {where}"
-    return f"batch size {one.batch_size:,} is predicted to fit in {where}"
+    what = f"batch size {one.batch_size:,} is" if one.batch_size else "not even a batch of 1 is"
+    return f"{what} predicted to fit in {format_bytes(one.budget_bytes)} on {one.card}"
 
 
 def _predicted_each(several: Sequence[Prediction]) -> str:

@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from batchfit._arguments import MOST_STEPS, check_callback, check_whole
+from batchfit._arguments import MOST_STEPS, check_callback, check_flag, check_whole
 from batchfit._engine.device import oom
 from batchfit._engine.device.resolve import Device, DeviceSpec, resolve_device
 from batchfit._engine.distributed.collectives import is_lost_connection
@@ -221,9 +221,7 @@ def _run(function: Callable[[int], Any], request: RunRequest, ranks: Ranks, flag
             _clear(error)
             if ending == "oom":
                 ranks.flag(flag)
-    if (
-        ending == "done" and steps.raised
-    ):  # however it ended: it was stopped, and is not what it would have been
+    if ending == "done" and steps.raised:  # however it ended: it was stopped
         ending, value = "cut", None
     return _Ended(ending, value, steps.count, time.perf_counter() - begun, message)
 
@@ -408,8 +406,7 @@ def _check(
         raise ValueError(f"tolerance must be a number from 0 up to below 1, not {tolerance!r}")
     if key is not None and (not isinstance(key, str) or not key.strip()):
         raise ValueError(f"key must be a name or None, not {key!r}")
-    if type(fresh) is not bool:
-        raise TypeError(f"fresh must be True or False, not {fresh!r}")
+    check_flag("fresh", fresh)
     for name, value in (("reduce", reduce), ("before_retry", before_retry)):
         if value is not None and not callable(value):
             raise TypeError(f"{name} must be a callable or None, not {value!r}")

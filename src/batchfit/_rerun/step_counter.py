@@ -39,9 +39,8 @@ class Steps:
 
     def __init__(self, limit: int | None, *, forwards: bool) -> None:
         self.count = 0
-        self.raised = (
-            False  # whatever the program makes of it, from then on it is not what it would have been
-        )
+        # Whatever the program makes of it, from then on it is not what it would have been.
+        self.raised = False
         self._counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._limit = limit
         self._forwards_left = FORWARDS_A_STEP * limit if forwards and limit is not None else None

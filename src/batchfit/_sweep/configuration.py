@@ -48,8 +48,7 @@ from batchfit._sweep.measure import run_measure
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.options import Measure
 from batchfit._sweep.run_state import ConfigurationRun, ListenerRaised, SweepSettings
-from batchfit.results import FitResult
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import FitResult, SweepRecord
 from batchfit.workload import Workload, as_workload
 
 log = logging.getLogger("batchfit")
@@ -57,7 +56,7 @@ log = logging.getLogger("batchfit")
 DEAD = "device_died"  # why a search stopped, in a process that can run nothing more
 _LONGEST_ERROR = 500
 SEED = 0  # of every sweep, with the digest of a configuration's key; a result file records it
-_A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
+RANKS_TIMEOUT_S = 86400.0  # ranks may take their time over a model or a measurement
 
 
 @contextmanager
@@ -78,10 +77,10 @@ def _own_random(configuration: Configuration) -> Iterator[None]:
             numpy_random.seed(seed)
         yield
     finally:
-        for _, put_back in before:
+        for _, restore in before:
             # A device that has died cannot be restored: its record says so already.
             with suppress(RuntimeError):
-                put_back()
+                restore()
 
 
 def run_configuration(
@@ -106,7 +105,7 @@ def run_configuration(
     except ListenerRaised:
         pass
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        run.known.update(_told(error, run, ambient))
+        run.known.update(_error_fields(error, run, ambient))
     # Outside the `except`: only now the frames that hold the workload are gone.
     if run.known.get("stopped_because") != DEAD:
         if run.device is not None:
@@ -127,7 +126,9 @@ def run_configuration(
     return record
 
 
-def _told(error: BaseException, run: ConfigurationRun, ambient: BaseException | None) -> dict[str, Any]:
+def _error_fields(
+    error: BaseException, run: ConfigurationRun, ambient: BaseException | None
+) -> dict[str, Any]:
     """An error as fields of a record: its text, never itself."""
     text = str(error)
     if isinstance(error, errors.NothingFitsError) and error.detail:
@@ -152,7 +153,7 @@ def _run(
 ) -> None:
     work = make()
     join_launched()  # under a launcher whose ranks have no group yet; the factory had its chance to make one
-    ranks = Ranks.current(timeout_s=_A_DAY_S)
+    ranks = Ranks.current(timeout_s=RANKS_TIMEOUT_S)
     run.stage = "search"
     run.device = device_to_run(work._held, settings.device)
     run.known.update(

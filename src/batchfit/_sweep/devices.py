@@ -24,7 +24,7 @@ from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.pure.visible_devices import VisibleDevice
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import SweepRecord
 
 log = logging.getLogger("batchfit")
 
@@ -48,34 +48,34 @@ class Devices:
         self, job: Job, waiting: Sequence[Entry], on_event: OnEvent
     ) -> Generator[SweepRecord, None, None]:
         check_may_have_children()
-        desks = [_Desk.at(place, job) for place in self.places[: len(waiting)]]
+        slots = [_DeviceSlot.at(place, job) for place in self.places[: len(waiting)]]
         queue = deque((entry, 1) for entry in waiting)
         ended = False
         try:
-            while queue or any(desk.worker.entry is not None for desk in desks):
-                for desk in desks:
-                    if queue and desk.worker.entry is None:
-                        desk.begin(*queue.popleft())
-                wait_for_any(desk.worker.child for desk in desks if desk.worker.child is not None)
-                for desk in desks:
-                    for said in desk.worker.said():
+            while queue or any(slot.worker.entry is not None for slot in slots):
+                for slot in slots:
+                    if queue and slot.worker.entry is None:
+                        slot.begin(*queue.popleft())
+                wait_for_any(slot.worker.child for slot in slots if slot.worker.child is not None)
+                for slot in slots:
+                    for said in slot.worker.said():
                         if isinstance(said, SweepEvent):
                             on_event(said)
                             continue
-                        record = desk.settled(said)
+                        record = slot.settled(said)
                         if record is None:
-                            queue.appendleft(desk.again())
+                            queue.appendleft(slot.again())
                             continue
                         yield record
             ended = True
         finally:
-            for desk in desks:
-                desk.worker.end(gently=ended)
+            for slot in slots:
+                slot.worker.end(gently=ended)
 
 
 @final
 @dataclass(slots=True)
-class _Desk:
+class _DeviceSlot:
     """A device, the process that works there, and what it has been given."""
 
     place: VisibleDevice
@@ -85,7 +85,7 @@ class _Desk:
     bad_starts: int = 0
 
     @classmethod
-    def at(cls, place: VisibleDevice, job: Job) -> _Desk:
+    def at(cls, place: VisibleDevice, job: Job) -> _DeviceSlot:
         here = Job(job.factory, replace(job.settings, device=place.device))
         return cls(place, Worker(portable(here), environment=place.environment))
 

@@ -1,4 +1,4 @@
-"""Where a sweep runs: which engine the arguments ask for, checked before anything is started.
+"""Where a sweep runs: which engine the options ask for, checked before anything is started.
 
 Rules: an engine changes where configurations run, never what they answer, so nothing of it is among the
 settings that a file compares: a sweep may be resumed with another one. An engine of a framework's is found by
@@ -11,17 +11,17 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from batchfit._arguments import check_callback
 from batchfit._engine.distributed.ranks import Ranks, join_launched, made_by_us
+from batchfit._sweep.configuration import RANKS_TIMEOUT_S
 from batchfit._sweep.devices import Devices
 from batchfit._sweep.job import Engine, here
 from batchfit._sweep.pure.grid import did_you_mean
+from batchfit._sweep.pure.options import SweepOptions
 from batchfit._sweep.pure.visible_devices import VISIBLE, places_of
 from batchfit._sweep.ranks import AllRanks
 
@@ -33,64 +33,50 @@ _OF_RAY = {
     "num_cpus": "num_cpus",
     "max_retries": "max_retries",
 }
-_A_DAY_S = 86400.0  # ranks may take their time over a model or a measurement
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """The arguments of `sweep` that say where it runs."""
+def engine_of(options: SweepOptions) -> Engine:
+    """The engine that the options ask for, but for ranks."""
+    _check(options)
+    if options.devices is not None:
+        visible = os.environ.get(VISIBLE)
+        return Devices(places_of(options.devices, visible=visible, count=torch.cuda.device_count))
+    if options.engine is None:
+        return here
+    if not isinstance(options.engine, str):
+        return options.engine
+    module, name = _NAMED[options.engine]
+    given = {inner: getattr(options, outer) for outer, inner in _OF_RAY.items()}
+    made = getattr(importlib.import_module(module), name)
+    engine: Engine = made(**{key: value for key, value in given.items() if value is not None})
+    return engine
 
-    devices: object = None
-    engine: object = None
-    ray_address: str | None = None
-    num_gpus: float | None = None
-    num_cpus: float | None = None
-    max_retries: int | None = None
 
-    def engine_of(self, *, device: object = None) -> Engine:
-        """The engine, but for ranks; `device` is the one that all configurations shall use."""
-        self._check(device)
-        if self.devices is not None:
-            return Devices(places_of(self.devices, visible=os.environ.get(VISIBLE), count=_gpus))
-        if self.engine is None:
-            return here
-        if not isinstance(self.engine, str):
-            given: Any = self.engine
-            found: Engine = given
-            return found
-        module, name = _NAMED[self.engine]
-        given = {inner: getattr(self, outer) for outer, inner in _OF_RAY.items()}
-        made = getattr(importlib.import_module(module), name)
-        engine: Engine = made(**{key: value for key, value in given.items() if value is not None})
-        return engine
-
-    def _check(self, device: object) -> None:
-        engine = self.engine
-        if isinstance(engine, str) and engine not in _NAMED:
-            raise ValueError(
-                f"engine must be {', '.join(map(repr, _NAMED))}, a callable or None, not {engine!r}"
-                f"{did_you_mean(engine, _NAMED)}"
-            )
-        if engine is not None and not isinstance(engine, str) and not callable(engine):
-            raise TypeError(f"engine must be 'ray', a callable or None, not {engine!r}")
-        if not isinstance(engine, str):
-            check_callback("engine", engine, "job", "waiting", "on_event")
-        if self.devices is not None and engine is not None:
-            raise ValueError(f"devices must be None with engine, which chooses its own, not {self.devices!r}")
-        if self.devices is not None and device is not None:
-            raise ValueError(f"device must be None with devices, not {device!r}")
-        for one in fields(self):
-            if one.name in _OF_RAY and getattr(self, one.name) is not None and engine != "ray":
-                raise ValueError(
-                    f"{one.name} must be None without engine='ray', not {getattr(self, one.name)!r}"
-                )
-        if launched() and (self.devices is not None or engine is not None):
-            name = "engine" if self.devices is None else "devices"
-            raise ValueError(
-                f"{name} must be None under torchrun, where each configuration runs over all ranks, not "
-                f"{getattr(self, name)!r}"
-            )
+def _check(options: SweepOptions) -> None:
+    engine: object = options.engine
+    devices, device = options.devices, options.device
+    if isinstance(engine, str) and engine not in _NAMED:
+        raise ValueError(
+            f"engine must be {', '.join(map(repr, _NAMED))}, a callable or None, not {engine!r}"
+            f"{did_you_mean(engine, _NAMED)}"
+        )
+    if engine is not None and not isinstance(engine, str) and not callable(engine):
+        raise TypeError(f"engine must be 'ray', a callable or None, not {engine!r}")
+    if not isinstance(engine, str):
+        check_callback("engine", engine, "job", "waiting", "on_event")
+    if devices is not None and engine is not None:
+        raise ValueError(f"devices must be None with engine, which chooses its own, not {devices!r}")
+    if devices is not None and device is not None:
+        raise ValueError(f"device must be None with devices, not {device!r}")
+    for name in _OF_RAY:
+        if getattr(options, name) is not None and engine != "ray":
+            raise ValueError(f"{name} must be None without engine='ray', not {getattr(options, name)!r}")
+    if launched() and (devices is not None or engine is not None):
+        name = "engine" if devices is None else "devices"
+        raise ValueError(
+            f"{name} must be None under torchrun, where each configuration runs over all ranks, not "
+            f"{getattr(options, name)!r}"
+        )
 
 
 def launched() -> bool:
@@ -106,7 +92,7 @@ def all_ranks() -> Iterator[Ranks]:
     before = dist.is_available() and dist.is_initialized()
     join_launched()
     try:
-        yield Ranks.current(timeout_s=_A_DAY_S)
+        yield Ranks.current(timeout_s=RANKS_TIMEOUT_S)
     finally:
         if not before and made_by_us():
             dist.destroy_process_group()
@@ -115,7 +101,3 @@ def all_ranks() -> Iterator[Ranks]:
 def over_ranks(ranks: Ranks, alone: Engine) -> Engine:
     """The engine for all ranks where there are several, else the one that was asked for."""
     return AllRanks(ranks) if ranks.world_size > 1 else alone
-
-
-def _gpus() -> int:
-    return torch.cuda.device_count()

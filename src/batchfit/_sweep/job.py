@@ -1,4 +1,4 @@
-"""What a sweep does for each configuration, as a value, and who does it.
+"""What a sweep runs for each configuration, as a value that other processes can load, and who runs it.
 
 Rules:
 - A `Job` can be pickled where its functions can, so another process may run it; `in_full` is the one for a
@@ -20,7 +20,7 @@ from batchfit._sweep.configuration import DEAD, run_configuration
 from batchfit._sweep.pure.events import OnEvent
 from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.run_state import SweepSettings
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import SweepRecord
 
 
 @final

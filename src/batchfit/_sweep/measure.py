@@ -62,9 +62,7 @@ def run_measure(
             try:
                 measured = _attempt(asking, work, size, verdicts, last=size <= settings.min_size)
             except Exception:
-                if verdicts == {
-                    "ambiguous"
-                }:  # at every size: it was never the memory, and the size found stands
+                if verdicts == {"ambiguous"}:  # at every size: it was never the memory
                     run.known.update(batch_size_used=fit.batch_size, measure_sizes=(fit.batch_size,))
                 raise
             # Inside the limit, which counts what is cached; outside any `except`.

@@ -25,7 +25,7 @@ from batchfit._sweep.job import Job
 from batchfit._sweep.pure.events import OnEvent, SweepEvent
 from batchfit._sweep.pure.grid import Entry
 from batchfit._sweep.worker import Death, Worker, check_may_have_children, portable
-from batchfit.results._sweep import SweepRecord
+from batchfit.results import SweepRecord
 
 # For the children of the other ranks, once one has failed: they fail too, or wait for it without end.
 PATIENCE_S = 5.0

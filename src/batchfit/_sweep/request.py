@@ -1,4 +1,4 @@
-"""A sweep as it is asked for: what can be refused before anything is run is refused here.
+"""The arguments of a sweep, checked before anything is run.
 
 Rules: arguments are refused with their names (`batch_size must ...`), and knobs with their place among the
 knobs; the factory is inspected, never called. What is asked is kept as plain values (`Asked.said`): a file

@@ -1,4 +1,4 @@
-"""A configuration of a sweep on its way: how it is to be run, and what is known of it so far.
+"""One configuration of a sweep while it runs: its settings, and the fields of its record known so far.
 
 Rules:
 - `SweepSettings` are the same for every configuration, and plain values but for the user's functions: they

@@ -27,7 +27,7 @@ from batchfit._arguments import checked_file
 from batchfit._engine.distributed.ranks import Ranks, telling_others
 from batchfit._files import locked, write_atomically
 from batchfit._knobs import key_of
-from batchfit._sweep.engines import Where, all_ranks, over_ranks
+from batchfit._sweep.engines import all_ranks, engine_of, over_ranks
 from batchfit._sweep.job import Engine, here
 from batchfit._sweep.pure.events import OnEvent, SweepEvent, report_event
 from batchfit._sweep.pure.grid import Entry, without_done
@@ -128,7 +128,7 @@ def sweep(
 def sweep_with(factory: Any, knobs: Any, options: SweepOptions) -> SweepResult:
     """Run every configuration on the engine that the options name, or over all ranks."""
     asked = Asked.of(factory, knobs, options)
-    alone = Where(**options.part(Where)).engine_of(device=options.device)
+    alone = engine_of(options)
     with all_ranks() as ranks, telling_others(ranks), contextlib.ExitStack() as stack:
         main = ranks.is_main
         keeper = SweepRecords.of(

@@ -127,26 +127,24 @@ def check_may_have_children() -> None:
 def portable(job: Job) -> str:
     """The job as a child can load it."""
     settings = job.settings
-    factory = job.factory
-    target = _target("factory", factory)
+    named = {name: _importable(name, getattr(settings, name)) for name in ("measure", "estimate")}
+    return packed(Job(_importable("factory", job.factory), replace(settings, **named)))
+
+
+def _importable(name: str, part: Any) -> Any:
+    """A function of a job as a child can load it; what cannot be loaded there is refused."""
+    target = _target(name, part)
     if target:
-        factory = NamedFunction(target)
-    target = _target("measure", settings.measure)
-    if target:
-        settings = replace(settings, measure=target)
-    target = _target("estimate", settings.estimate)
-    if target:
-        settings = replace(settings, estimate=NamedFunction(target))
-    for name, part in (("factory", factory), ("measure", settings.measure), ("estimate", settings.estimate)):
-        try:
-            pickled = pickle.dumps(part)
-        except Exception as error:  # noqa: BLE001  pickling fails with errors of many types
-            raise TypeError(_refusal(name, part, f": {type(error).__name__}: {error}")) from None
-        # An object of the main module, or with a function of it inside: `_engine.workload.target` knows
-        # functions only.
-        if any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
-            raise TypeError(_refusal(name, part, " with something of the main module in it"))
-    return packed(Job(factory, settings))
+        part = target if name == "measure" else NamedFunction(target)
+    try:
+        pickled = pickle.dumps(part)
+    except Exception as error:  # noqa: BLE001  pickling fails with errors of many types
+        raise TypeError(_refusal(name, part, f": {type(error).__name__}: {error}")) from None
+    # An object of the main module, or with a function of it inside: `_engine.workload.target` knows
+    # functions only.
+    if any(argument == "__main__" for _, argument, _ in pickletools.genops(pickled)):
+        raise TypeError(_refusal(name, part, " with something of the main module in it"))
+    return part
 
 
 def _target(name: str, function: Any) -> str:

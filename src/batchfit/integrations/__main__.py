@@ -1,4 +1,4 @@
-"""What `tune run batchfit.integrations.torchtune` comes to.
+"""Starts batchfit's torchtune recipes: `tune run batchfit.integrations.torchtune`.
 
 `tune run` takes what follows the last dot for a file's suffix, cuts it off, and runs the rest as a module:
 this package. (`tune run batchfit/integrations/torchtune.py` runs the module itself.)

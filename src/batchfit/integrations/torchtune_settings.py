@@ -72,13 +72,10 @@ def _increase(path: object) -> batchfit.IncreaseBatchSizeConfig | None:
     """`package.module.function`, as torchtune writes components, or `package.module:function`."""
     if path is None:
         return None
-    if not isinstance(path, str) or not all(
-        part.isidentifier() for part in path.replace(":", ".").split(".")
-    ):
+    parts = path.replace(":", ".").split(".") if isinstance(path, str) else []
+    if not isinstance(path, str) or len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
-    module, dot, function = path.rpartition(":" if ":" in path else ".")
-    if not dot:
-        raise ValueError(f"batch_increase_function must be 'package.module.function', not {path!r}")
+    module, _, function = path.rpartition(":" if ":" in path else ".")
     try:
         found = config._utils._get_component_from_path(f"{module}.{function}")  # raises now, not in an epoch
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchfit._charts.tables import html_table, text_table
 from batchfit._units import format_bytes
@@ -26,6 +26,7 @@ from batchfit.results._memory import (
     Prediction,
     WhatIf,
 )
+from batchfit.results._sweep import SweepRecord, SweepResult
 from batchfit.results._throughput import (
     Accumulation,
     Bottleneck,
@@ -93,17 +94,3 @@ class StepReport:
         if self.peak_bytes is not None:
             parts.append(f"peak {format_bytes(self.peak_bytes)}")
         return ", ".join(parts)
-
-
-if TYPE_CHECKING:
-    from batchfit.results._sweep import SweepRecord as SweepRecord
-    from batchfit.results._sweep import SweepResult as SweepResult
-else:
-
-    def __getattr__(name: str) -> object:
-        # These are results too; their module is made of what stands above, so it is loaded when asked for.
-        if name in ("SweepRecord", "SweepResult"):
-            from batchfit.results import _sweep as result
-
-            return getattr(result, name)
-        raise AttributeError(f"module 'batchfit.results' has no attribute {name!r}")

@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
+from batchfit._charts.tables import html_table, text_table
 from batchfit._files import write_atomically
 from batchfit._knobs import key_of, label, short
-from batchfit.results import SCHEMA_VERSION, Result, Trial, html_table, text_table
+from batchfit.results._base import SCHEMA_VERSION, Result
+from batchfit.results._fit import Trial
 
 # Seconds, wherever they stand in a file: another run has others.
 TIMINGS = frozenset({"elapsed_s", "find_s", "measure_s", "step_s"})

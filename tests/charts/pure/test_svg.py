@@ -103,7 +103,7 @@ def test_the_axis_that_is_switched_is_drawn_both_ways() -> None:
     assert not simple(x=Axis("size")).is_switched
 
 
-def test_a_point_tells_itself_and_can_be_reached() -> None:
+def test_a_point_says_what_it_is_and_can_be_reached() -> None:
     picture = draw(simple(), width=820, height=300)
     assert picture.count('tabindex="0"') == 2
     assert "<title>eight</title>" in picture

@@ -169,7 +169,7 @@ class TestScreen:
         assert rows[0] == explanation().summary
         assert " ".join(rows[1].split()) == "peak in backward, aten.mm at modeling_gpt2.py:1092 forward"
 
-    def test_holders_are_named_by_what_tells_them_apart(self) -> None:
+    def test_holders_are_named_by_what_distinguishes_them(self) -> None:
         text = str(explanation())
         assert "c_fc0" in text
         assert "modeling_gpt2.py:1092 " in text  # without its function, for which there is no room
@@ -186,7 +186,7 @@ class TestScreen:
         assert "little or no gain: expandable segments" in text
         assert "caveat: torch.compile of the model" in text
 
-    def test_two_changes_at_once_are_told_where_each_is(self) -> None:
+    def test_two_changes_at_once_are_listed_where_each_is(self) -> None:
         one, two = what_if("checkpointing", 77, 33), what_if("bf16", 60, 40)
         both = what_if("checkpointing and bf16", 150, 20)
         text = str(explanation(what_ifs=(one, two, both)))
@@ -229,5 +229,5 @@ class TestScreen:
         assert max(map(len, rows)) <= 60
 
     def test_travels_as_json(self) -> None:
-        told = explanation()
-        assert MemoryExplanation.from_json(told.to_json()) == told
+        reported = explanation()
+        assert MemoryExplanation.from_json(reported.to_json()) == reported

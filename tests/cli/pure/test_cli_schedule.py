@@ -20,7 +20,7 @@ from batchfit._cli.commands import schedule as command
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.schedule import followed, schedule_lines
 from batchfit._cli.commands.schedule_flags import ShowSettings
-from batchfit._cli.commands.schedule_room import ScheduleLimit
+from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.exits import Code
 
 STEP = '{"type": "step", "step_size": 20, "gamma": 2, "max_batch_size": 2048}'
@@ -54,9 +54,9 @@ def test_the_table(project: Path) -> None:
     ]
     assert "7,860 updates in 100 epochs of 50,000 samples" in lines
     assert "  59.9% fewer than with a constant 256 (19,600)" in lines
-    told = " ".join(ran.stdout.split())
-    assert "from epoch 40 on 1024 is more than the 600 that fit: run it as 2 microbatches of 512" in told
-    assert "from epoch 60 on 2048 is more than the 600 that fit: run it as 4 microbatches of 512" in told
+    reported = " ".join(ran.stdout.split())
+    assert "from epoch 40 on 1024 is more than the 600 that fit: run it as 2 microbatches of 512" in reported
+    assert "from epoch 60 on 2048 is more than the 600 that fit: run it as 4 microbatches of 512" in reported
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -69,11 +69,11 @@ def test_memory_of_each_phase_where_a_result_is_given(name: str, project: Path) 
     plan = f"0:{largest} 1:{2 * largest}"
     ran = show(plan, "--samples", "100000", "--epochs", "2", "--fits", str(data), "--json")
     assert ran.exit_code == Code.FOUND, ran.stderr
-    told = json.loads(ran.stdout)
-    first, second = (phase["peak_bytes"] for phase in told["phases"])
-    assert (told["fits"], told["budget_bytes"]) == (largest, budget)
+    reported = json.loads(ran.stdout)
+    first, second = (phase["peak_bytes"] for phase in reported["phases"])
+    assert (reported["fits"], reported["budget_bytes"]) == (largest, budget)
     assert 0.5 * budget < first <= budget < second < 2 * budget
-    assert len(told["more_than_fits"]) == 1
+    assert len(reported["more_than_fits"]) == 1
     halved = show(
         plan, "--samples", "100000", "--epochs", "2", "--fits", str(data), "--world-size", "2", "--json"
     )
@@ -197,7 +197,7 @@ def test_bad_usage(arguments: tuple[str, ...], words: str, project: Path) -> Non
     assert ran.stdout == ""
 
 
-def test_what_is_wrong_in_a_file_is_told_by_its_name(project: Path) -> None:
+def test_what_is_wrong_in_a_file_is_named(project: Path) -> None:
     (project / "s.json").write_text('{"type": "step", "step_size": 0}')
     ran = show("s.json", *RUN)
     assert ran.exit_code == Code.USAGE
@@ -261,13 +261,13 @@ def test_sizes_are_shared_by_the_ranks_as_the_scheduler_would() -> None:
     assert [phase.size for phase in shown.phases] == [8, 20]
 
 
-def test_more_updates_are_told_as_such() -> None:
+def test_more_updates_are_reported_as_such() -> None:
     shown = followed("0:512 1:256", ShowSettings(samples="1024", epochs=3))
     assert shown.saved == pytest.approx(1 - 10 / 6)
     assert "66.7% more than with a constant 512 (6)" in as_text(schedule_lines(shown, width=80, plain=True))
 
 
-def test_a_batch_that_is_larger_than_an_epoch_is_told() -> None:
+def test_a_batch_that_is_larger_than_an_epoch_is_reported() -> None:
     shown = followed("0:256 1:1024 2:128 3:1024", ShowSettings(samples="300", epochs=4))
     assert [(phase.size, phase.updates) for phase in shown.phases] == [
         (256, 2),

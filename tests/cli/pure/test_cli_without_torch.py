@@ -19,11 +19,11 @@ from batchfit._cli import help_texts
 from batchfit._cli.commands import schedule_flags
 from batchfit._cli.commands.find_answer import facts, headline, memory_label, show_answer
 from batchfit._cli.exits import MEANINGS, Code, CommandFailed
-from batchfit._cli.output import check_writable, complain, write_atomically
+from batchfit._cli.output import check_writable, complain
 from batchfit._cli.progress import (
     COLUMNS,
     Live,
-    NoProgress,
+    ProgressDisplay,
     TrialLines,
     _layout,
     is_terminal,
@@ -33,6 +33,7 @@ from batchfit._cli.progress import (
 )
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, load_target, parse_target
+from batchfit._files import write_atomically
 from batchfit.errors import TargetError
 from batchfit.results import FitResult, Trial
 
@@ -209,13 +210,13 @@ class TestHelp:
         assert "24 gigs" in ran.stderr
         assert "no_such_file" not in ran.stderr
 
-    def test_an_unknown_card_is_told_which_there_are(self) -> None:
+    def test_an_unknown_gpu_is_answered_with_the_known_ones(self) -> None:
         ran = batchfit_light("predict", "train.py:make", "--gpu", "toaster")
         assert "gpu must be one of those that" in ran.stderr
         assert "'toaster'" in ran.stderr
         assert "predict --list-gpus" in ran.stderr
 
-    def test_the_cards_are_listed_with_what_is_known_of_them(self) -> None:
+    def test_the_gpus_are_listed_with_what_is_known_of_them(self) -> None:
         rows = batchfit_light("predict", "--list-gpus").stdout.splitlines()
         listed = [" ".join(row.split()) for row in rows]
         assert "h200 139.3 GiB 9.0 measured" in listed
@@ -530,7 +531,7 @@ class TestProgress:
         monkeypatch.setenv("RANK", "3")
         assert not speaks()
         progress = progress_here(steps=3, soak_steps=25)
-        assert type(progress) is NoProgress
+        assert type(progress) is ProgressDisplay
         with progress:
             progress.note("a note")
             progress.trial(1, trial(), 24 * MIB)
@@ -569,16 +570,16 @@ class TestProgress:
         used = sum(COLUMNS[name] + 2 for name in columns) - 2 + (bar + 2 if bar else 0)
         assert used <= max(width, 53)
 
-    def test_the_running_line_tells_a_soak_from_a_trial(self) -> None:
+    def test_the_running_line_distinguishes_a_soak_from_a_trial(self) -> None:
         from rich.console import Console
 
         live = Live(steps=3, soak_steps=25, console=Console(file=io.StringIO(), width=100))
         live.step(24, 3)
-        assert "trying 24  step 3 of 3" in live.now().plain
+        assert "trying 24  step 3 of 3" in live.picture().plain
         live.step(24, 4)
-        assert "soaking 24  step 4 of 25" in live.now().plain
+        assert "soaking 24  step 4 of 25" in live.picture().plain
         live.doing("choosing")
-        assert "choosing" in live.now().plain
+        assert "choosing" in live.picture().plain
 
     def test_the_bar_is_as_long_as_the_share(self) -> None:
         from rich.console import Console
@@ -595,7 +596,7 @@ class TestProgress:
 class TestAnswer:
     def test_plain_answer_has_table_reason_and_use(self) -> None:
         stream = io.StringIO()
-        show_answer(fit(), stream, with_table=True, saved=Path("fit.json"), next_command="batchfit find x")
+        show_answer(fit(), stream, with_table=True, saved=Path("fit.json"))
         text = stream.getvalue()
         assert "batch size 24 survived 25 steps\n" in text
         assert "sustained" in text.splitlines()[3]
@@ -603,12 +604,12 @@ class TestAnswer:
         assert "trials   3 in 1.5 s, 1 ran out of memory\n" in text
         assert "stopped  because the next larger size was tried and does not fit\n" in text
         assert "use it   DataLoader(dataset, batch_size=24)\n" in text
-        assert text.endswith("saved    fit.json\nnext     batchfit find x\n")
+        assert text.endswith("saved    fit.json\n")
         assert "\x1b" not in text
 
     def test_a_size_is_each_ranks_own(self) -> None:
-        told = dict(facts(fit(), saved=None, ranks=2))
-        assert told["use it"] == "DataLoader(dataset, batch_size=24) on each of 2 ranks"
+        reported = dict(facts(fit(), saved=None, ranks=2))
+        assert reported["use it"] == "DataLoader(dataset, batch_size=24) on each of 2 ranks"
 
     def test_says_no_more_than_was_run(self) -> None:
         assert headline(fit(trials=(trial(),), survived_steps=1)) == "batch size 24 ran 1 step"
@@ -618,8 +619,8 @@ class TestAnswer:
     def test_what_failed_just_above_is_the_reason(self) -> None:
         """Not the memory that is left, of which there is a lot where a size has timed out."""
         near = (trial(), trial(99, "oom"), trial(25, "timeout", steps_run=0, peak_bytes=None))
-        told = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
-        assert told["stopped"] == "because 25, little larger, was tried and does not run"
+        reported = dict(facts(fit(stopped_because="within_tolerance", trials=near), saved=None))
+        assert reported["stopped"] == "because 25, little larger, was tried and does not run"
         alone = fit(stopped_because="within_tolerance", trials=(trial(),))
         assert dict(facts(alone, saved=None))["stopped"] == f"because {alone.reason}"
 

@@ -23,9 +23,10 @@ from typer.testing import CliRunner, Result
 import batchfit
 from batchfit._cli.commands.find import find_target, options_of
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.workload.target import load_target, make_workload, parse_target
 from batchfit._find.pure.options import FindOptions
-from batchfit._options import flag_names
+from batchfit._options import flags_in
 from batchfit.errors import TargetError
 from batchfit.results import FitResult
 
@@ -163,7 +164,7 @@ class TestFlags:
             if name not in ("workload", "on_trial")
         }
         assert flags == {**keywords, "store": True}  # off in a program, on at the command line: `_cli/app.py`
-        assert flag_names(FindOptions) == set(keywords)
+        assert {name for name, *_ in flags_in(FindOptions)} == set(keywords)
 
     def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(
         self, monkeypatch: pytest.MonkeyPatch
@@ -178,15 +179,15 @@ class TestFlags:
             "isolate": True, "timeout_s": 1.5, "resume": "search.json", "store": True, "fresh": True,
             "key": "mine",
         }  # fmt: skip
-        assert set(given) == flag_names(FindOptions)
+        assert set(given) == {name for name, *_ in flags_in(FindOptions)}
         arguments = ["find", "train.py:make"]
         for name, value in given.items():
             flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
             arguments += [flag] if isinstance(value, bool) else [flag, str(value)]
         seen: list[Mapping[str, Any]] = []
 
-        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
-            seen.append(settings)
+        def catch(call: TargetCall, **rest: object) -> Code:
+            seen.append(call.flags)
             return Code.FOUND
 
         monkeypatch.setattr(find, "find_target", catch)
@@ -194,7 +195,7 @@ class TestFlags:
         assert ran.exit_code == 0, ran.output
         assert seen == [given]
 
-    def test_a_store_that_is_asked_for_is_told_from_the_default(
+    def test_a_store_that_is_asked_for_is_distinguished_from_the_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from batchfit._cli.app import app
@@ -202,8 +203,8 @@ class TestFlags:
 
         seen: list[object] = []
 
-        def catch(text: str, settings: Mapping[str, Any], **rest: object) -> Code:
-            seen.append((settings["store"], rest["store_asked"]))
+        def catch(call: TargetCall, *, store_asked: bool) -> Code:
+            seen.append((call.flags["store"], store_asked))
             return Code.FOUND
 
         monkeypatch.setattr(find, "find_target", catch)
@@ -215,7 +216,7 @@ class TestFlags:
         with pytest.raises(CommandFailed, match=r"key must be left out with --no-store, not 'x'"):
             options_of({"store": False, "key": "x"})
 
-    def test_memory_that_went_is_told_with_the_answer(self) -> None:
+    def test_memory_that_went_is_reported_with_the_answer(self) -> None:
         from batchfit._cli.commands.find_answer import facts
 
         fit = of_eight()
@@ -230,9 +231,9 @@ class TestFlags:
 
         fit = of_eight()
         assert dict(facts(fit, saved=None))["use it"] == "DataLoader(dataset, batch_size=8)"
-        told = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
-        assert told["use it"] == "DataLoader(dataset, batch_size=5)"
-        assert told["dataset"] == "it has 5 samples: no batch of it is larger"
+        reported = dict(facts(fit.model_copy(update={"samples": 5}), saved=None))
+        assert reported["use it"] == "DataLoader(dataset, batch_size=5)"
+        assert reported["dataset"] == "it has 5 samples: no batch of it is larger"
         assert "dataset" not in dict(facts(fit.model_copy(update={"samples": 8}), saved=None))
         stopped = fit.model_copy(update={"stopped_because": "interrupted"})
         assert "use it" not in dict(facts(stopped, saved=None))
@@ -322,9 +323,7 @@ class TestFindHere:
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: object) -> Code:
         quick = {"budget": "8MiB", "soak_steps": 3, "device": "cpu"}
-        return find_target(
-            target, {**quick, **changes}, as_json=False, output=None, full_traceback=full_traceback
-        )
+        return find_target(TargetCall(target, {**quick, **changes}, full_traceback=full_traceback))
 
     def test_stopped_before_any_size_ran(self, project: Path) -> None:
         flags = ("--strategy", "halve", "--start", "4096", "--max-trials", "1")
@@ -381,7 +380,7 @@ class TestFindHere:
         assert not Path("waiting").exists()
 
     @pytest.mark.parametrize("changes", [{"device": "cuda:99"}, {"steps": 1}, {"time_limit_s": -1.0}])
-    def test_wrong_flags_are_told_before_the_target_is_loaded(self, changes: dict[str, object]) -> None:
+    def test_wrong_flags_are_reported_before_the_target_is_loaded(self, changes: dict[str, object]) -> None:
         Path("loaded.py").write_text("open('loaded', 'w').close()\ndef make(): ...\n")
         with pytest.raises(CommandFailed):
             self.find("loaded.py:make", **changes)
@@ -451,9 +450,7 @@ class TestFindHere:
         monkeypatch.setattr(find, "write_atomically", full)
         settings = {"budget": "8MiB", "soak_steps": 3, "max_size": 2}
         with pytest.raises(CommandFailed, match=r"could not be saved to fit.json: No space left") as caught:
-            find_target(
-                "train.py:make", settings, as_json=False, output=Path("fit.json"), full_traceback=False
-            )
+            find_target(TargetCall("train.py:make", settings, Delivery(output=Path("fit.json"))))
         assert caught.value.code == Code.BROKEN
         out = capsys.readouterr().out
         assert "batch size 2 survived 3 steps" in out
@@ -536,13 +533,12 @@ class TestInterrupt:
         )
         monkeypatch.setattr(sys, "path", [*sys.path])
         settings = {"budget": "8MiB", "max_size": 2, "resume": "s.json", "store": False}
-        keywords: dict[str, Any] = {"as_json": False, "output": None, "full_traceback": False}
-        assert find_target("stops.py:make", settings, **keywords) == Code.FOUND
+        assert find_target(TargetCall("stops.py:make", settings)) == Code.FOUND
         monkeypatch.setattr(sys.modules["stops"], "stop", True)
         with pytest.raises(
             CommandFailed, match=r"interrupted before a trial; the search so far is in s.json"
         ):
-            find_target("stops.py:make", settings, **keywords)
+            find_target(TargetCall("stops.py:make", settings))
         sys.modules.pop("stops")
 
     def test_nothing_had_run(self, project: Path) -> None:
@@ -618,8 +614,8 @@ class TestCommandLine:
     ) -> None:
         seen: dict[str, object] = {}
 
-        def keep(*given: object, arguments: object, **_: object) -> Code:
-            seen[str(given[0])] = arguments
+        def keep(call: TargetCall, **_: object) -> Code:
+            seen[call.target] = call.arguments
             return Code.FOUND
 
         for verb in ("find", "predict", "explain", "profile"):
@@ -642,7 +638,7 @@ class TestCommandLine:
         seen = []
         monkeypatch.setattr(
             "batchfit._cli.commands.profile.profile_target",
-            lambda text, given, **_: seen.append(given) or Code.FOUND,
+            lambda call: seen.append(call.flags) or Code.FOUND,
         )
         ran = run_here("profile", "train.py:make", *flags)
         assert ran.exit_code == Code.FOUND, ran.output
@@ -653,11 +649,11 @@ class TestCommandLine:
         assert ran.exit_code == Code.USAGE
         assert "sizes must be whole numbers such as 4,16,64, not '4,x'" in ran.output
 
-    def test_cards_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpus_and_budgets_may_have_commas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         monkeypatch.setattr(
             "batchfit._cli.commands.predict.predict_target",
-            lambda text, given, **_: seen.append(given) or Code.FOUND,
+            lambda call: seen.append(call.flags) or Code.FOUND,
         )
         ran = run_here("predict", "train.py:make", "--gpu", "h100,t4", "--budget", "1GiB,2GiB")
         assert ran.exit_code == Code.FOUND, ran.output
@@ -692,20 +688,20 @@ class TestReturned:
 
 class TestWatch:
     def test_a_watched_workload_is_the_same_workload(self) -> None:
-        from batchfit._cli.progress import NoProgress
+        from batchfit._cli.progress import ProgressDisplay
         from batchfit._cli.search_watch import SearchWatch
 
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         work = batchfit.training(model, optimizer, lambda m, b: m(b).mean(), torch.ones(1, 2))
-        watch = SearchWatch(NoProgress())
+        watch = SearchWatch(ProgressDisplay())
         twin = watch.over(work)
         for name in ("state", "declared", "kind", "model", "optimizer"):
             assert getattr(twin, name) is getattr(work, name) or getattr(twin, name) == getattr(work, name)
         assert not watch.started
         twin.step(2)
         assert watch.started
-        assert not SearchWatch(NoProgress()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
+        assert not SearchWatch(ProgressDisplay()).over(batchfit.Workload(len)).declared  # type: ignore[arg-type]
 
     def test_whose_error_it_is(self) -> None:
         """Told by the trial's note, so that an asynchronous device error is the user's too."""
@@ -726,7 +722,7 @@ class TestWatch:
 
 
 class TestDoctor:
-    def test_tells_what_is_here_and_tests_it(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_says_what_is_here_and_tests_it(self, capfd: pytest.CaptureFixture[str]) -> None:
         ran = run_here("doctor", "--json")
         assert ran.exit_code == Code.FOUND, ran.output
         found = json.loads(capfd.readouterr().out)
@@ -840,10 +836,10 @@ def test_demo_ends_with_size_table_and_file(project: Path) -> None:
     assert str(fit).rpartition("\n")[0] in ran.stdout
     assert f"batch size {fit.batch_size} survived 25 steps" in ran.stdout
     assert "saved    out/demo.json" in ran.stdout
-    for card in ("rtx4090", "h100"):
-        size = re.search(rf"{card} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
+    for gpu in ("rtx4090", "h100"):
+        size = re.search(rf"{gpu} +[0-9.]+ GiB +([0-9]+) ", ran.stdout)
         assert size is not None, ran.stdout
-        assert int(size.group(1)) > 10 * fit.batch_size  # a card has far more than the demo's memory
+        assert int(size.group(1)) > 10 * fit.batch_size  # a GPU has far more than the demo's memory
     assert f"Timing sizes up to {fit.batch_size}" in ran.stderr
     assert re.search(r"batch size \d+ is recommended", ran.stdout)
     assert "Predicting it for GPUs that are not here" in ran.stderr

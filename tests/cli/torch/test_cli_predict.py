@@ -24,10 +24,10 @@ from batchfit._cli.commands.explain import explain_target
 from batchfit._cli.commands.predict import Row, predict_target
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.target import NO_GPU, TOO_LARGE
-from batchfit._cli.traced import Delivery
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.allocator.gpus import GPUS
 from batchfit._explain.pure.options import ExplainOptions
-from batchfit._options import flag_names
+from batchfit._options import flags_in
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._report.files import Source
 from batchfit._report.sections import charts
@@ -127,14 +127,15 @@ def run_here(*arguments: str) -> Result:
 def predict_here(
     target: str, *, delivery: Delivery | None = None, full_traceback: bool = False, **changes: object
 ) -> Code:
-    return predict_target(target, changes, delivery=delivery or Delivery(), full_traceback=full_traceback)
+    flags = {"budget": None, **changes}
+    return predict_target(TargetCall(target, flags, delivery or Delivery(), full_traceback))
 
 
 def explain_here(target: str, *, delivery: Delivery | None = None, **changes: object) -> Code:
     settings: dict[str, object] = {
         "batch_size": 8, "budget": None, "gpu": "rtx4090", "what_if": True, **changes
     }  # fmt: skip
-    return explain_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
+    return explain_target(TargetCall(target, settings, delivery or Delivery()))
 
 
 def keywords(function: object) -> dict[str, object]:
@@ -151,10 +152,10 @@ class TestFlags:
 
         flags = {n: p.default for n, p in inspect.signature(app.predict).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.predict_batch_size)
-        assert set(flags) == flag_names(PredictOptions)
+        assert set(flags) == {name for name, *_ in flags_in(PredictOptions)}
         flags = {n: p.default for n, p in inspect.signature(app.explain).parameters.items() if n not in OWN}
         assert flags == keywords(batchfit.explain_memory)
-        assert set(flags) == flag_names(ExplainOptions)
+        assert set(flags) == {name for name, *_ in flags_in(ExplainOptions)}
 
     @pytest.mark.parametrize(
         ("name", "given"),
@@ -191,8 +192,8 @@ class TestFlags:
                     arguments += [f"--{flag}", str(one)]
         seen: list[object] = []
 
-        def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
-            seen.extend([text, settings, delivery])
+        def catch(call: TargetCall) -> Code:
+            seen.extend([call.target, call.flags, call.delivery])
             return Code.FOUND
 
         monkeypatch.setattr({"predict": predict, "explain": explain}[name], f"{name}_target", catch)
@@ -206,12 +207,12 @@ class TestFlags:
 
 
 class TestPredict:
-    def test_a_table_a_picture_and_what_it_rests_on(self, project: Path) -> None:
+    def test_a_table_a_picture_and_what_supports_it(self, project: Path) -> None:
         flags = ("--budget", "24GiB", "--budget", "4GiB", "--output", "p.json")
         ran = run_here("predict", "train.py:make", *flags)
         assert ran.exit_code == Code.FOUND, ran.stderr
-        told = Prediction.from_json(Path("p.json").read_text())
-        large, small = (one.batch_size for one in told.answers)
+        reported = Prediction.from_json(Path("p.json").read_text())
+        large, small = (one.batch_size for one in reported.answers)
         assert large > small > 50
         assert re.search(rf"h200   24.0 GiB +{large} ", ran.stdout)
         assert re.search(rf"h200   4.00 GiB +{small} ", ran.stdout)
@@ -228,14 +229,14 @@ class TestPredict:
     def test_json_is_alone_on_stdout(self, project: Path) -> None:
         ran = run("predict", "train:noisy", "--gpu", "h200", "--json", PYTHONIOENCODING="ascii")
         assert ran.returncode == Code.FOUND, ran.stderr
-        told = Prediction.from_json(ran.stdout)
-        assert told.card == "h200"
+        reported = Prediction.from_json(ran.stdout)
+        assert reported.card == "h200"
         assert "the factory prints" in ran.stderr
-        assert f"batch size {told.batch_size} is predicted to fit in 139.3 GiB" in ran.stderr
-        assert f"use it     DataLoader(dataset, batch_size={told.batch_size})" in ran.stderr
+        assert f"batch size {reported.batch_size} is predicted to fit in 139.3 GiB" in ran.stderr
+        assert f"use it     DataLoader(dataset, batch_size={reported.batch_size})" in ran.stderr
         assert ran.stderr.isascii()  # what the stream cannot write is drawn with what it can
 
-    def test_several_cards_are_a_list_and_one_that_is_too_small_is_in_it(
+    def test_several_gpus_are_a_list_and_one_that_is_too_small_is_in_it(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from batchfit._engine.allocator import gpus
@@ -261,7 +262,7 @@ class TestPredict:
             predict_here("train.py:make", gpu=["tiny"])
         assert caught.value.code == Code.NOTHING_FITS
 
-    def test_a_dataset_smaller_than_the_answer_is_noted_for_several_cards_too(
+    def test_a_dataset_smaller_than_the_answer_is_noted_for_several_gpus_too(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from batchfit._charts.text import as_text
@@ -375,15 +376,15 @@ class TestPredict:
         ],
     )
     def test_how_sure_it_is_is_said(self, based_on: str, named: bool, words: str) -> None:
-        card = "h200" if based_on == "no GPU" else "NVIDIA H200"
+        gpu = "h200" if based_on == "no GPU" else "NVIDIA H200"
         trial = {"size": 1, "outcome": "fits", "steps_run": 3}
-        told = Prediction(
+        reported = Prediction(
             batch_size=64, budget_bytes=80 * GIB, peak_bytes=70 * GIB, peak_phase="backward", margin=0.01,
-            based_on=based_on, card=card, curve=[{"size": 1, "peak_bytes": GIB, "reserved_bytes": GIB}],
+            based_on=based_on, card=gpu, curve=[{"size": 1, "peak_bytes": GIB, "reserved_bytes": GIB}],
             trials=[trial, trial] if based_on == "calibrated" else [],
         )  # type: ignore[arg-type]  # fmt: skip
-        row = Row(card, True, 80 * GIB, 64, 70 * GIB)
-        found = predict.Predicted((row,), (told,), gpu_named=named)
+        row = Row(gpu, True, 80 * GIB, 64, 70 * GIB)
+        found = predict.Predicted((row,), (reported,), gpu_named=named)
         command = predict.next_command(found, "train.py:make")
         text = as_text(predict.prediction_lines(found, next_command=command, width=80, plain=True))
         assert words in " ".join(text.split())
@@ -439,9 +440,9 @@ class TestExplain:
         flags = ("--batch-size", "64", "--gpu", "rtx4090", "--output", "e.json")
         ran = run_here("explain", "train.py:make", *flags)
         assert ran.exit_code == Code.FOUND, ran.stderr
-        told = MemoryExplanation.from_json(Path("e.json").read_text())
-        assert ran.stdout.splitlines()[0] == told.summary
-        assert f"batch size 64 needs {told.peak_bytes / GIB:.2f} GiB of 23.0 GiB" in ran.stdout
+        reported = MemoryExplanation.from_json(Path("e.json").read_text())
+        assert ran.stdout.splitlines()[0] == reported.summary
+        assert f"batch size 64 needs {reported.peak_bytes / GIB:.2f} GiB of 23.0 GiB" in ran.stdout
         assert "activations ██" in ran.stdout
         assert "source lines" in ran.stdout
         assert "train.py:" in ran.stdout
@@ -478,11 +479,11 @@ class TestPlot:
         png.check_plot(Path(name))
         answer = {"budget_bytes": 80 * GIB, "batch_size": 64, "peak_bytes": 70 * GIB}
         curve = [{"size": n, "peak_bytes": n * GIB, "reserved_bytes": n * GIB} for n in (1, 40, 80)]
-        told = Prediction(
+        reported = Prediction(
             **answer, peak_phase="backward", margin=0.02, based_on="no GPU", card="h100",
             answers=(answer,), curve=curve,
         )  # type: ignore[arg-type]  # fmt: skip
-        png.draw_charts(charts([Source(told)]), Path(name), title="train.py:make")
+        png.draw_charts(charts([Source(reported)]), Path(name), title="train.py:make")
         begins = b"\x89PNG" if name.endswith("png") else b"<?xml"
         assert Path(name).read_bytes().startswith(begins)
         explain_here("train.py:make", what_if=False, delivery=Delivery(plot=Path(f"b.{name}")))

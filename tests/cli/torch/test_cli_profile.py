@@ -16,8 +16,8 @@ import batchfit
 from batchfit._cli.commands import profile as command
 from batchfit._cli.commands.profile import point_line, profile_target
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery
-from batchfit._options import flag_names
+from batchfit._cli.traced import Delivery, TargetCall
+from batchfit._options import flags_in
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit.results import ThroughputPoint, ThroughputProfile
 
@@ -54,7 +54,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def profile_here(target: str, *, delivery: Delivery | None = None, **changes: Any) -> Code:
     settings: Any = {"budget": "64MiB", **changes}
-    return profile_target(target, settings, delivery=delivery or Delivery(), full_traceback=False)
+    return profile_target(TargetCall(target, settings, delivery or Delivery()))
 
 
 @pytest.mark.parametrize(("stop", "code"), [("KeyboardInterrupt", 130), ("os.kill(os.getpid(), 15)", 143)])
@@ -80,7 +80,7 @@ def test_flags_are_the_keywords_of_the_function() -> None:
     parameters = inspect.signature(batchfit.profile_throughput).parameters
     keywords = {n: p.default for n, p in parameters.items() if n not in {"workload", *OBJECTS}}
     assert flags == keywords
-    assert set(flags) == flag_names(ProfileOptions)
+    assert set(flags) == {name for name, *_ in flags_in(ProfileOptions)}
 
 
 def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_every_flag_is_spelled_like_its_keyword_and_reaches_it(monkeypatch: pyte
                 arguments += [f"--{flag}", str(one)]
     seen: list[object] = []
 
-    def catch(text: str, settings: object, *, delivery: Delivery, **rest: object) -> Code:
-        seen.extend([text, settings, delivery])
+    def catch(call: TargetCall) -> Code:
+        seen.extend([call.target, call.flags, call.delivery])
         return Code.FOUND
 
     monkeypatch.setattr(command, "profile_target", catch)
@@ -116,9 +116,9 @@ def test_a_table_a_picture_and_files(project: Path, capsys: pytest.CaptureFixtur
     delivery = Delivery(output=project / "p.json", plot=project / "p.png")
     code = profile_here("train.py:make", sizes=[1, 4, 16], target_batch_size=10**6, delivery=delivery)
     assert code == Code.FOUND
-    told = ThroughputProfile.from_json((project / "p.json").read_text())
+    reported = ThroughputProfile.from_json((project / "p.json").read_text())
     out, err = capsys.readouterr()
-    assert f"batch size {told.recommended} is recommended" in out
+    assert f"batch size {reported.recommended} is recommended" in out
     assert "samples/s" in out
     assert "adds no throughput" in " ".join(out.split())
     assert all(len(line) <= 80 for line in out.splitlines() if "saved" not in line), out

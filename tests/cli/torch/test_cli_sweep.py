@@ -152,6 +152,21 @@ def test_a_table_files_and_log_lines(project: Path, capsys: pytest.CaptureFixtur
     assert (project / "out.csv").read_text().splitlines()[1] == "3,3,6,"
 
 
+def test_a_table_that_cannot_be_saved_is_shown(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SweepResult, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SweepResult, "to_csv", full)
+    failed = refused(csv=Path("out.csv"))
+    assert failed.code == Code.BROKEN
+    assert failed.text == "the result could not be saved to out.csv: No space left on device"
+    out, _ = capsys.readouterr()
+    assert "batch_size_used" in out
+    assert "saved: sweep-results.json\n" in out
+
+
 def test_the_file_can_be_run_from_anywhere(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = project / "elsewhere"
     folder.mkdir()
@@ -263,7 +278,7 @@ def test_all_that_fail_are_an_error_with_its_line(project: Path) -> None:
         ("knobs:->knobs: [", "'sweep.yaml' must be YAML, and is not: "),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_with_its_line(change: str, text: str, project: Path) -> None:
+def test_a_wrong_file_is_named_with_its_line(change: str, text: str, project: Path) -> None:
     before, _, after = change.partition("->")
     assert before in SWEEP
     (project / "sweep.yaml").write_text(SWEEP.replace(before, after, 1))
@@ -290,7 +305,7 @@ def test_json_files_have_lines_too(project: Path) -> None:
         ("a=1", "--set a=1: 'a' must be one of factory, knobs"),
     ],
 )
-def test_what_is_typed_wrong_is_told_as_it_was_typed(one: str, text: str, project: Path) -> None:
+def test_what_is_typed_wrong_is_named_as_it_was_typed(one: str, text: str, project: Path) -> None:
     failed = refused(one)
     assert (failed.code, failed.text[: len(text)]) == (Code.USAGE, text)
 
@@ -533,10 +548,10 @@ def test_an_example_killed_in_the_middle_and_resumed_gives_the_same_file(name: s
     assert 0 < len(part.records) < part.planned
 
     process = start(file, "--output", str(killed), "--resume", folder=tmp_path)
-    _, told = process.communicate(timeout=120)
+    _, reported = process.communicate(timeout=120)
     _, said = other.communicate(timeout=120)
-    assert (process.returncode, other.returncode) == (0, 0), told + said
-    assert f"{len(part.records)} configurations are in it" in told
+    assert (process.returncode, other.returncode) == (0, 0), reported + said
+    assert f"{len(part.records)} configurations are in it" in reported
     resumed, straight = (SweepResult.from_json(path.read_text()) for path in (killed, whole))
     assert resumed.without_timings() == straight.without_timings()
     assert resumed.records[: len(part.records)] == part.records  # not run again

@@ -16,6 +16,7 @@ import batchfit
 from batchfit import FitResult
 from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.traced import TargetCall
 from batchfit._engine.device.resolve import resolve_device
 from batchfit._engine.trial.in_process import InProcess
 from batchfit._find import find as _find
@@ -404,13 +405,7 @@ class TestIsolated:
         def command(**changes: Any) -> CommandFailed:
             settings = {"isolate": True, "store": True, **changes}
             with pytest.raises(CommandFailed) as failed:
-                find_target(
-                    "train.py:make",
-                    settings,
-                    as_json=False,
-                    output=None,
-                    full_traceback=False,
-                )
+                find_target(TargetCall("train.py:make", settings))
             return failed.value
 
         monkeypatch.setattr(_find, "find_with", catch)

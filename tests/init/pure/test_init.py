@@ -543,7 +543,7 @@ for epoch in range(2):
         ("    if epoch:\n        out = 1\n    else:\n        out = 2\n    print(out)\n", False),
         ("    while epoch:\n        out = f()\n        epoch = g(out)\n", False),
         ("    [out, *_] = f()\nprint(out)\n", False),
-        ("    out: int = 1\n    print(out)\n", True),  # not told apart from a mere annotation
+        ("    out: int = 1\n    print(out)\n", True),  # not distinguished from a mere annotation
         ("    for x, y in other:\n        print(out)\n        out = model(x)\n", True),
         ("    for x, y in other:\n        out = model(x)\nprint(out)\n", True),  # `other` may be empty
         ("    if epoch:\n        out = 1\n    print(out)\n", True),
@@ -748,7 +748,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_command_shows_a_diff_and_writes_only_when_told(tmp_path: Path) -> None:
+def test_the_command_shows_a_diff_and_writes_only_when_asked(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     body = "x = x.cuda()\nloss = model(x).mean()\nloss.backward()\noptimizer.step()"
     text = loop(body).rstrip("\n")

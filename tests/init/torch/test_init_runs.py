@@ -1,4 +1,4 @@
-"""A loop that `batchfit init` has changed trains as before, and goes on where it ran out of memory."""
+"""A loop that `batchfit init` has changed trains as before, and goes on where it had an OOM."""
 
 from __future__ import annotations
 

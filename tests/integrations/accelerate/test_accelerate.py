@@ -49,7 +49,7 @@ def _accelerate_begins_anew() -> Iterator[None]:
 
 
 class Limited:
-    """A training of `steps` steps that runs out above `largest`, in the forward of step `at`."""
+    """A training of `steps` steps that has an OOM above `largest`, in the forward of step `at`."""
 
     def __init__(self, largest: int, *, steps: int = 6, at: int = 0, kind: str = "cuda") -> None:
         self.largest = largest
@@ -101,9 +101,9 @@ class TestAsAccelerate:
 
         with pytest.raises(
             TypeError, match="Batch size was passed into `train` as the first argument"
-        ) as told:
+        ) as reported:
             train(128, "hello")
-        assert "`train(model=hello)`" in str(told.value)
+        assert "`train(model=hello)`" in str(reported.value)
 
     def test_reduce_batch_size_fn_says_the_next_size(self, decorate: Decorator) -> None:
         sizes = iter([60, 21, 5])
@@ -129,9 +129,9 @@ class TestAsAccelerate:
         def train(batch_size: int) -> None:
             raise mistake
 
-        with pytest.raises(ValueError, match="bad row") as told:
+        with pytest.raises(ValueError, match="bad row") as reported:
             train()
-        assert told.value is mistake
+        assert reported.value is mistake
         mistake.__traceback__ = None
 
     def test_a_later_call_begins_where_the_last_one_ended(self, decorate: Decorator) -> None:
@@ -342,7 +342,7 @@ def test_complaint_half_an_accumulation_is_left_behind() -> None:
 
 
 def test_complaint_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """Without us: nothing says that training has begun anew."""
+    """Without us: nothing says that training has begun again."""
     with caplog.at_level(logging.INFO):
         theirs(Limited(100, at=4).__call__)()
         assert caplog.records == []
@@ -368,7 +368,7 @@ def test_prepared_before_the_call_stays_prepared() -> None:
     accelerator.free_memory()
 
 
-def test_the_gradient_scaler_begins_anew() -> None:
+def test_the_gradient_scaler_begins_again() -> None:
     """One that was left in the middle of a step would refuse the next one's unscaling, or keep its scale."""
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -715,7 +715,7 @@ def test_backward_in_microbatches_is_accelerates(precision: str, living_bytes: i
         ({"fresh": True}, ValueError, "fresh must be False without key"),
     ],
 )
-def test_wrong_settings_are_told_when_the_function_is_decorated(
+def test_wrong_settings_are_reported_when_the_function_is_decorated(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -747,7 +747,7 @@ def test_another_version_is_warned_about(monkeypatch: pytest.MonkeyPatch) -> Non
             warn_of_version(version)
 
 
-def test_without_accelerate_the_pip_line_is_told() -> None:
+def test_without_accelerate_the_pip_line_is_reported() -> None:
     code = "import sys; sys.modules['accelerate'] = None; import batchfit.integrations.accelerate"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

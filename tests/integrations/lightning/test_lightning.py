@@ -226,7 +226,7 @@ def test_a_datamodule_and_hparams_get_the_size() -> None:
     assert module.sizes[-2:] == [48, 16]
 
 
-def test_an_attribute_that_no_loader_uses_is_told_and_the_loader_gets_the_size(
+def test_an_attribute_that_no_loader_uses_is_reported_and_the_loader_gets_the_size(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Fixed(Own):
@@ -431,7 +431,7 @@ class Noting(pl.Callback):
         self.calls.append("step")
 
 
-def test_a_schedule_made_for_the_old_number_of_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_made_for_the_old_number_of_steps_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Asking(Own):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -496,7 +496,7 @@ def test_the_size_trains_and_little_more_would(width: int) -> None:
     assert run(found) <= room_bytes < run(math.ceil(found / 0.95))
 
 
-def test_a_search_is_seen_by_nobody_and_told_once(tmp_path: Path) -> None:
+def test_a_search_is_seen_by_nobody_and_reported_once(tmp_path: Path) -> None:
     logger = pl.loggers.CSVLogger(tmp_path)
     noting, ours = Noting(), BatchSizeFinder(max_val=128)
     run = trainer(noting, ours, logger=logger, log_every_n_steps=1)
@@ -648,7 +648,7 @@ def test_fast_dev_run_searches_nothing() -> None:
         ({"batch_arg_name": ""}, "batch_arg_name must be the name of an attribute, not ''"),
     ],
 )
-def test_wrong_arguments_are_told_when_the_callback_is_made(options: dict[str, Any], text: str) -> None:
+def test_wrong_arguments_are_reported_when_the_callback_is_made(options: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         BatchSizeFinder(**options)
 
@@ -679,7 +679,7 @@ def test_a_missing_framework_is_the_line_that_installs_it(monkeypatch: pytest.Mo
         framework.callback_bases()
 
 
-def test_an_unknown_version_is_told_once_with_the_tested_ones() -> None:
+def test_an_unknown_version_is_reported_once_with_the_tested_ones() -> None:
     with pytest.warns(UserWarning, match=r"lightning 9.0.1 is not known .* tested with 2\.\d to 2\.6"):
         framework.check_version("lightning", "9.0.1")
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""OomProofTraining in a real Trainer: runs that run out end as those that never did."""
+"""OomProofTraining in a real Trainer: runs with an OOM end as those without."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Ragged(Exact):
         return x.repeat(1, 512 if bool(x[0, 0] > 1e3) else 64)
 
 
-def test_a_batch_that_runs_out_late_is_done_again(living_bytes: int) -> None:
+def test_a_batch_that_is_out_of_memory_late_is_retried(living_bytes: int) -> None:
     """Lightning #20447: the largest sample comes last, long after a search has ended."""
     rows = data(256, dtype=torch.float64).tensors[0]
     rows[192:, 0] = 2e3
@@ -404,7 +404,7 @@ def test_hooks_come_once_a_batch_with_its_gradients() -> None:
     )
 
 
-def test_an_optimizer_step_that_runs_out_is_undone_and_done_again() -> None:
+def test_an_optimizer_step_that_is_out_of_memory_is_undone_and_retried() -> None:
     plain = seeded(Exact)
     fitted(plain, max_epochs=1)
 
@@ -571,7 +571,7 @@ def test_what_cannot_be_run_in_microbatches_is_refused_before_training() -> None
         OomProofTraining(rollback=1)  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_no_mean_is_told_with_what_can_be_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_is_no_mean_is_reported_with_what_can_be_done(caplog: pytest.LogCaptureFixture) -> None:
     class Summing(Exact):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx) * len(batch[0])

@@ -243,7 +243,7 @@ def test_fit_again_goes_on() -> None:
 @pytest.mark.parametrize(
     "config", ["0:32 1:80", {"type": "milestone", "milestones": "0:32 2:64", "unit": "step"}]
 )
-def test_another_trainer_begins_anew(config: Any, tmp_path: Path) -> None:
+def test_another_trainer_begins_again(config: Any, tmp_path: Path) -> None:
     """The folds of a cross-validation, with one callback."""
     schedule, stories = BatchSizeSchedule(config), []
     for _ in range(2):
@@ -366,6 +366,6 @@ def test_settings_that_contradict_a_schedule_are_named() -> None:
         (lambda: BatchSizeSchedule(None, 0), "initial_batch_size must"),
     ],
 )
-def test_wrong_arguments_are_told_when_the_callback_is_made(make: Any, text: str) -> None:
+def test_wrong_arguments_are_reported_when_the_callback_is_made(make: Any, text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         make()

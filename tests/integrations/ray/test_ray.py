@@ -160,7 +160,7 @@ def test_a_task_that_no_node_could_run_is_refused(cluster: None) -> None:
         batchfit.sweep(targets.deadly, {"number": [1]}, engine=RayEngine(num_cpus=64), **QUICK)
 
 
-def test_without_ray_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_pip_line_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "batchfit.integrations.ray")
     with pytest.raises(ImportError, match=r'pip install "batchfit\[ray\]" to use batchfit.integrations.ray'):

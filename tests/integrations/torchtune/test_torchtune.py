@@ -222,7 +222,7 @@ def test_a_run_that_goes_on_has_the_sizes_and_weights_of_one_that_was_not_stoppe
     assert np.allclose(weights(resumed), whole, rtol=0, atol=1e-6)
 
 
-# --- batches that run out while training
+# --- batches that do not fit while training
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
@@ -405,7 +405,7 @@ def test_packed_batches_are_split_with_the_masks_of_their_rows(monkeypatch: pyte
         ({"batchfit": {"budget": "1GiB"}}, ValueError, "use_maximum_batch_size nor batch_increase_function"),
     ],
 )
-def test_wrong_settings_are_told_before_anything_is_loaded(
+def test_wrong_settings_are_reported_before_anything_is_loaded(
     changes: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
 ) -> None:
     cfg = OmegaConf.create(tiny_config(tmp_path, "full", **changes))
@@ -468,7 +468,7 @@ def test_another_version_is_warned_about() -> None:
         warn_of_version("0.7.0")
 
 
-def test_without_torchtune_the_pip_line_is_told() -> None:
+def test_without_torchtune_the_pip_line_is_reported() -> None:
     code = "import sys; sys.modules['torchtune'] = None; import batchfit.integrations.torchtune"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

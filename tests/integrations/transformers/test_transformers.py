@@ -75,7 +75,7 @@ class Forwards:
 
 
 def trained(folder: Path, model: Any, *, data: Any = None, **more: Any) -> torch.Tensor:
-    """What a plain Trainer that never ran out makes of it, with each batch in one piece."""
+    """What a plain Trainer that never had an OOM makes of it, with each batch whole."""
     given = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, **more.pop("given", {})}
     trainer = Trainer(model, arguments(folder, **given), train_dataset=data or Tokens(), **more)
     trainer.train()
@@ -225,17 +225,17 @@ class Telling(Trainer):
 @pytest.mark.parametrize("kind", [Plain, Taking])
 def test_what_trials_and_looks_at_the_loss_log_reaches_nobody(kind: Any, tmp_path: Path) -> None:
     given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 3}
-    told = Told()
-    trainer = Telling(kind(), arguments(tmp_path, **given), train_dataset=points(), callbacks=[told])
+    reported = Told()
+    trainer = Telling(kind(), arguments(tmp_path, **given), train_dataset=points(), callbacks=[reported])
     adapt(trainer, search={"max_size": 8}).train()
     assert trainer.found.batch_size == 8
-    assert told.rows == [8.0] * 6
+    assert reported.rows == [8.0] * 6
     assert [entry["rows"] for entry in trainer.state.log_history if "rows" in entry] == [8.0] * 6
     trainer.log({"rows": 1.0})
-    assert told.rows[-1] == 1.0
+    assert reported.rows[-1] == 1.0
 
 
-def test_state_of_the_users_own_is_put_back_after_the_search(tmp_path: Path) -> None:
+def test_state_of_the_users_own_is_restored_after_the_search(tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Mine(Trainer):
@@ -340,7 +340,7 @@ def test_microbatches_by_length(tmp_path: Path) -> None:
 
 
 class FaultInStep(BatchfitTrainer):
-    """Memory runs out in the second step, at operation `fault`."""
+    """An OOM in the second step, at operation `fault`."""
 
     fault, fired = 60, False
 
@@ -382,7 +382,7 @@ def test_a_fault_at_every_operation_of_a_step_changes_nothing(tmp_path: Path) ->
 
 
 class FaultInOptimizer(transformers.TrainerCallback):
-    """Memory runs out once, at the first operation of the first optimizer step."""
+    """One OOM, at the first operation of the first optimizer step."""
 
     def __init__(self) -> None:
         self.fired = False
@@ -462,7 +462,7 @@ class Drifting(Plain):
 
 
 class Dividing(Drifting):
-    """As `Drifting`, but it does divide, where it is told by what."""
+    """As `Drifting`, but it does divide, where it is given by what."""
 
     def forward(self, x: Any = None, labels: Any = None, num_items_in_batch: Any = None, **more: Any) -> Any:
         self.calls += 1
@@ -486,8 +486,8 @@ def test_a_loss_that_is_not_the_same_twice_is_not_taken_for_a_sum(
     with caplog.at_level("WARNING", "batchfit"):
         trainer.train()
     assert torch.allclose(parameters_of(trainer.model), parameters_of(expected.model), atol=1e-12)
-    told = [line for line in caplog.messages if "Set trainer.loss_is_scaled_for_ga" in line]
-    assert len(told) == (warns and size < 16)
+    reported = [line for line in caplog.messages if "Set trainer.loss_is_scaled_for_ga" in line]
+    assert len(reported) == (warns and size < 16)
 
 
 @pytest.mark.parametrize("find", [True, False])
@@ -616,18 +616,18 @@ def test_a_scaler_is_used_as_the_trainer_uses_it(tmp_path: Path) -> None:
     assert torch.allclose(weights, plain, atol=1e-5)
 
 
-def test_the_search_can_be_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_can_be_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a search begins with what a trace says: the Trainer's step must be one that can be traced."""
-    told: list[int] = []
+    reported: list[int] = []
     find = batchfit.find_batch_size
 
     def spy(work: Any, **keywords: Any) -> Any:
-        told.append(batchfit.predict_batch_size(work, budget="100MiB").batch_size)
+        reported.append(batchfit.predict_batch_size(work, budget="100MiB").batch_size)
         return find(work, **keywords)
 
     monkeypatch.setattr(batchfit, "find_batch_size", spy)
     adapt(Trainer(gpt2().float(), arguments(tmp_path, bf16=True), train_dataset=Tokens())).train()
-    assert told[0] > 16
+    assert reported[0] > 16
 
 
 def test_an_iterable_dataset_is_not_searched_but_cut(tmp_path: Path) -> None:
@@ -1003,7 +1003,7 @@ def test_evaluation_that_does_not_fit_counts_nothing_twice(
 
 
 class Sided(Plain):
-    """Returns single values beside its rows, as models with routers do, and runs out beyond some samples."""
+    """Returns single values beside its rows, as routers do, and has an OOM beyond some samples."""
 
     most = 10**9
 
@@ -1015,7 +1015,7 @@ class Sided(Plain):
         return {**found, "aux": logits.mean(), "more": (logits * 2, {"rows": logits[:, 0]}, x.sum() * 0)}
 
 
-def test_single_values_of_an_evaluation_in_pieces_are_those_of_the_batch(tmp_path: Path) -> None:
+def test_single_values_of_an_evaluation_in_microbatches_are_those_of_the_batch(tmp_path: Path) -> None:
     data, given = points(30), {"per_device_eval_batch_size": 12}
     expected = Trainer(Sided(), arguments(tmp_path, **given)).predict(data)
     ours = BatchfitTrainer(Sided(), arguments(tmp_path, **given))
@@ -1058,7 +1058,7 @@ def test_the_model_of_an_earlier_training_is_let_go(tmp_path: Path) -> None:
     assert alive == [1, 1, 1]
 
 
-def test_generation_that_runs_out_is_done_again_in_pieces(tmp_path: Path) -> None:
+def test_generation_that_is_out_of_memory_is_retried_in_microbatches(tmp_path: Path) -> None:
     data = Tokens(10)
     given = {"per_device_eval_batch_size": 10, "predict_with_generate": True, "generation_max_length": 9}
     plain = transformers.Seq2SeqTrainer(t5(), arguments(tmp_path, seq2seq=True, **given))
@@ -1293,7 +1293,7 @@ def test_settings_that_contradict_ours_are_named(tmp_path: Path, monkeypatch: py
         ({"tokens_per_sample": -3}, ValueError, "tokens_per_sample must be a positive integer, not -3"),
     ],
 )
-def test_wrong_options_are_told_when_they_are_given(wrong: Any, kind: type[Exception], text: str) -> None:
+def test_wrong_options_are_reported_when_they_are_given(wrong: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Options(**wrong)
 
@@ -1335,7 +1335,7 @@ def test_warnings_advise_what_can_be_done_in_a_trainer(
     assert not_reachable not in text.replace(advice, "")
 
 
-def test_a_sum_that_is_told_is_one(tmp_path: Path) -> None:
+def test_a_sum_that_is_declared_is_one(tmp_path: Path) -> None:
     given = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 2}
     whole = {**given, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     expected = Trainer(Summing(), arguments(tmp_path, **whole), train_dataset=points())

@@ -108,7 +108,7 @@ def test_sizes_are_asked_for_by_number_and_position() -> None:
 @several
 @given(st.data(), st.integers(0, 200), st.integers(1, 8))
 def test_a_ledger_hands_out_every_sample_once_in_order(data: st.DataObject, length: int, depth: int) -> None:
-    """A loader with `depth` batches in flight, cancelled at random: what it hands out is the epoch."""
+    """A loader with `depth` prefetched batches, cancelled at random: what it hands out is the epoch."""
     ledger, size = DealtSamples(serial=7, discarded_below=7), 5
     seen: list[int] = []
     serials: list[int] = []
@@ -152,7 +152,7 @@ def test_a_short_batch_moves_what_comes_after_it() -> None:
     assert (none.handed, none.batches, none.cursor, none.number) == (3, 1, 3, 1)
 
 
-def test_a_ledger_goes_on_and_begins_anew() -> None:
+def test_a_ledger_goes_on_and_begins_again() -> None:
     ledger = DealtSamples().deal(8).deal(8).hand()
     assert ledger.next_epoch() == DealtSamples(serial=2, discarded_below=2)
     on = ledger.resumed(100, 7).deal(5)

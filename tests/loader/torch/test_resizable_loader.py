@@ -273,7 +273,7 @@ def check_with_workers(choose: random.Random, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_changes_count_from_the_next_batch_whatever_workers_have_in_flight(workers: int) -> None:
+def test_changes_count_from_the_next_batch_whatever_workers_have_prefetched(workers: int) -> None:
     check_with_workers(random.Random(workers), workers)
 
 
@@ -289,13 +289,15 @@ def test_a_planned_change_voids_nothing_and_is_asked_for_ahead() -> None:
     loader = ResizableLoader(Numbers(80), schedule=plan, num_workers=2)
     batches = epoch_of(loader)
     assert [len(batch) for batch in batches] == [4] * 8 + [8] * 6
-    dealt = [(p.step, p.samples) for p in plan.asked[1:]]  # the first one is asked when the loader is made
+    prefetched = [
+        (p.step, p.samples) for p in plan.asked[1:]
+    ]  # the first one is asked when the loader is made
     positions = [(step, sum(map(len, batches[:step]))) for step in range(15)]
-    assert [at for at in dealt if at in positions] == dealt  # each batch once: nothing was dealt twice
-    assert len(set(dealt)) == 15
+    assert [at for at in prefetched if at in positions] == prefetched  # each batch once
+    assert len(set(prefetched)) == 15
 
 
-def test_an_unplanned_change_lets_what_is_in_flight_through_if_told_so() -> None:
+def test_an_unplanned_change_keeps_prefetched_batches_if_asked_to() -> None:
     sizes = {}
     for defer in (False, True):
         loader = ResizableLoader(Numbers(120), 4, num_workers=2, prefetch_factor=2, defer=defer)
@@ -309,10 +311,10 @@ def test_an_unplanned_change_lets_what_is_in_flight_through_if_told_so() -> None
     assert sizes[True] == [4] * 6 + [10] * 3
 
 
-def test_a_change_near_the_end_deals_again_what_was_all_dealt() -> None:
+def test_a_change_near_the_end_batches_again_what_was_all_prefetched() -> None:
     loader = ResizableLoader(Numbers(40), 8, num_workers=2)
     loop = iter(loader)
-    seen = [numbers(next(loop)) for _ in range(4)]  # the fifth and last is in flight
+    seen = [numbers(next(loop)) for _ in range(4)]  # the fifth and last is prefetched
     loader.batch_size = 3
     seen += [numbers(batch) for batch in loop]
     assert [len(batch) for batch in seen] == [8] * 4 + [3, 3, 2]
@@ -331,7 +333,7 @@ def test_the_same_size_again_voids_nothing() -> None:
 
 
 def test_void_work_is_not_done(tmp_path: Path) -> None:
-    """Workers that are told do not fetch what is void: here, only what they had begun with."""
+    """Workers do not fetch what they see is discarded: here, only what they had begun with."""
 
     class Slow(Numbers):
         def __getitem__(self, index: int) -> int:
@@ -436,7 +438,7 @@ def test_what_is_wrong_with_a_schedule_is_said_when_its_batch_is_due() -> None:
         ResizableLoader(Numbers(40), schedule=Sizes(lambda progress: 2.5))  # type: ignore[arg-type, return-value]
 
 
-def test_a_schedule_set_mid_way_may_be_wrong_about_what_is_in_flight() -> None:
+def test_a_schedule_set_mid_way_may_be_wrong_about_prefetched_batches() -> None:
     """The error comes when its batch is due, not from the line that sets the schedule."""
     loader = ResizableLoader(Numbers(60), 4, num_workers=1, prefetch_factor=4)
     loop = iter(loader)
@@ -451,9 +453,11 @@ def test_a_schedule_set_mid_way_may_be_wrong_about_what_is_in_flight() -> None:
 
 def test_a_schedule_that_leaves_a_rank_without_a_sample_is_said_before_training() -> None:
     plan = Sizes(lambda progress: 8 if progress.epoch < 50 else 2)
-    with pytest.warns(UserWarning, match=r"a batch of 2 at Progress\(epoch=50, .*there are 4 ranks") as told:
+    with pytest.warns(
+        UserWarning, match=r"a batch of 2 at Progress\(epoch=50, .*there are 4 ranks"
+    ) as reported:
         ResizableLoader(Numbers(100), schedule=plan, rank=0, world_size=4)
-    assert told[0].filename == __file__
+    assert reported[0].filename == __file__
     with pytest.raises(ValueError, match="must be at least 4, a sample for each of 4 ranks, not 2"):
         ResizableLoader(Numbers(100), schedule=Sizes(lambda progress: 2), rank=0, world_size=4)
 
@@ -505,12 +509,12 @@ def test_the_length_is_the_number_of_batches(
         rank=world_size - 1,
         world_size=world_size,
     )
-    told = len(loader)
+    reported = len(loader)
     for _ in loader:
-        assert len(loader) == told
-    assert loader.progress.step == told
+        assert len(loader) == reported
+    assert loader.progress.step == reported
     if world_size == 1 and not planned:
-        assert told == len(DataLoader(Numbers(length), size, drop_last=drop_last))
+        assert reported == len(DataLoader(Numbers(length), size, drop_last=drop_last))
 
 
 # Checkpoints
@@ -531,7 +535,7 @@ def test_resume_with_other_workers_and_ranks(shuffle: bool) -> None:
     seen += flat([numbers(next(loop)) for _ in range(2)])
     state = loader.state_dict()
     del loop
-    assert state == loader.state_dict()  # what was in flight is not in it
+    assert state == loader.state_dict()  # prefetched batches are not in it
     assert (state["epoch"], state["position"], state["samples"], state["step"]) == (1, 46, 147, 18)
     expected = order(101, shuffle, seed=5, epoch=1)
     assert seen == expected[:46]
@@ -712,7 +716,7 @@ def test_samplers_keep_their_order_and_resume(kind: str, workers: int) -> None:
     assert flat(epoch_of(other)) == rest
 
 
-def test_a_sampler_is_told_the_epoch_and_a_sharded_one_is_refused() -> None:
+def test_a_sampler_gets_the_epoch_and_a_sharded_one_is_refused() -> None:
     sampler = DistributedSampler(Numbers(20), 1, 0, seed=2)
     loader = ResizableLoader(Numbers(20), 4, sampler=sampler)
     for epoch in range(2):
@@ -828,7 +832,7 @@ def test_ranks_are_those_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_leaving_a_loop_and_starting_anew(workers: int) -> None:
+def test_leaving_a_loop_and_starting_again(workers: int) -> None:
     loader = ResizableLoader(
         Numbers(40), 4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
     )

@@ -210,7 +210,9 @@ def test_a_doubt_about_the_noise_is_a_reason_to_stay() -> None:
 
 
 def test_a_lower_bound_alone_may_grow_a_batch_where_that_is_asked_for() -> None:
-    bound = replace(reading(1.0, low=2000.0, bounded=False), scale=None, reason="cannot be told from zero")
+    bound = replace(
+        reading(1.0, low=2000.0, bounded=False), scale=None, reason="cannot be distinguished from zero"
+    )
     asked = DecideSettings(use_bound=True)
     assert decide(bound, 128, SIZES).size == 128
     grown = decide(bound, 128, SIZES, settings=asked)

@@ -215,10 +215,10 @@ def observation(noise: float, signal: float, samples: float = 32) -> NoiseObserv
 @examples(60)
 @given(st.lists(st.tuples(numbers, numbers, st.floats(1, 1e4)), min_size=2, max_size=30), st.floats(10, 1e5))
 def test_the_averages_are_weighted_by_samples_as_if_made_in_one_go(
-    told: list[tuple[float, float, float]], decay: float
+    reported: list[tuple[float, float, float]], decay: float
 ) -> None:
     state, seen = NoiseState(decay_samples=decay), []
-    for noise, signal, samples in told:
+    for noise, signal, samples in reported:
         seen.append(observation(noise, signal, samples))
         state = state.with_step(seen[-1])
     weights, later = [], 0.0
@@ -259,8 +259,8 @@ def test_decay_is_per_sample_so_cutting_a_step_in_two_changes_nothing() -> None:
 def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
     state = NoiseState().with_step(observation(3.0, 1.0))
     for wrong in (math.nan, math.inf, -math.inf):
-        told = state.with_step(replace(observation(3.0, 1.0), big=wrong))
-        assert told == replace(state, skipped=1)
+        reported = state.with_step(replace(observation(3.0, 1.0), big=wrong))
+        assert reported == replace(state, skipped=1)
 
 
 def test_nothing_is_clamped_before_it_is_averaged() -> None:
@@ -375,17 +375,17 @@ def test_selection_moves_what_only_just_passed_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("g", [1.0, 2.5, 4.0, 6.0])
-def test_estimates_that_are_told_cover_the_truth(g: float) -> None:
-    """A plain N(g, 1), told above the border only: 95 % of what is told, or more where very few are."""
-    draw, told, covered = random.Random(5), 0, 0
-    while told < 3000:
+def test_estimates_that_are_given_cover_the_truth(g: float) -> None:
+    """A plain N(g, 1), given above the border only: 95 % of what is given, or more where very few are."""
+    draw, reported, covered = random.Random(5), 0, 0
+    while reported < 3000:
         z = draw.gauss(g, 1) if g > 2 else NormalDist(g, 1).inv_cdf(1 - draw.random() * 0.0227)
         if z <= CLEARLY:
             continue
         above, below = selected(z, 1.96)
-        told += 1
+        reported += 1
         covered += z - (math.inf if below is None else below) <= g <= z + above
-    assert 0.94 <= covered / told <= (0.98 if g > 2 else 1.0)
+    assert 0.94 <= covered / reported <= (0.98 if g > 2 else 1.0)
 
 
 # ---- as data
@@ -393,9 +393,9 @@ def test_estimates_that_are_told_cover_the_truth(g: float) -> None:
 
 @examples(50)
 @given(st.lists(st.tuples(numbers, numbers, st.floats(1, 1e4)), max_size=30), st.integers(0, 3))
-def test_a_state_goes_through_json_unchanged(told: list[tuple[float, float, float]], single: int) -> None:
+def test_a_state_goes_through_json_unchanged(reported: list[tuple[float, float, float]], single: int) -> None:
     state = NoiseState()
-    for one in told:
+    for one in reported:
         state = state.with_step(observation(*one))
     for _ in range(single):
         state = state.with_single()

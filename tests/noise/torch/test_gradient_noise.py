@@ -65,7 +65,7 @@ class World:
         noise.total(**more)
 
 
-def told(noise: GradientNoise) -> tuple[float, float, int]:
+def reported(noise: GradientNoise) -> tuple[float, float, int]:
     state = noise.state_dict()
     return state["noise"], state["signal"], state["steps"]
 
@@ -90,8 +90,8 @@ def test_a_step_by_hand_is_what_per_sample_gradients_say(sizes: list[int], mode:
     for _ in range(2):  # the copies of the first step must not be in the way of the second
         world.by_hand(noise, batch, sizes)
     expected = world.expected(batch, sizes, only_first=mode == "cheap")
-    assert told(noise)[:2] == close(expected, rel=1e-7)
-    assert told(noise)[2] == 2
+    assert reported(noise)[:2] == close(expected, rel=1e-7)
+    assert reported(noise)[2] == 2
 
 
 def test_the_norm_of_clipping_saves_making_it_again() -> None:
@@ -103,7 +103,7 @@ def test_the_norm_of_clipping_saves_making_it_again() -> None:
         noise.microbatch(4)
     norm = nn.utils.clip_grad_norm_(world.model.parameters(), 1e-3)  # clipped hard: .grad is of no use now
     noise.total(norm=norm)
-    assert told(noise)[:2] == close(world.expected(batch, [4, 4], only_first=True), rel=1e-6)
+    assert reported(noise)[:2] == close(world.expected(batch, [4, 4], only_first=True), rel=1e-6)
 
 
 def test_shares_are_for_losses_that_are_not_weighted_by_samples() -> None:
@@ -118,7 +118,7 @@ def test_shares_are_for_losses_that_are_not_weighted_by_samples() -> None:
     first, second = rows[:3].mean(0), rows[3:].mean(0)
     mean = float(((first + second) / 2).square().sum())
     expected = observe([3, 6], [float(first.square().sum())], mean, weights=[1.0, 1.0])
-    assert told(noise)[:2] == close(expected)
+    assert reported(noise)[:2] == close(expected)
 
 
 def test_a_scaler_changes_nothing_even_when_its_scale_moves() -> None:
@@ -137,18 +137,18 @@ def test_a_scaler_changes_nothing_even_when_its_scale_moves() -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() > 1024.0
-    assert told(noise)[:2] == close(world.expected(batch, [4, 4], only_first=False), rel=1e-4)
+    assert reported(noise)[:2] == close(world.expected(batch, [4, 4], only_first=False), rel=1e-4)
 
 
 def test_gradients_that_are_not_finite_are_skipped() -> None:
     world = World()
     noise = GradientNoise(world.model)
     world.by_hand(noise, world.batch(8), [4, 4])
-    before = told(noise)
+    before = reported(noise)
     broken = world.batch(8)
     broken["x"][0, 0] = float("inf")
     world.by_hand(noise, broken, [4, 4])
-    assert told(noise) == before
+    assert reported(noise) == before
     assert noise.reading().skipped == 1
 
 
@@ -178,7 +178,7 @@ def test_a_step_that_is_discarded_leaves_nothing() -> None:
     noise.microbatch(4)
     noise.discard()
     world.by_hand(noise, world.batch(8), [4, 4])
-    assert told(noise)[:2] == close(world.expected(world.batch(8), [4, 4], only_first=False))
+    assert reported(noise)[:2] == close(world.expected(world.batch(8), [4, 4], only_first=False))
 
 
 @pytest.mark.parametrize("mode", ["cheap", "exact"])
@@ -194,7 +194,7 @@ def test_parameters_that_get_no_gradient_or_get_it_late(mode: Any) -> None:
         noise.microbatch(1)
         noise.total()
     # gradients: (1, 0, 0 | 0) and (0, 2, 0 | 1, 1, 1); their mean has a squared norm of 8 / 4
-    assert told(noise)[:2] == close(observe([1, 1], [1.0] if mode == "cheap" else [1.0, 7.0], 2.0))
+    assert reported(noise)[:2] == close(observe([1, 1], [1.0] if mode == "cheap" else [1.0, 7.0], 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -239,8 +239,8 @@ def test_with_microbatcher_nothing_else_is_to_be_written(mode: Any, count: int, 
         report = mb.backward(world.loss, batch)
         mb.step(optimizer, clip_norm=1e-4)
     expected = world.expected(batch, report.microbatch_sizes, only_first=mode == "cheap")
-    assert told(noise)[:2] == close(expected)
-    assert told(noise)[2] == 3
+    assert reported(noise)[:2] == close(expected)
+    assert reported(noise)[2] == 3
 
 
 def test_gradients_are_the_same_with_and_without() -> None:
@@ -259,8 +259,8 @@ def test_accumulated_calls_and_old_gradients_are_each_seen_alone(mode: Any) -> N
     world.loss(world.batch(5, seed=9)).backward()  # of someone else
     for _ in range(2):
         mb.backward(world.loss, batch)
-    assert told(noise)[:2] == close(world.expected(batch, [4, 4], only_first=mode == "cheap"))
-    assert told(noise)[2] == 2
+    assert reported(noise)[:2] == close(world.expected(batch, [4, 4], only_first=mode == "cheap"))
+    assert reported(noise)[2] == 2
 
 
 def test_a_sum_is_seen_as_the_mean_that_it_is_made_of() -> None:
@@ -268,7 +268,7 @@ def test_a_sum_is_seen_as_the_mean_that_it_is_made_of() -> None:
     batch, noise = world.batch(7), GradientNoise(world.model, mode="exact")
     mb = Microbatcher(world.model, microbatch_size=4, reduction="sum", noise=noise)
     mb.backward(lambda micro: world.loss(micro) * len(micro["y"]), batch)
-    assert told(noise)[:2] == close(world.expected(batch, [4, 3], only_first=False))
+    assert reported(noise)[:2] == close(world.expected(batch, [4, 3], only_first=False))
 
 
 def test_a_scaler_and_weights_of_tokens() -> None:
@@ -283,7 +283,7 @@ def test_a_scaler_and_weights_of_tokens() -> None:
     rows = world.per_sample({name: part[3:] for name, part in batch.items()})
     first = float(rows[:1].mean(0).square().sum())
     expected = observe([4, 4], [first], float(rows.mean(0).square().sum()), weights=[1.0, 4.0])
-    assert told(noise)[:2] == close(expected, rel=1e-4)
+    assert reported(noise)[:2] == close(expected, rel=1e-4)
 
 
 def test_a_microbatch_without_weight_is_left_out() -> None:
@@ -295,7 +295,7 @@ def test_a_microbatch_without_weight_is_left_out() -> None:
     )
     mb.backward(world.loss, batch)
     rest = {name: part[3:] for name, part in batch.items()}
-    assert told(noise)[:2] == close(world.expected(rest, [3, 3], only_first=False))
+    assert reported(noise)[:2] == close(world.expected(rest, [3, 3], only_first=False))
 
 
 @pytest.mark.parametrize("mode", ["cheap", "exact"])
@@ -317,8 +317,8 @@ def test_a_fault_anywhere_leaves_only_the_try_that_stayed(mode: Any) -> None:
                 assert noise.state_dict()["steps"] == 0
                 continue
         expected = world.expected(batch, report.microbatch_sizes, only_first=mode == "cheap")
-        assert told(noise)[:2] == close(expected)
-        assert told(noise)[2] == 1
+        assert reported(noise)[:2] == close(expected)
+        assert reported(noise)[2] == 1
         retried += report.retries
     assert retried > 5
 
@@ -358,7 +358,7 @@ def test_ragged_batches_are_measured_as_they_are_cut_and_the_order_is_warned_abo
     assert len(set(weights)) > 1
     whole = float(model.weight.grad.square().sum())
     expected = observe([len(micro["ids"]) for micro in micros], norms, whole, weights=weights)
-    assert told(noise)[:2] == close(expected)
+    assert reported(noise)[:2] == close(expected)
 
 
 def test_one_microbatch_with_microbatcher() -> None:
@@ -385,7 +385,7 @@ def test_an_error_of_the_users_leaves_nothing() -> None:
         mb.backward(loss, world.batch(8))
     assert noise.state_dict()["steps"] == 0
     mb.backward(world.loss, world.batch(8))
-    assert told(noise)[:2] == close(world.expected(world.batch(8), [4, 4], only_first=True))
+    assert reported(noise)[:2] == close(world.expected(world.batch(8), [4, 4], only_first=True))
 
 
 # ---- the whole of it

@@ -39,7 +39,7 @@ def wide(depth: int = 8, host_s: float = 0.0) -> batchfit.Workload:
     )
 
 
-def test_the_curve_has_a_knee_and_state_is_put_back() -> None:
+def test_the_curve_has_a_knee_and_state_is_restored() -> None:
     work = wide()
     before = [one.detach().clone() for one in work.model.parameters()]
     profile = batchfit.profile_throughput(work, budget="24GiB")

@@ -112,7 +112,7 @@ def test_long_steps_that_vary_are_not_repeated_for_minutes(timing: Timing) -> No
     assert verdict(series, target=timing.target) != "steady"
 
 
-def test_planted_series_are_told_apart() -> None:
+def test_planted_series_are_distinguished() -> None:
     rng = random.Random(1)
     clean = [1 + rng.gauss(0, 0.005) for _ in range(30)]
     assert verdict(clean, target=0.015) == "steady"
@@ -145,7 +145,7 @@ def test_clean_series_are_rarely_called_unsteady() -> None:
         ("NVIDIA GeForce RTX 4090", "fp32", 82.6e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4e12),
-        ("some new card", "bf16", None),
+        ("some new GPU", "bf16", None),
     ],
 )
 def test_peaks_of_devices(name: str, precision: str, expected: float | None) -> None:

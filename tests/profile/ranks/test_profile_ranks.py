@@ -93,6 +93,6 @@ def other_settings(rank: int) -> Any:
 
 
 @gloo
-def test_ranks_with_other_settings_are_told() -> None:
+def test_ranks_with_other_settings_are_reported() -> None:
     outcomes = run_ranks(other_settings, world_size=2)
     assert [outcome.error for outcome in outcomes] == ["RanksDisagreeError"] * 2

@@ -55,7 +55,7 @@ class _Clock:
 
 
 class Planted:
-    """A step that takes the time and the memory that it is told to, on a device without hardware."""
+    """A step that takes the time and the memory that it is given, on a device without hardware."""
 
     def __init__(self, now: list[float], *, capacity: str = "1GiB", first_s: float = 0.0) -> None:
         self.now, self.first_s = now, first_s
@@ -96,14 +96,14 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> batchfit.Wor
 
 def test_the_recommended_size_was_timed_and_is_within_reach(fake_time: list[float]) -> None:
     planted = Planted(fake_time)
-    told: list[ThroughputPoint] = []
-    profile = planted.profile(on_point=told.append)
+    reported: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=reported.append)
     best = max(size / planted.seconds(size) for size in range(1, 1000))
     chosen = profile.at(profile.recommended)
     assert chosen.samples_per_s == pytest.approx(chosen.size / planted.seconds(chosen.size))
     assert chosen.samples_per_s >= 0.95 * best * 0.99
     assert chosen.steps_timed >= FINE.least
-    assert [point.size for point in profile.points] == sorted({point.size for point in told})
+    assert [point.size for point in profile.points] == sorted({point.size for point in reported})
     assert profile.largest <= (profile.limit or 0) <= 1014
     assert profile.stopped_because == "measured"
     assert profile.notes == ()
@@ -141,14 +141,14 @@ def test_what_is_held_between_steps_is_not_taken_to_grow(fake_time: list[float])
     planted = Planted(fake_time)
     planted.device = FakeDevice("1GiB", peak=lambda size: (500 + 4 * size) * MIB)
     planted.device.hold(490 * MIB)
-    told: list[ThroughputPoint] = []
-    profile = planted.profile(on_point=told.append)
-    assert told[1].size >= 8
+    reported: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=reported.append)
+    assert reported[1].size >= 8
     assert profile.too_large == ()
     assert 100 <= (profile.limit or 0) <= 131
 
 
-def test_a_size_that_runs_out_is_out(fake_time: list[float]) -> None:
+def test_a_size_that_is_out_of_memory_is_out(fake_time: list[float]) -> None:
     planted = Planted(fake_time, capacity="100MiB")
     profile = planted.profile(sizes=[64, 128, 32])
     assert profile.too_large == (128,)
@@ -206,9 +206,9 @@ def test_short_steps_are_timed_finely_at_once(fake_time: list[float]) -> None:
     """No size of a quiet program whose steps are short is timed twice."""
     planted = Planted(fake_time)
     planted.seconds = lambda size: 0.001 + 0.0001 * size  # type: ignore[method-assign]
-    told: list[ThroughputPoint] = []
-    profile = planted.profile(on_point=told.append)
-    assert len(told) == len(profile.points)
+    reported: list[ThroughputPoint] = []
+    profile = planted.profile(on_point=reported.append)
+    assert len(reported) == len(profile.points)
     assert profile.at(profile.recommended).steps_timed >= FINE.least
 
 
@@ -224,7 +224,7 @@ def test_the_time_limit_ends_it(fake_time: list[float]) -> None:
         _Measuring.to_the_end(_late_measuring(slow))
 
 
-def test_a_time_limit_within_the_last_size_is_told(fake_time: list[float]) -> None:
+def test_a_time_limit_within_the_last_size_is_reported(fake_time: list[float]) -> None:
     class Wobbling(Planted):
         def seconds(self, size: int) -> float:
             return 0.05 if len(self.sizes) % 2 else 0.1
@@ -240,9 +240,9 @@ def test_long_steps_are_not_made_sixteen_times_as_long_at_once(fake_time: list[f
     planted = Planted(fake_time)
     planted.seconds = lambda size: 1.0 * size  # type: ignore[method-assign]
     begun = fake_time[0]
-    told: list[ThroughputPoint] = []
-    profile = planted.profile(time_limit_s=10.0, diagnose=False, on_point=told.append)
-    assert [point.size for point in told][:2] == [1, 4]
+    reported: list[ThroughputPoint] = []
+    profile = planted.profile(time_limit_s=10.0, diagnose=False, on_point=reported.append)
+    assert [point.size for point in reported][:2] == [1, 4]
     assert profile.stopped_because == "time_limit"
     assert fake_time[0] - begun <= 25.0
 
@@ -304,7 +304,7 @@ def test_a_batch_is_said_not_to_fit_only_where_that_is_known(fake_time: list[flo
     assert "5000 does not fit at once" in made.advice
 
 
-def test_a_step_that_ignores_its_size_is_told(fake_time: list[float]) -> None:
+def test_a_step_that_ignores_its_size_is_reported(fake_time: list[float]) -> None:
     class Constant(Planted):
         def seconds(self, size: int) -> float:
             return 0.01
@@ -324,9 +324,9 @@ def test_the_reason_says_nothing_that_the_table_denies(fake_time: list[float]) -
     points = planted.profile(sizes=[64, 96, 128], diagnose=False).points
     rates = {64: 314.0, 96: 324.0, 128: 327.0}
     points = tuple(one.model_copy(update={"samples_per_s": rates[one.size]}) for one in points)
-    told = _profile.reason(points, 96, within=0.05)
-    assert "smallest" not in told
-    assert "64 was timed at 96.0% of what 128 gives" in told
+    reported = _profile.reason(points, 96, within=0.05)
+    assert "smallest" not in reported
+    assert "64 was timed at 96.0% of what 128 gives" in reported
     assert "64 is the smallest size within 5%" in _profile.reason(points, 64, within=0.05)
     assert "96 is the smallest size within 5%" in _profile.reason(points[1:], 96, within=0.05)
 
@@ -409,7 +409,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
 
 
 @pytest.mark.parametrize("virtual", [False, True])
-def test_state_is_put_back_bit_for_bit(virtual: bool) -> None:
+def test_state_is_restored_bit_for_bit(virtual: bool) -> None:
     model, optimizer = net()
     work = training(model, optimizer)
     for _ in range(2):
@@ -435,7 +435,7 @@ def test_state_is_put_back_bit_for_bit(virtual: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["error", "interrupt"])
 @pytest.mark.parametrize("at", [0, 1, 3, 9, 14])
-def test_state_is_put_back_when_a_step_fails(kind: str, at: int) -> None:
+def test_state_is_restored_when_a_step_fails(kind: str, at: int) -> None:
     model, optimizer = net()
     work = training(model, optimizer)
     before = everything(model, optimizer)
@@ -473,7 +473,7 @@ def test_flops_and_readings_share_a_putting_back(restored: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["oom", "error", "interrupt"])
-def test_state_is_put_back_where_the_step_that_counts_flops_fails(kind: str, restored: list[bool]) -> None:
+def test_state_is_restored_where_the_step_that_counts_flops_fails(kind: str, restored: list[bool]) -> None:
     """The first step after those of the first size is the one that counts."""
     model, optimizer = net()
     work = training(model, optimizer)
@@ -523,7 +523,9 @@ def test_a_step_that_torch_cannot_count_is_timed_all_the_same(monkeypatch: pytes
     assert all(torch.equal(one, two) for one, two in zip(before, everything(model, optimizer), strict=True))
 
 
-def test_making_batches_is_told_where_the_look_at_kernels_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_making_batches_is_reported_where_the_look_at_kernels_is_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The two share a putting back, not their fate."""
 
     def runs_out(*_: Any, **__: Any) -> None:
@@ -577,7 +579,7 @@ def test_what_was_timed_until_an_interrupt_goes_along_with_it() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 6])
-def test_a_step_that_runs_out_anywhere_is_a_value(at: int) -> None:
+def test_a_step_that_is_out_of_memory_anywhere_is_a_value(at: int) -> None:
     model, optimizer = net()
     snapshot = Snapshot.take((model, optimizer))
     before = everything(model, optimizer)
@@ -609,7 +611,7 @@ def test_other_ranks_stop_with_one_that_fails() -> None:
         lambda size: None, 4, device=device, snapshot=snapshot, timing=Timing(0, 9, 9), agree=agree
     )
     assert (peer.outcome, peer.message) == ("oom", "another rank ran out of memory")
-    assert not any(failed for _, failed in asked)  # it need not be told twice
+    assert not any(failed for _, failed in asked)  # once is enough
 
 
 def test_a_step_that_runs_nothing_is_an_error() -> None:
@@ -697,7 +699,7 @@ def test_a_batch_that_takes_long_to_make_is_named() -> None:
     assert "making a batch" in profile.diagnosis[0].evidence
 
 
-def test_a_loader_whose_batches_do_not_fit_is_told(fake_time: list[float]) -> None:
+def test_a_loader_whose_batches_do_not_fit_is_reported(fake_time: list[float]) -> None:
     planted = Planted(fake_time, capacity="100MiB")
     profile = planted.profile(loader=[torch.zeros(512, 4)] * 8)
     assert any("its batches of 512 do not fit" in note for note in profile.notes)

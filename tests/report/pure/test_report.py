@@ -193,7 +193,7 @@ class TestPage:
 
 
 class TestCharts:
-    def test_an_outcome_has_its_own_shape_and_what_ran_out_stands_on_the_budget(self) -> None:
+    def test_an_outcome_has_its_own_shape_and_what_was_out_of_memory_stands_on_the_budget(self) -> None:
         outcomes = ("fits", "oom", "too_large", "killed", "timeout")
         trials = [
             Trial(size=n + 1, outcome=one, steps_run=1, peak_bytes=2**20)  # type: ignore[arg-type]
@@ -249,10 +249,10 @@ class TestCharts:
         assert [(mark.x, mark.y, mark.shape) for one in lost for mark in one.marks] == [(256, 128, "cross")]
 
     def test_kinds_lie_on_each_other_up_to_the_peak(self) -> None:
-        told = result("why")
-        areas = [one for one in timeline_chart(told).series if one.line == "area"]
+        reported = result("why")
+        areas = [one for one in timeline_chart(reported).series if one.line == "area"]
         highest = max(mark.y for mark in areas[-1].marks) * 2**20
-        assert highest == max(sum(moment.kinds.values()) for moment in told.timeline)
+        assert highest == max(sum(moment.kinds.values()) for moment in reported.timeline)
         for lower, upper in pairwise(areas):
             assert [mark.y for mark in lower.marks] == [mark.low for mark in upper.marks]
 
@@ -324,11 +324,11 @@ class TestSweep:
 class TestVerdict:
     def test_a_search_on_a_gpu_is_set_against_its_prediction(self) -> None:
         fit = result("fit").model_copy(update={"device": "cuda:0"})
-        told = result("cards").model_copy(update={"budget_bytes": fit.budget_bytes, "batch_size": 21})
-        assert verdict([told, fit]).startswith(
+        reported = result("cards").model_copy(update={"budget_bytes": fit.budget_bytes, "batch_size": 21})
+        assert verdict([reported, fit]).startswith(
             "Batch size 20 is the largest that lasts on cuda:0 (21 was predicted):"
         )
-        assert "was predicted" not in verdict([told, fit.model_copy(update={"device": "cpu"})])
+        assert "was predicted" not in verdict([reported, fit.model_copy(update={"device": "cpu"})])
         assert "was predicted" not in verdict([result("cards"), fit])
 
     def test_without_a_soak_nothing_is_said_to_last(self) -> None:
@@ -343,7 +343,7 @@ class TestVerdict:
         terse = result("profile").model_copy(update={"reason": "3 is the smallest size within 5%."})
         assert verdict([terse]) == "Batch size 3 is the smallest size within 5%."
 
-    def test_cards_on_which_nothing_fits_are_told(self) -> None:
+    def test_gpus_on_which_nothing_fits_are_reported(self) -> None:
         data = [json.loads(TEXTS["cards"])[0], {"kind": "nothing_fits", "card": "t4", "budget_bytes": 2**34}]
         text = page([Source(one) for one in results_in(json.dumps(data))])
         assert "not even a batch of 1 is predicted to fit in 16.0 GiB on t4" in text
@@ -539,6 +539,17 @@ class TestCommand:
         assert picture.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
         if suffix == ".svg":  # one pair of axes for each figure of the page
             assert len(set(re.findall(rb'id="axes_\d+"', picture))) == made(*FILES).count("<figure")
+
+    def test_a_picture_that_cannot_be_saved_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("matplotlib", reason="needs matplotlib")
+
+        def full(charts: object, path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("batchfit._cli.png.draw_charts", full)
+        ran = self.run(str(FILES["fit"]), "--plot", "a.png")
+        assert ran.exit_code == Code.BROKEN
+        assert "could not be saved to a.png: No space left" in " ".join(ran.output.split())
 
     def test_no_file_at_all_is_wrong_usage(self) -> None:
         assert self.run().exit_code == Code.USAGE

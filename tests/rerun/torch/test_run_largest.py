@@ -42,8 +42,8 @@ class Program:
 
 
 def test_the_value_the_size_and_all_runs() -> None:
-    told: list[batchfit.Trial] = []
-    ran = batchfit.run_largest(Program(10), start=16, on_run=told.append)
+    reported: list[batchfit.Trial] = []
+    ran = batchfit.run_largest(Program(10), start=16, on_run=reported.append)
     assert (ran.value, ran.batch_size) == (100, 10)
     assert [(trial.size, trial.outcome, trial.steps_run) for trial in ran.trials] == [
         (16, "oom", 0),
@@ -53,7 +53,7 @@ def test_the_value_the_size_and_all_runs() -> None:
         (11, "oom", 0),
         (10, "fits", 7),
     ]
-    assert tuple(told) == ran.trials
+    assert tuple(reported) == ran.trials
     assert "CUDA out of memory" in ran.trials[0].message
     assert global_hooks() == (0, 0, 0)
 
@@ -149,18 +149,18 @@ def test_running_out_after_a_caught_probe_is_still_running_out() -> None:
 
 
 def test_nothing_fits_says_where_and_why() -> None:
-    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cpu") as told:
+    with pytest.raises(NothingFitsError, match="a batch of 1 does not fit on cpu") as reported:
         batchfit.run_largest(Program(0), start=8)
-    assert "Tried to allocate" in str(told.value)
-    assert told.value.__context__ is None  # no traceback, no tensors
+    assert "Tried to allocate" in str(reported.value)
+    assert reported.value.__context__ is None  # no traceback, no tensors
 
 
 def test_an_ambiguous_error_at_one_comes_out() -> None:
     text = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."
     assert batchfit.run_largest(Program(3, RuntimeError(text)), start=8).batch_size == 3
-    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as told:
+    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as reported:
         batchfit.run_largest(Program(0, RuntimeError(text)), start=8)
-    assert told.value.__notes__ == ["batchfit: raised at batch size 1"]
+    assert reported.value.__notes__ == ["batchfit: raised at batch size 1"]
     assert global_hooks() == (0, 0, 0)
 
 
@@ -222,7 +222,7 @@ def test_a_fault_at_every_operation_ends_in_the_same_training() -> None:
         ({"state": 3}, TypeError, "state must hold"),
     ],
 )
-def test_wrong_arguments_are_told_before_anything_is_run(
+def test_wrong_arguments_are_reported_before_anything_is_run(
     options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -232,7 +232,7 @@ def test_wrong_arguments_are_told_before_anything_is_run(
 
 
 class TestWhatWasFoundBefore:
-    """toma's users expect it: the second call does not run out again."""
+    """toma's users expect it: the second call has no OOM again."""
 
     def program(self, sizes: list[int], most: int = 100) -> Callable[[int], int]:
         def train(batch_size: int) -> int:
@@ -264,7 +264,7 @@ class TestWhatWasFoundBefore:
         sizes: list[int] = []
         assert batchfit.run_largest(self.program(sizes, most=1000), start=512).batch_size == 512
 
-    def test_methods_are_told_apart_by_object_and_name(self) -> None:
+    def test_methods_are_distinguished_by_object_and_name(self) -> None:
         class Job:
             def __init__(self) -> None:
                 self.sizes: list[int] = []

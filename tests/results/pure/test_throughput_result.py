@@ -45,23 +45,23 @@ def profile(**more: Any) -> ThroughputProfile:
 
 
 def test_json_goes_both_ways_and_a_wrong_file_says_why() -> None:
-    told = profile()
-    assert ThroughputProfile.from_json(told.to_json()) == told
+    reported = profile()
+    assert ThroughputProfile.from_json(reported.to_json()) == reported
     with pytest.raises(ResultFileError, match=r"'points.1.step_s'"):
-        ThroughputProfile.from_json(told.to_json().replace('"step_s": 0.067', '"step_s": -1'))
+        ThroughputProfile.from_json(reported.to_json().replace('"step_s": 0.067', '"step_s": -1'))
     with pytest.raises(ResultFileError, match="schema_version is 99"):
-        ThroughputProfile.from_json(told.to_json().replace('"schema_version": 1', '"schema_version": 99'))
+        ThroughputProfile.from_json(reported.to_json().replace('"schema_version": 1', '"schema_version": 99'))
 
 
 def test_points_are_found_by_size() -> None:
-    told = profile()
-    assert told.at(64).gain == 1.5
-    assert told.best.size == 128
-    assert told.at(64).spread == pytest.approx(0.01)
+    reported = profile()
+    assert reported.at(64).gain == 1.5
+    assert reported.best.size == 128
+    assert reported.at(64).spread == pytest.approx(0.01)
     with pytest.raises(ValueError, match=r"size must be one that was measured \(1, 64, 128\), not 7"):
-        told.at(7)
-    assert [one.kind for one in told.bottlenecks] == ["host-bound"]
-    assert "host-bound, compute-bound" in told.summary
+        reported.at(7)
+    assert [one.kind for one in reported.bottlenecks] == ["host-bound"]
+    assert "host-bound, compute-bound" in reported.summary
 
 
 @pytest.mark.parametrize(("width", "left_out"), [(60, ["of peak", "FLOP/s"]), (70, ["of peak"]), (72, [])])

@@ -54,7 +54,7 @@ def test_the_updates_of_smith_et_al(text: str, by_formula: int, by_loader: int) 
 def one_by_one(
     plan: Any, samples: int, epochs: int, drop_last: bool, ranks: int
 ) -> list[tuple[int, int, int]]:
-    """(epoch, size wanted, samples dealt) of every batch, by asking before each."""
+    """(epoch, size wanted, samples taken) of every batch, by asking before each."""
     found = []
     step = total = 0
     for epoch in range(epochs):
@@ -62,13 +62,13 @@ def one_by_one(
         while True:
             now = Progress(epoch, step, total, total * (plan.tokens_per_sample or 1))
             size = plan.size_at(now)
-            dealt = cut(size, left, world_size=ranks, drop_last=drop_last)
-            if dealt == 0:
+            taken = cut(size, left, world_size=ranks, drop_last=drop_last)
+            if taken == 0:
                 if left == samples:
                     found.append((epoch, size, 0))
                 break
-            found.append((epoch, size, dealt))
-            left, step, total = left - dealt, step + 1, total + dealt
+            found.append((epoch, size, taken))
+            left, step, total = left - taken, step + 1, total + taken
     return found
 
 
@@ -109,15 +109,17 @@ def test_phases_are_what_asking_before_every_batch_gives(
     plan = config.bind(initial, tokens_per_sample=5)
     found = phases(plan, samples=samples, epochs=epochs, drop_last=drop_last, world_size=ranks)
     batches = one_by_one(plan, samples, epochs, drop_last, ranks)
-    assert updates_of(found) == sum(dealt > 0 for _, _, dealt in batches)
-    told = [(phase.size, phase.updates, phase.samples, phase.from_epoch, phase.to_epoch) for phase in found]
+    assert updates_of(found) == sum(taken > 0 for _, _, taken in batches)
+    reported = [
+        (phase.size, phase.updates, phase.samples, phase.from_epoch, phase.to_epoch) for phase in found
+    ]
     expected: list[list[int]] = []
-    for epoch, size, dealt in batches:
+    for epoch, size, taken in batches:
         if not expected or expected[-1][0] != size:
             expected.append([size, 0, 0, epoch, epoch])
-        expected[-1][1:3] = [expected[-1][1] + (dealt > 0), expected[-1][2] + dealt]
+        expected[-1][1:3] = [expected[-1][1] + (taken > 0), expected[-1][2] + taken]
         expected[-1][4] = epoch
-    assert told == [tuple(row) for row in expected]
+    assert reported == [tuple(row) for row in expected]
     if not drop_last and samples >= ranks:
         assert sum(phase.samples for phase in found) == samples * epochs
 

@@ -119,13 +119,13 @@ class TestStep:
             batch_size: int
             batch_size_scheduler: BatchSizeSchedule | None = None
 
-        told = {"batch_size": 256, "batch_size_scheduler": {"type": "step", "step_size": 20, "gamma": 2}}
-        params = TrainingHyperParams.model_validate(told)
+        reported = {"batch_size": 256, "batch_size_scheduler": {"type": "step", "step_size": 20, "gamma": 2}}
+        params = TrainingHyperParams.model_validate(reported)
         assert params.batch_size_scheduler == StepBatchSizeConfig(step_size=20, gamma=2)
         assert TrainingHyperParams.model_validate_json(params.model_dump_json()) == params
-        told["batch_size_scheduler"] = {"type": "step", "step_size": 20, "gamma": 1}
+        reported["batch_size_scheduler"] = {"type": "step", "step_size": 20, "gamma": 1}
         with pytest.raises(ValidationError, match="gamma must be at least 2, not 1"):
-            TrainingHyperParams.model_validate(told)
+            TrainingHyperParams.model_validate(reported)
 
 
 SMOOTH = {
@@ -499,7 +499,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=words):
             StepBatchSizeConfig(step_size=20, gamma=2, max_batch_size=2048).bind(**keywords)
 
-    def test_a_rank_without_a_sample_is_told_before_training(self) -> None:
+    def test_a_rank_without_a_sample_is_reported_before_training(self) -> None:
         falls = LinearBatchSizeConfig(final_batch_size=4, over=10)
         with pytest.raises(
             ValueError, match=r"final_batch_size must be at least 8, so that no rank of 8 .*, not 4"

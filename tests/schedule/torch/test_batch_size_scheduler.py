@@ -136,8 +136,8 @@ class TestTheDocument:
 
     def test_from_text_and_mappings(self) -> None:
         assert BatchSizeScheduler("0:256 20:512").step(20) == (512, True)
-        told = {"type": "step", "step_size": 20, "gamma": 2}
-        assert BatchSizeScheduler(told, 256).config == StepBatchSizeConfig(step_size=20, gamma=2)
+        reported = {"type": "step", "step_size": 20, "gamma": 2}
+        assert BatchSizeScheduler(reported, 256).config == StepBatchSizeConfig(step_size=20, gamma=2)
 
 
 class TestUnits:
@@ -187,7 +187,7 @@ class TestUnits:
 
 
 class TestLoaders:
-    def test_a_plain_one_is_told_at_the_change(self) -> None:
+    def test_a_plain_one_is_reported_at_the_change(self) -> None:
         loader = Settable(256)
         scheduler = BatchSizeScheduler(STEP, loader=loader)
         for epoch in range(70):
@@ -208,9 +208,9 @@ class TestLoaders:
         with pytest.raises(TypeError, match="loader must have an attribute batch_size, not"):
             BatchSizeScheduler(STEP, 256, loader=object())
 
-    @pytest.mark.parametrize(("epochs", "told"), [((0, 1, 1, 2), 0), ((50, 51), 1), ((0, 3), 1)])
+    @pytest.mark.parametrize(("epochs", "reported"), [((0, 1, 1, 2), 0), ((50, 51), 1), ((0, 3), 1)])
     def test_a_loader_at_another_epoch_is_noticed_once(
-        self, epochs: tuple[int, ...], told: int, caplog: pytest.LogCaptureFixture
+        self, epochs: tuple[int, ...], reported: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         loader = Planned(samples=100, batch_size=256)
         scheduler = BatchSizeScheduler(STEP, loader=loader)
@@ -218,7 +218,7 @@ class TestLoaders:
             for number, epoch in enumerate(epochs):
                 scheduler.step(epoch)
                 loader.progress = Progress(epoch=number)
-        assert len([r for r in caplog.records if "the loader is at epoch" in r.getMessage()]) == told
+        assert len([r for r in caplog.records if "the loader is at epoch" in r.getMessage()]) == reported
 
     def test_increase_sets_the_size_of_a_planned_one(self) -> None:
         loader = Planned(samples=100, batch_size=10)
@@ -401,7 +401,7 @@ class TestLearningRate:
             reference.step()
 
     @pytest.mark.parametrize("kind", ["batch", "epoch", "plateau", "constant", "known"])
-    def test_a_clock_in_batches_is_told_once(self, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_clock_in_batches_is_reported_once(self, kind: str, caplog: pytest.LogCaptureFixture) -> None:
         optimizer = optimizer_of()
         decay: Any = lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
         if kind == "plateau":
@@ -417,11 +417,11 @@ class TestLearningRate:
                 for _ in range(1 if kind == "epoch" else 3):
                     optimizer.step()
                     decay.step(*([1.0] if kind == "plateau" else []))
-        told = [record.getMessage() for record in caplog.records]
+        reported = [record.getMessage() for record in caplog.records]
         if kind != "batch":
-            assert told == []
+            assert reported == []
             return
-        (text,) = told
+        (text,) = reported
         assert text.startswith("CosineAnnealingLR is stepped once per batch, and the batch size changes")
         assert "scheduler.updates(samples=..., epochs=...), and say so with updates_known=True" in text
 
@@ -526,7 +526,7 @@ class TestCheckpoints:
         assert again.step(4) == first.step(4) == (150, True)
         assert asked == [4]
 
-    def test_other_limits_than_before_are_told(self) -> None:
+    def test_other_limits_than_before_are_reported(self) -> None:
         first = BatchSizeScheduler(STEP, 256)
         first.step(40)
         events: list[ScheduleEvent] = []
@@ -604,7 +604,7 @@ class TestTogether:
             assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * wanted / 10)
             scheduler.step()
 
-    def test_a_rate_that_comes_late_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_rate_that_comes_late_is_reported_once(self, caplog: pytest.LogCaptureFixture) -> None:
         config = CustomBatchSizeConfig(function=lambda progress: 10 if progress.samples < 50 else 20)
         loader, scheduler, _ = self.made(config)
         for epoch in range(3):  # right for a schedule by epochs, and this one is not
@@ -687,7 +687,7 @@ class TestNoise:
         assert "the noise was not measured in 50 steps, and the batch size stays 128" in said
         assert "microbatch_size=...) with at most half" in said
 
-    def test_a_noise_that_nobody_tells_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_noise_that_nobody_reports_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
         noise = batchfit.GradientNoise(torch.nn.Linear(2, 1))
         scheduler = BatchSizeScheduler(NoiseBatchSizeConfig(), 64, noise=noise)
         for step in range(60):

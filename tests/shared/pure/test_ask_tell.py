@@ -40,14 +40,14 @@ CASES: dict[str, tuple[AskTell[Any, Any], Callable[[Any, int], Any]]] = {
 @given(largest=st.integers(1, 5000))
 def test_a_search_is_a_value_that_ends(name: str, largest: int) -> None:
     search, measure = CASES[name]
-    for told in range(100):
+    for reported in range(100):
         request = search.ask()
         assert search.ask() == request, "asking changes nothing"
         if request is None:
             break
         before, after = search, search.tell(measure(request, largest))
-        assert len(before.observations) == told, "telling changes nothing"
-        assert len(after.observations) == told + 1
+        assert len(before.observations) == reported, "telling changes nothing"
+        assert len(after.observations) == reported + 1
         assert type(after) is type(before)
         search = after
     assert search.ask() is None, "every search ends"

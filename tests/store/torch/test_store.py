@@ -26,6 +26,7 @@ from batchfit import FitResult
 from batchfit._cli.commands.find import find_target
 from batchfit._cli.commands.find_answer import facts, format_age
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.device.resolve import CpuDevice
 from batchfit._engine.distributed.ranks import Ranks
 from batchfit._engine.store.key import rank_digest
@@ -538,7 +539,7 @@ class TestCommandHere:
         flags = {"budget": "2MiB", "soak_steps": 3, "store": True, **changes}
         given = dict(flags)
         output = Path("fit.json")
-        assert find_target(target, given, as_json=False, output=output, full_traceback=False) == Code.FOUND
+        assert find_target(TargetCall(target, given, Delivery(output=output))) == Code.FOUND
         sys.modules.pop("train", None)
         return FitResult.from_json(output.read_text())
 
@@ -558,7 +559,7 @@ class TestCommandHere:
         flags = {"budget": "2MiB", "store": True, **changes}
         given = dict(flags)
         with pytest.raises(CommandFailed, match=words) as caught:
-            find_target(target, given, as_json=False, output=None, full_traceback=False, store_asked=True)
+            find_target(TargetCall(target, given), store_asked=True)
         assert caught.value.code == Code.USAGE
         sys.modules.pop("train", None)
 

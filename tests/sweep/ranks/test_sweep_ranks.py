@@ -1,4 +1,4 @@
-"""`torchrun -m batchfit sweep`: each configuration over all ranks, one file, and nobody waits for ever."""
+"""`torchrun -m batchfit sweep`: each configuration over all ranks, one file, and nobody waits without end."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_measurement_runs_at_the_size_found() -> None:
 
 
 @pytest.mark.parametrize(("fits", "tried"), [(40, (64, 56, 48, 38)), (1, (2, 1))])
-def test_a_measurement_that_runs_out_goes_down(fits: int, tried: tuple[int, ...]) -> None:
+def test_a_measurement_that_is_out_of_memory_goes_down(fits: int, tried: tuple[int, ...]) -> None:
     def measure(workload: Workload, size: int) -> dict[str, Any]:
         held = torch.zeros(1000)  # noqa: F841  what the failed try holds
         if size > fits:
@@ -195,7 +195,7 @@ def test_what_a_failed_measurement_held_is_gone_before_the_next() -> None:
 
 
 def test_a_measurement_that_is_called_again_has_what_the_first_call_had() -> None:
-    """What it had trained, drawn and counted before it ran out is undone."""
+    """What it had trained, drawn and counted before its OOM is undone."""
     seen = []
 
     def make(width: int) -> Workload:
@@ -248,8 +248,8 @@ def test_nothing_is_tried_below_the_least_size(strategy: str) -> None:
     assert all(one.measure_sizes[-1] == 3 for one in result.records[1:])
     if strategy in ("guided", "powers"):  # these begin with the least size: without one, the record names it
         found = sweep(make, {"most": [7]}, strategy=strategy, batch_size=16).at(most=7)
-        told = "ValueError: expected more than 2 samples (raised while trying batch size 1 "
-        assert (found.error or "").startswith(told)
+        reported = "ValueError: expected more than 2 samples (raised while trying batch size 1 "
+        assert (found.error or "").startswith(reported)
 
 
 def test_a_measurement_goes_down_to_a_size_that_ran() -> None:
@@ -361,24 +361,24 @@ def test_a_configuration_that_fails_is_recorded_and_the_sweep_goes_on() -> None:
 
     names = ["factory", "exit", "none", "step", "memory", "measure"]
     result = sweep(failing, {"where": names}, measure=measure)
-    told = {one.knobs["where"]: one for one in result.records}
-    assert list(told) == names
+    reported = {one.knobs["where"]: one for one in result.records}
+    assert list(reported) == names
     assert result.complete
     assert [one.failed_in for one in result.records] == [
         "factory", "factory", "factory", "search", "search", "measure",
     ]  # fmt: skip
-    assert told["factory"].error == "ValueError: no such model"
-    assert told["factory"].error_at is not None
-    assert told["factory"].error_at.split(":")[0].endswith("test_sweep.py")
-    assert told["exit"].error == "SystemExit: 3"
-    assert told["none"].error is not None
-    assert told["none"].error.startswith("TypeError: workload must be a Workload or a callable")
-    assert told["step"].error == "KeyError: 'wrong' (raised while trying batch size 1 (step 1))"
-    assert told["memory"].error is not None
-    assert told["memory"].error.startswith("NothingFitsError: a batch of 1 does not fit")
-    assert [one.outcome for one in told["memory"].trials][-1] == "oom"
-    assert told["measure"].error == "ZeroDivisionError: in measure"
-    assert told["measure"].batch_size_used is not None
+    assert reported["factory"].error == "ValueError: no such model"
+    assert reported["factory"].error_at is not None
+    assert reported["factory"].error_at.split(":")[0].endswith("test_sweep.py")
+    assert reported["exit"].error == "SystemExit: 3"
+    assert reported["none"].error is not None
+    assert reported["none"].error.startswith("TypeError: workload must be a Workload or a callable")
+    assert reported["step"].error == "KeyError: 'wrong' (raised while trying batch size 1 (step 1))"
+    assert reported["memory"].error is not None
+    assert reported["memory"].error.startswith("NothingFitsError: a batch of 1 does not fit")
+    assert [one.outcome for one in reported["memory"].trials][-1] == "oom"
+    assert reported["measure"].error == "ZeroDivisionError: in measure"
+    assert reported["measure"].batch_size_used is not None
 
 
 def test_a_dead_device_ends_the_sweep_after_its_record() -> None:
@@ -395,7 +395,7 @@ def test_a_dead_device_ends_the_sweep_after_its_record() -> None:
 
 
 def test_running_out_at_any_operation_is_a_value_of_its_configuration() -> None:
-    """Memory runs out once, at each operation in turn: the sweep ends, and no other configuration changes."""
+    """One OOM, at each operation in turn: the sweep ends, and no other configuration changes."""
 
     def make(width: int) -> Workload:
         model = nn.Linear(width, width)
@@ -506,7 +506,7 @@ def test_a_listener_that_raises_is_not_a_failure_of_the_configuration(
         sweep(limited, {"most": [3, 5, 7]}, on_event=listening, **how)
     assert caught.value is error
     kept = SweepResult.from_json(file.read_text())
-    # A record is told once it is on disk: that one is whole.
+    # A record is reported once it is on disk: that one is whole.
     assert [one.knobs["most"] for one in kept.records] == ([3, 5] if kind == "record" else [3])
     assert not kept.failed
     resumed = sweep(limited, {"most": [3, 5, 7]}, resume=True, **how)
@@ -646,16 +646,16 @@ def test_what_a_file_cannot_say_is_refused() -> None:
 def test_no_record_of_a_file_is_dropped(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     sweep(limited, {"most": [1, 2]}, output=file)
-    told = json.loads(file.read_text())
-    told["records"][0]["knobs"] = {"most": 9}  # of an older version, or edited by hand
-    file.write_text(json.dumps(told))
+    reported = json.loads(file.read_text())
+    reported["records"][0]["knobs"] = {"most": 9}  # of an older version, or edited by hand
+    file.write_text(json.dumps(reported))
     before = file.read_text()
     with pytest.raises(ResultFileError, match=r"has records that this sweep does not ask for \(most=9\)"):
         sweep(limited, {"most": [1, 2]}, output=file, resume=True)
     assert file.read_text() == before
 
 
-def test_going_on_with_other_memory_is_told_once(tmp_path: Path) -> None:
+def test_going_on_with_other_memory_is_reported_once(tmp_path: Path) -> None:
     class Stop(Exception): ...
 
     def stop(record: Any) -> None:
@@ -664,8 +664,8 @@ def test_going_on_with_other_memory_is_told_once(tmp_path: Path) -> None:
     how: dict[str, Any] = {"output": tmp_path / "out.json", "budget": None, "batch_size": None}
     with batchfit.virtual_memory("1MiB"), pytest.raises(Stop):
         sweep(made, {"kib": [64, 128, 256]}, on_record=stop, **how)
-    told = r"goes on with another device, .* cpu with 1.00 MiB before, cpu with 2.00 MiB now \(kib=128\)"
-    with batchfit.virtual_memory("2MiB"), pytest.warns(UserWarning, match=told) as seen:
+    reported = r"goes on with another device, .* cpu with 1.00 MiB before, cpu with 2.00 MiB now \(kib=128\)"
+    with batchfit.virtual_memory("2MiB"), pytest.warns(UserWarning, match=reported) as seen:
         result = sweep(made, {"kib": [64, 128, 256]}, resume=True, **how)
     assert len(seen) == 1
     assert [(one.device_model, one.device_bytes) for one in result.records] == [
@@ -849,7 +849,7 @@ def test_an_engine_in_any_order_gives_the_same_result() -> None:
         run(twice)
 
 
-def test_an_engine_that_is_none_is_told_so() -> None:
+def test_an_engine_that_is_none_is_refused() -> None:
     def listing(job: Job, waiting: Any, on_event: Any) -> Any:
         return [job.run(one.configuration, on_event) for one in waiting]
 

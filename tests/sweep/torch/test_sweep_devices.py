@@ -25,9 +25,10 @@ from batchfit import SweepRecord, SweepResult
 from batchfit._engine.trial import child_main as child_side
 from batchfit._sweep import devices as sweep_devices
 from batchfit._sweep.devices import Devices
-from batchfit._sweep.engines import Where
+from batchfit._sweep.engines import engine_of
 from batchfit._sweep.job import Job
 from batchfit._sweep.pure.grid import plan
+from batchfit._sweep.pure.options import SweepOptions
 from batchfit._sweep.pure.visible_devices import VisibleDevice
 from batchfit._sweep.ranks import RankAnswer, may_go_on, settle
 from batchfit._sweep.run_state import SweepSettings
@@ -208,9 +209,9 @@ def test_what_a_child_cannot_load_ends_the_sweep(tmp_path: Path, monkeypatch: py
 def test_no_engine_of_ones_own_choice_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="devices must be None under torchrun"):
-        Where(devices="cpu").engine_of()
+        engine_of(SweepOptions(devices="cpu"))
     with pytest.raises(ValueError, match="engine must be None under torchrun"):
-        Where(engine="ray").engine_of()
+        engine_of(SweepOptions(engine="ray"))
 
 
 def test_children_have_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +386,6 @@ def test_children_go_on_only_where_all_are_as_before() -> None:
     assert not may_go_on([answer("E: x"), answer("E: y")])
     assert not may_go_on([answer(), answer("E: x")])
     assert not may_go_on([answer(), RankAnswer()])
-    told = answer("E: x")
-    assert RankAnswer.of(told.as_json()) == told
+    reported = answer("E: x")
+    assert RankAnswer.of(reported.as_json()) == reported
     assert RankAnswer.of(RankAnswer(death="gone").as_json()) == RankAnswer(death="gone")

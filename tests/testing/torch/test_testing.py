@@ -333,7 +333,7 @@ def test_retries_come_when_the_cache_is_in_the_way_and_settle() -> None:
     assert device.peaks().reserved_bytes == 1000
     device.reset()
     device.use(900)
-    assert device.alloc_retries() == 2, "after a reset the cache grows anew"
+    assert device.alloc_retries() == 2, "after a reset the cache grows again"
     never = FakeDevice(1000, cached=0.5, settles_after=None)
     for _ in range(7):
         never.use(900)
@@ -370,7 +370,7 @@ def test_limits_nest_and_go_back() -> None:
         device.limit(1001)
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_reported() -> None:
     with pytest.raises(ValueError, match="capacity_bytes must be bytes or text"):
         FakeDevice("much")
     device = FakeDevice(1000)

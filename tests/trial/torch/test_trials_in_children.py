@@ -19,6 +19,7 @@ import pytest
 import batchfit
 from batchfit._cli.commands.find import find_target
 from batchfit._cli.exits import Code, CommandFailed
+from batchfit._cli.traced import Delivery, TargetCall
 from batchfit._engine.trial.factory import Factory
 from batchfit._engine.trial.in_children import InChildren, _ending
 from batchfit._engine.trial.trial import TrialRequest
@@ -371,14 +372,8 @@ workload = batchfit.Workload(step, state=[])
                 "start": 32,  # and halved: a trial in a child costs an import of torch
                 "isolate": isolate,
             }
-            code = find_target(
-                f"named.py:{name}",
-                settings,
-                as_json=False,
-                output=Path("fit.json"),
-                full_traceback=False,
-                arguments=arguments,
-            )
+            delivery = Delivery(output=Path("fit.json"))
+            code = find_target(TargetCall(f"named.py:{name}", settings, delivery, arguments=arguments))
             assert code == Code.FOUND
             found[arguments] = FitResult.from_json(Path("fit.json").read_text()).batch_size
         assert found == {(): 32, ("524288",): 16}
@@ -598,7 +593,7 @@ class TestCommand:
 
     def find(self, target: str, *, full_traceback: bool = False, **changes: Any) -> Code:
         settings = {**QUICK, "start": 2, **changes}
-        return find_target(target, settings, as_json=False, output=None, full_traceback=full_traceback)
+        return find_target(TargetCall(target, settings, full_traceback=full_traceback))
 
     @pytest.fixture(autouse=True)
     def _in_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

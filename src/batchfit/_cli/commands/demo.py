@@ -21,9 +21,10 @@ from batchfit._cli.commands.predict import predicted, prediction_lines
 from batchfit._cli.commands.profile import point_line
 from batchfit._cli.commands.report import check_output
 from batchfit._cli.exits import Code, CommandFailed, load_torch
-from batchfit._cli.output import check_writable, write_atomically
+from batchfit._cli.output import check_writable
 from batchfit._cli.progress import progress_here, speaks
 from batchfit._cli.traced import show
+from batchfit._files import write_atomically
 from batchfit._find.pure.options import FindOptions
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._units import parse_bytes
@@ -82,7 +83,7 @@ def _profile_too(device: str, budget: str, output: Path) -> ThroughputProfile:
     from batchfit.results import FitResult
 
     largest = FitResult.from_json(output.read_text(encoding="utf-8")).batch_size
-    with progress_here(steps=0, soak_steps=0) as progress:
+    with progress_here() as progress:
         progress.note(f"\nTiming sizes up to {largest}, for about {PROFILE_S} seconds.")
         profile = profile_throughput(
             small_gpt_training(device),
@@ -92,11 +93,7 @@ def _profile_too(device: str, budget: str, output: Path) -> ThroughputProfile:
             on_point=lambda point: progress.note(point_line(point)),
         )
     sys.stdout.write("\n")
-    show(
-        lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
-        sys.stdout,
-        saved=[],
-    )
+    show(lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True), sys.stdout)
     return profile
 
 
@@ -123,14 +120,12 @@ def _predict_too(device: str, budget: str) -> Sequence[Prediction]:
     else:
         wanted = [PredictOptions(gpu=gpu) for gpu in OTHER_GPUS]
         where = f"for GPUs that are not here ({', '.join(OTHER_GPUS)}), from a trace"
-    with progress_here(steps=0, soak_steps=0) as progress:
+    with progress_here() as progress:
         progress.note(f"\nPredicting it {where}: no step of those sizes is run.")
         found = predicted(small_gpt_training(device), wanted, progress, "the small GPT")
     sys.stdout.write("\n")
     show(
-        lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain),
-        sys.stdout,
-        saved=[],
+        lambda width, plain: prediction_lines(found, next_command=NEXT, width=width, plain=plain), sys.stdout
     )
     return found.predictions
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from batchfit import errors
 from batchfit._cli.commands.find_answer import count_of, memory_label, show_answer
-from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
-from batchfit._cli.output import check_writable, stdout_for_results, write_atomically
+from batchfit._cli.exits import (
+    Code,
+    CommandFailed,
+    interrupt_code,
+    load_torch,
+    sigterm_interrupts,
+    uninterrupted,
+)
+from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import (
     ProgressDisplay,
     is_terminal,
@@ -29,8 +36,9 @@ from batchfit._cli.progress import (
     speaks,
 )
 from batchfit._cli.search_watch import SearchWatch
-from batchfit._cli.target import Given
+from batchfit._cli.traced import TargetCall, wrong_flag
 from batchfit._engine.workload import user_errors as failure
+from batchfit._files import write_atomically
 from batchfit._find.pure.options import FindOptions
 
 if TYPE_CHECKING:
@@ -51,37 +59,26 @@ class SearchJob:
     explain: Callable[[BaseException], CommandFailed]
     options: FindOptions
     intro: str = ""
-    next_command: str = ""
     store_asked: bool = False
     arguments: tuple[str, ...] = ()
 
 
-def find_target(
-    text: str,
-    flags: Mapping[str, Any],
-    *,
-    as_json: bool,
-    output: Path | None,
-    full_traceback: bool,
-    store_asked: bool = False,
-    arguments: Sequence[str] = (),
-) -> Code:
-    """Load a target and find its largest batch; `flags` are options of `find_batch_size`."""
-    if flags.get("resume") is not None:
-        check_writable(Path(flags["resume"]), name="resume")
-    options = options_of(flags, store_asked=store_asked)
-    if output is not None:
-        check_writable(output)
-    given = Given.parse(text, arguments, full_traceback=full_traceback)
+def find_target(call: TargetCall, *, store_asked: bool = False) -> Code:
+    """Load a target and find its largest batch; the flags are options of `find_batch_size`."""
+    if call.flags.get("resume") is not None:
+        check_writable(Path(call.flags["resume"]), name="resume")
+    options = options_of(call.flags, store_asked=store_asked)
+    call.delivery.check()
+    given = call.given()
     job = SearchJob(
-        what=text,
+        what=call.target,
         make=given.load,
         explain=given.raised,
         options=options,
         store_asked=store_asked,
-        arguments=tuple(arguments),
+        arguments=call.arguments,
     )
-    return run_job(job, as_json=as_json, output=output)
+    return run_job(job, as_json=call.delivery.as_json, output=call.delivery.output)
 
 
 def options_of(flags: Mapping[str, Any], *, store_asked: bool = False) -> FindOptions:
@@ -98,7 +95,7 @@ def options_of(flags: Mapping[str, Any], *, store_asked: bool = False) -> FindOp
             values["store"] = False
         return FindOptions(**values)
     except (ValueError, TypeError) as error:
-        raise _wrong_flag(error) from None
+        raise wrong_flag(error, "find") from None
 
 
 def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
@@ -112,7 +109,7 @@ def run_job(job: SearchJob, *, as_json: bool, output: Path | None) -> Code:
             with sigterm_interrupts(), progress, own_warnings_as_notes(progress):
                 fit = _search(job, watch, progress)
         except KeyboardInterrupt as stop:
-            code = Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+            code = interrupt_code(stop)
             fit = watch.partial(options.search())
         if fit is None:
             if watch.trials and not watch.device:
@@ -139,7 +136,7 @@ def _search(job: SearchJob, watch: SearchWatch, progress: ProgressDisplay) -> Fi
         else:
             watched, options = _loaded_here(job, watch, progress)
     except (ValueError, TypeError) as error:
-        raise _wrong_flag(error) from None
+        raise wrong_flag(error, "find") from None
     progress.doing("choosing the first size" if watch.device else f"loading {job.what} in a child process")
     try:
         fit = find_with(watched, lambda: replace(options, on_trial=watch.on_trial))
@@ -232,7 +229,7 @@ def _failed(error: BaseException, job: SearchJob, watch: SearchWatch) -> Command
     if isinstance(error, OSError) and resume is not None and not watch.started:
         return CommandFailed(Code.BROKEN, f"the search cannot be kept in {resume}: {error.strerror or error}")
     if isinstance(error, ValueError | TypeError) and not watch.started:
-        return _wrong_flag(error)
+        return wrong_flag(error, "find")
     return None
 
 
@@ -274,20 +271,8 @@ def _deliver(
         show_answer(fit, sys.stderr, with_table=False, saved=saved, ranks=ranks, kept=kept)
     else:
         with_table = not (rows_stand and is_terminal(stdout))
-        show_answer(
-            fit,
-            stdout,
-            with_table=with_table,
-            saved=saved,
-            next_command=job.next_command,
-            ranks=ranks,
-            kept=kept,
-        )
+        show_answer(fit, stdout, with_table=with_table, saved=saved, ranks=ranks, kept=kept)
     if lost:
         raise CommandFailed(
             Code.BROKEN, f"the result could not be saved to {output}: {lost.strerror or lost}"
         )
-
-
-def _wrong_flag(error: Exception) -> CommandFailed:
-    return CommandFailed(Code.USAGE, f"{error} (batchfit find --help lists the flags)")

@@ -1,4 +1,4 @@
-"""The end of a search as people read it: the answer first, then what it rests on.
+"""How `batchfit find` shows its answer: the size, then device, memory, trials and why the search stopped.
 
 Rules: one list of lines serves the terminal, a log and a pipe; a line that scripts may want to parse is
 not here (that is `--json`); nothing is claimed that was not run.
@@ -35,9 +35,9 @@ def headline(fit: FitResult) -> str:
 
 
 def facts(
-    fit: FitResult, *, saved: Path | None, next_command: str = "", ranks: int = 1, kept: str | None = None
+    fit: FitResult, *, saved: Path | None, ranks: int = 1, kept: str | None = None
 ) -> list[tuple[str, str]]:
-    """What the answer rests on, and how to use it: (label, text) pairs."""
+    """Device, memory, trials, and how to use the answer: (label, text) pairs."""
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     runs = [used_bytes(trial) for trial in fit.trials if trial.size == fit.batch_size and trial.fits]
     used = max((count for count in runs if count is not None), default=None)
@@ -60,8 +60,6 @@ def facts(
         lines.insert(0, ("stored", f"found {age} ago, confirmed now; --fresh searches again"))
     if saved is not None:
         lines.append(("saved", str(saved)))
-    if next_command:
-        lines.append(("next", next_command))
     return lines
 
 
@@ -102,7 +100,6 @@ def show_answer(
     *,
     with_table: bool,
     saved: Path | None,
-    next_command: str = "",
     ranks: int = 1,
     kept: str | None = None,
 ) -> None:
@@ -110,7 +107,7 @@ def show_answer(
     table = ""
     if with_table:
         table = str(fit).rpartition("\n")[0] + "\n"  # its last line is the summary, shown below at length
-    rows = facts(fit, saved=saved, next_command=next_command, ranks=ranks, kept=kept)
+    rows = facts(fit, saved=saved, ranks=ranks, kept=kept)
     if not is_terminal(stream):
         body = "".join(f"{label:<8} {text}\n" for label, text in rows)
         stream.write(f"{table}\n{headline(fit)}\n{body}")
@@ -125,7 +122,7 @@ def show_answer(
     colour = "bold green" if fit.stopped_because != "interrupted" else "bold yellow"
     console.print(Text("\n" + headline(fit), style=colour))
     for label, text in rows:
-        strong = "bold" if label in ("use it", "next", "go on") else ""
+        strong = "bold" if label in ("use it", "go on") else ""
         console.print(Text.assemble((f"  {label:<8} ", "dim"), (text, strong)))
 
 

@@ -18,9 +18,8 @@ from batchfit._charts.text import Level, Line, curves
 from batchfit._cli.commands.find_answer import dataset_note, how_to_use
 from batchfit._cli.exits import Code, CommandFailed
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
+from batchfit._cli.traced import RenderedAnswer, TargetCall, run_traced, wrong_flag
 from batchfit._engine.allocator.gpus import GPUS
-from batchfit._options import flag_names
 from batchfit._predict.pure.options import PredictOptions
 from batchfit._units import format_bytes
 from batchfit.errors import NothingFitsError
@@ -55,20 +54,12 @@ class Predicted:
     gpu_named: bool = True
 
 
-def predict_target(
-    text: str,
-    flags: Mapping[str, Any],
-    *,
-    delivery: Delivery,
-    full_traceback: bool,
-    arguments: Sequence[str] = (),
-) -> Code:
+def predict_target(call: TargetCall) -> Code:
     """Load a target and predict its largest batch for each GPU and budget.
 
-    `flags` are options of `predict_batch_size`; `gpu` is a list.
+    The flags are options of `predict_batch_size`; `gpu` is a list.
     """
-    wanted = options_of(flags)
-    delivery.check()
+    wanted, text = options_of(call.flags), call.target
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         found = predicted(workload, wanted, progress, text)
@@ -81,15 +72,7 @@ def predict_target(
             code=Code.FOUND if any(row.batch_size for row in found.rows) else Code.NOTHING_FITS,
         )
 
-    return run_traced(
-        text,
-        work,
-        command="predict",
-        flags=flag_names(PredictOptions),
-        delivery=delivery,
-        full_traceback=full_traceback,
-        arguments=arguments,
-    )
+    return run_traced(call, work, command="predict")
 
 
 def options_of(flags: Mapping[str, Any]) -> list[PredictOptions]:
@@ -167,7 +150,7 @@ def as_json(found: Predicted) -> str:
 
 
 def prediction_lines(found: Predicted, *, next_command: str, width: int, plain: bool) -> list[Line]:
-    """The answer, the table, the picture, and what it rests on."""
+    """The answer, the table, the picture, and the facts behind it."""
     return [
         [(_headline(found), "good")],
         [],
@@ -232,7 +215,7 @@ def _picture(found: Predicted, width: int, *, plain: bool) -> list[Line]:
 
 
 def _facts(found: Predicted, next_command: str, width: int) -> list[Line]:
-    """What the answer rests on, and how to use it."""
+    """The facts behind the answer, and how to use it."""
     first = found.predictions[0]
     doing = f", at {operation_name(first.peak_operation)}" if first.peak_operation else ""
     facts = [("peak", f"in {first.peak_phase}{doing}"), ("confidence", _confidence(found))]

@@ -7,16 +7,15 @@ Under torchrun all ranks step together, and rank 0 speaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchfit._charts.throughput_page import format_rate, format_seconds, throughput_lines
-from batchfit._cli.exits import Code, Terminated
+from batchfit._cli.exits import Code, interrupt_code
 from batchfit._cli.progress import ProgressDisplay
-from batchfit._cli.traced import Delivery, RenderedAnswer, run_traced, wrong_flag
-from batchfit._options import flag_names
+from batchfit._cli.traced import RenderedAnswer, TargetCall, checked_options, run_traced, wrong_flag
 from batchfit._profile.pure.options import ProfileOptions
 from batchfit._units import format_bytes
 
@@ -25,20 +24,9 @@ if TYPE_CHECKING:
     from batchfit.workload import Workload
 
 
-def profile_target(
-    text: str,
-    flags: Mapping[str, Any],
-    *,
-    delivery: Delivery,
-    full_traceback: bool,
-    arguments: Sequence[str] = (),
-) -> Code:
-    """Load a target and profile it; `flags` are options of `profile_throughput`."""
-    try:
-        options = ProfileOptions(**flags)
-    except (ValueError, TypeError) as error:
-        raise wrong_flag(error, "profile") from None
-    delivery.check()
+def profile_target(call: TargetCall) -> Code:
+    """Load a target and profile it; the flags are options of `profile_throughput`."""
+    options = checked_options(ProfileOptions, call, "profile")
 
     def work(workload: Workload, progress: ProgressDisplay) -> RenderedAnswer:
         from batchfit._engine.device.resolve import device_to_run
@@ -56,23 +44,15 @@ def profile_target(
         except KeyboardInterrupt as stop:
             if (timed := getattr(stop, "profile", None)) is None:
                 raise
-            profile, code = timed, Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED
+            profile, code = timed, interrupt_code(stop)
         return RenderedAnswer(
             json=profile.to_json(),
             lines=lambda width, plain: throughput_lines(profile, width=width, plain=plain, picture=True),
-            draw=lambda path: _draw_file(profile, path, title=text),
+            draw=lambda path: _draw_file(profile, path, title=call.target),
             code=code,
         )
 
-    return run_traced(
-        text,
-        work,
-        command="profile",
-        flags=flag_names(ProfileOptions),
-        delivery=delivery,
-        full_traceback=full_traceback,
-        arguments=arguments,
-    )
+    return run_traced(call, work, command="profile")
 
 
 def point_line(point: ThroughputPoint) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from batchfit._charts.memory_page import fact
 from batchfit._charts.text import Line
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.output import check_writable, write_atomically
+from batchfit._cli.output import check_writable
 from batchfit._cli.traced import show
+from batchfit._files import write_atomically
 from batchfit.errors import ResultFileError
 
 SUFFIXES = (".html", ".htm")
@@ -44,8 +45,8 @@ def write_report(
         if plot is not None:
             from batchfit._cli.png import draw_charts
 
-            draw_charts(charts(sources), plot)
             saved.append(plot)
+            draw_charts(charts(sources), plot)
     except OSError as error:
         raise CommandFailed(
             Code.BROKEN, f"the report could not be saved to {saved[-1]}: {error.strerror or error}"

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchfit._charts.text import Line, bar
 from batchfit._cli.commands.schedule_flags import ShowSettings
-from batchfit._cli.commands.schedule_room import ScheduleLimit
+from batchfit._cli.commands.schedule_limit import ScheduleLimit
 from batchfit._cli.exits import Code, CommandFailed
-from batchfit._cli.traced import Delivery, RenderedAnswer, deliver
+from batchfit._cli.traced import Delivery, RenderedAnswer, deliver, wrong_flag
 from batchfit._engine.batch.pure.pieces import balanced
 from batchfit._schedule.pure.bound import BoundPlan
 from batchfit._schedule.pure.lr_rules import LRRule
@@ -107,7 +107,7 @@ def show_schedule(config: str, settings: ShowSettings, *, delivery: Delivery) ->
     except ValueError as error:
         if getattr(error, "__notes__", None):  # of the schedule's function
             raise CommandFailed(Code.RAISED, _raised(error)) from None
-        raise CommandFailed(Code.USAGE, f"{error} (batchfit schedule show --help lists the flags)") from None
+        raise wrong_flag(error, "schedule show") from None
     except Exception as error:  # noqa: BLE001  the schedule's function may raise anything
         raise CommandFailed(Code.RAISED, _raised(error)) from None
     answer = RenderedAnswer(

@@ -11,8 +11,17 @@ from typing import Annotated, Any, final
 
 import typer
 
-from batchfit._cli.ending import end, show_help
-from batchfit._cli.flags import Command, FlagValues, Group, OutputFile, flags_of, json_flag, plot_flag
+from batchfit._cli.flags import (
+    Command,
+    FlagValues,
+    Group,
+    OutputFile,
+    end,
+    flags_of,
+    json_flag,
+    plot_flag,
+    show_help,
+)
 from batchfit._cli.help_texts import CODES
 from batchfit._options import flag
 

@@ -18,9 +18,17 @@ from batchfit import errors
 from batchfit._cli.commands.sweep_file import SweepFile
 from batchfit._cli.commands.sweep_flags import SweepFlags
 from batchfit._cli.commands.sweep_table import screen_here
-from batchfit._cli.exits import Code, CommandFailed, Terminated, load_torch, sigterm_interrupts, uninterrupted
+from batchfit._cli.exits import (
+    Code,
+    CommandFailed,
+    interrupt_code,
+    load_torch,
+    sigterm_interrupts,
+    uninterrupted,
+)
 from batchfit._cli.output import check_writable, stdout_for_results
 from batchfit._cli.progress import own_warnings_as_notes, progress_here, speaks
+from batchfit._cli.traced import wrong_flag
 from batchfit._engine.workload import user_errors as failure
 from batchfit._engine.workload.target import home_of, parse_target
 from batchfit._sweep.pure.grid import Entry
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
     from batchfit._sweep.job import Engine
     from batchfit._sweep.request import Asked
     from batchfit._sweep.sweep import SweepRecords
-    from batchfit.results._sweep import SweepResult
+    from batchfit.results import SweepResult
 
 
 def sweep_file(path: Path, flags: SweepFlags) -> Code:
@@ -45,7 +53,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
         if one is not None and not flags.dry_run:
             check_writable(one, name=name)
     with stdout_for_results(alone=flags.as_json) as stdout, contextlib.ExitStack() as stack:
-        with progress_here(steps=0, soak_steps=0) as progress:
+        with progress_here() as progress:
             progress.doing("loading torch")
             load_torch()
             asked, alone = _asked(file, flags)
@@ -65,7 +73,7 @@ def sweep_file(path: Path, flags: SweepFlags) -> Code:
 
 
 def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
-    from batchfit._sweep.engines import Where
+    from batchfit._sweep.engines import engine_of
     from batchfit._sweep.pure.options import SweepOptions
     from batchfit._sweep.request import Asked
 
@@ -81,7 +89,7 @@ def _asked(file: SweepFile, flags: SweepFlags) -> tuple[Asked, Engine]:
         _check_named(file)
         options = SweepOptions(**given)
         asked = Asked.of(factory, file.data["knobs"], options, named=named)
-        return asked, Where(**options.part(Where)).engine_of(device=options.device)
+        return asked, engine_of(options)
     except (errors.TargetError, SyntaxError) as error:
         raise file.wrong(str(error), ("factory",)) from None
     except ImportError as error:
@@ -162,7 +170,7 @@ def _keeper(asked: Asked, output: Path, flags: SweepFlags, stack: contextlib.Exi
             text = text.replace("name another file", "name another file (--output)")
         raise CommandFailed(Code.USAGE, text) from None
     except ValueError as error:
-        raise CommandFailed(Code.USAGE, f"{error} (batchfit sweep --help lists the flags)") from None
+        raise wrong_flag(error, "sweep") from None
 
 
 def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tuple[Code, str]:
@@ -178,7 +186,7 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
         with sigterm_interrupts(), screen, own_warnings_as_notes(screen):
             run_sweep(asked, keeper, engine=engine, on_event=screen.on_event)
     except KeyboardInterrupt as stop:
-        return (Code.TERMINATED if isinstance(stop, Terminated) else Code.INTERRUPTED), "interrupted"
+        return interrupt_code(stop), "interrupted"
     except errors.BatchfitError as error:
         return Code.RAISED, str(error)
     except (TypeError, ValueError) as error:  # what only an engine finds out, such as a cluster without GPUs
@@ -189,17 +197,27 @@ def _run(asked: Asked, keeper: SweepRecords, engine: Engine, heading: str) -> tu
 
 
 def _deliver(result: SweepResult, flags: SweepFlags, stdout: TextIO, *, output: Path | None) -> None:
+    """Save, then show; where the table cannot be saved the result is shown all the same."""
+    lost: OSError | None = None
     if flags.csv is not None:
-        result.to_csv(flags.csv)
+        try:
+            result.to_csv(flags.csv)
+        except OSError as error:
+            lost = error
     if flags.as_json:
         stdout.write(result.to_json() + "\n")
     shown = sys.stderr if flags.as_json else stdout
-    saved = ", ".join(str(one) for one in (output, flags.csv) if one is not None and Path(one).exists())
+    files = (output, None if lost else flags.csv)
+    saved = ", ".join(str(one) for one in files if one is not None and one.exists())
     if result.records:
         shown.write(f"{result}\n")
     shown.write(f"saved: {saved}\n" if saved else "")
     shown.flush()
     stdout.flush()
+    if lost:
+        raise CommandFailed(
+            Code.BROKEN, f"the result could not be saved to {flags.csv}: {lost.strerror or lost}"
+        )
 
 
 def _command(path: Path, flags: SweepFlags, *, stale: bool) -> str:
@@ -237,10 +255,12 @@ def _ended(result: SweepResult, code: Code, why: str, command: str) -> Code:
 def _begins_with(asked: Asked, entry: Entry) -> int | str | None:
     """The first size of a configuration; None where the search chooses it, words where its estimate fails."""
     settings = asked.job.settings
-    if entry.why_not or (settings.auto and (settings.estimate is None or settings.batch_size is None)):
+    if entry.why_not:
         return None
-    if not settings.auto or settings.estimate is None or settings.batch_size is None:
+    if not settings.auto:
         return settings.batch_size
+    if settings.estimate is None or settings.batch_size is None:
+        return None
     try:
         return settings.estimate(dict(entry.configuration), settings.batch_size)
     except Exception as error:  # noqa: BLE001  a function of the user's may raise anything

@@ -8,14 +8,12 @@ only.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from batchfit._cli.progress import is_terminal, speaks
+from batchfit._cli.progress import Picture, is_terminal, speaks
 from batchfit._knobs import key_of, short
 from batchfit._sweep.pure.events import SweepEvent, event_line
 from batchfit._sweep.pure.grid import Entry
@@ -24,28 +22,16 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from batchfit.results._sweep import SweepRecord
+    from batchfit.results import SweepRecord
 
-_EVERY_S = 0.12  # between two pictures
 _GAP = 2  # between two columns
 _LEAST_COLUMN = 5  # a word that can still be distinguished from others
 _LEAST_STATUS = 24  # what runs now: "measuring at 1024  12 s"
 
 
-class Screen(Protocol):
-    """Shows a sweep."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def on_event(self, event: SweepEvent) -> None: ...
-    def note(self, line: str) -> None: ...
-
-
 def screen_here(
     entries: Sequence[Entry], records: Sequence[SweepRecord], *, at_once: Callable[[], int] = lambda: 1
-) -> Screen:
+) -> SweepTable | SweepLines:
     """The screen that suits this process's stderr; `at_once()` is how many configurations run at a time."""
     if speaks() and is_terminal(sys.stderr):
         return SweepTable(entries, records, at_once=at_once)
@@ -101,10 +87,8 @@ class SweepLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, *error: object) -> None:
+        """There is nothing to end."""
 
     def note(self, line: str) -> None:
         if self._stream is not None:
@@ -127,7 +111,7 @@ class SweepLines:
             self.note(f"{self._done} of {self._total} configurations{left}")
 
 
-class SweepTable:
+class SweepTable(Picture):
     """One row per configuration, redrawn on a terminal."""
 
     def __init__(
@@ -138,36 +122,11 @@ class SweepTable:
         console: Console | None = None,
         at_once: Callable[[], int] = lambda: 1,
     ) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+        super().__init__(console)
         self._entries = entries
         self._records = {record.key: record for record in records}
         self._doing: dict[str, tuple[str, float]] = {}  # what runs now, and since when
         self._pace = Pace(len(entries) - len(self._records), at_once)
-        self._live = Live(
-            console=self._console,
-            get_renderable=self.picture,
-            refresh_per_second=1 / _EVERY_S,
-            transient=True,
-            # Where stdout is no terminal, what the user's code prints there belongs to whoever reads it.
-            redirect_stdout=os.isatty(1),
-        )
-
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
-
-    def note(self, line: str) -> None:
-        from rich.text import Text
-
-        self._console.print(Text(line, style="dim"))
 
     def on_event(self, event: SweepEvent) -> None:
         key = key_of(event.knobs)

@@ -21,7 +21,6 @@ class Plan(Protocol):
 
     def size_at(self, progress: Progress) -> int:
         """The global batch size of the batch that comes next; pure, and cheap (microseconds)."""
-        ...
 
 
 @runtime_checkable
@@ -31,7 +30,6 @@ class Schedule(Protocol):
     @property
     def starts_by_itself(self) -> bool:
         """Whether it has a first size of its own."""
-        ...
 
     def bind(
         self,
@@ -41,7 +39,6 @@ class Schedule(Protocol):
         tokens_per_sample: int | None = None,
     ) -> Plan:
         """The plan of one run, for its first size and its number of ranks."""
-        ...
 
 
 @runtime_checkable

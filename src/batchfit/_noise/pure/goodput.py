@@ -184,11 +184,10 @@ def _neighbours(allowed: Sequence[int], current: int, ratio: float) -> tuple[int
 def _checked(
     current: object, candidates: Sequence[int], steps_since_change: object, largest: object
 ) -> list[int]:
-    for name, value, least in (("current", current, 1), ("largest", largest, 1)):
-        if not (name == "largest" and value is None) and not _is_count(value, least):
+    optional = [("largest", largest, 1), ("steps_since_change", steps_since_change, 0)]
+    for name, value, least in (("current", current, 1), *(one for one in optional if one[1] is not None)):
+        if not _is_count(value, least):
             raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-    if steps_since_change is not None and not _is_count(steps_since_change, 0):
-        raise ValueError(f"steps_since_change must be an integer of at least 0, not {steps_since_change!r}")
     for size in candidates:
         if not _is_count(size, 1):
             raise ValueError(f"candidates must be integers of at least 1, not {size!r}")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 from batchfit._units import format_bytes
+from batchfit.results import Bottleneck, BottleneckKind
 
-Kind = Literal["data-bound", "host-bound", "memory-bound", "shape-bound", "sync-bound", "compute-bound"]
 # Where a batch comes from: the caller's function, a dataset that we collate, an example that we copy.
 BatchFrom = Literal["make_batch", "dataset", "example"]
 
@@ -82,19 +82,7 @@ class Facts:
     crowded: Sequence[tuple[int, int, int]] = field(default=())  # (size, retries, steps) of larger sizes
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One bottleneck."""
-
-    kind: Kind
-    share: float | None
-    evidence: str
-    advice: str
-    size: int | None = None
-
-
-def diagnose(facts: Facts) -> tuple[Finding, ...]:
+def diagnose(facts: Facts) -> tuple[Bottleneck, ...]:
     """What the readings show, the largest share first."""
     rules = (_data, _shape, _sync, _memory, _host)
     found = [finding for rule in rules if (finding := rule(facts)) is not None]
@@ -108,12 +96,16 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
     return tuple(found)
 
 
+def _found(kind: BottleneckKind, share: float | None, evidence: str, advice: str, size: int) -> Bottleneck:
+    return Bottleneck(kind=kind, share=share, evidence=evidence, advice=advice, size=size)
+
+
 def ms(seconds: float) -> str:
     """`35.2 ms`, `1.24 s`: three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _data(facts: Facts) -> Finding | None:
+def _data(facts: Facts) -> Bottleneck | None:
     one = facts.loaded
     if one is None or one.both_s <= 0:
         return _making(facts)
@@ -121,7 +113,7 @@ def _data(facts: Facts) -> Finding | None:
     # The loader has to be the reason: alone it takes about what is lost, or more.
     if waiting < _DATA or one.loader_s < 0.5 * (one.both_s - one.step_s):
         return _making(facts)
-    return Finding(
+    return _found(
         "data-bound",
         waiting,
         f"a batch of {one.size} takes the loader {ms(one.loader_s)} alone and the step {ms(one.step_s)}; "
@@ -140,7 +132,7 @@ _REMEDIES: dict[BatchFrom, str] = {
 }
 
 
-def _making(facts: Facts) -> Finding | None:
+def _making(facts: Facts) -> Bottleneck | None:
     if facts.batch_from == "example":
         return None  # the copying is ours, not the program's
     if facts.batch_s is None or facts.batch_s < MAKING * facts.step_s:
@@ -149,7 +141,7 @@ def _making(facts: Facts) -> Finding | None:
     if facts.busy_s is not None and facts.busy_s > (1 - _IDLE) * facts.step_s:
         return None
     share = min(facts.batch_s / facts.step_s, 1.0)
-    return Finding(
+    return _found(
         "data-bound",
         share,
         f"making a batch of {facts.size} takes {ms(min(facts.batch_s, facts.step_s))} of a step's "
@@ -159,7 +151,7 @@ def _making(facts: Facts) -> Finding | None:
     )
 
 
-def _shape(facts: Facts) -> Finding | None:
+def _shape(facts: Facts) -> Bottleneck | None:
     seen, loaded = facts.shapes, facts.loaded
     if seen is not None and seen.distinct > 2 and seen.cold_s > 0:
         share = 1 - seen.warm_s / seen.cold_s
@@ -187,8 +179,8 @@ def _shape(facts: Facts) -> Finding | None:
     )
 
 
-def _shaped(share: float, evidence: str, size: int) -> Finding:
-    return Finding(
+def _shaped(share: float, evidence: str, size: int) -> Bottleneck:
+    return _found(
         "shape-bound",
         share,
         evidence,
@@ -199,7 +191,7 @@ def _shaped(share: float, evidence: str, size: int) -> Finding:
     )
 
 
-def _sync(facts: Facts) -> Finding | None:
+def _sync(facts: Facts) -> Bottleneck | None:
     if len(facts.own_s) < 2:
         return None
     slowest, usual = max(facts.own_s), statistics.median_low(facts.own_s)
@@ -207,7 +199,7 @@ def _sync(facts: Facts) -> Finding | None:
     rank = facts.own_s.index(slowest)
     if slowest - usual >= _LAG * step_s:
         lag = (slowest - usual) / step_s
-        return Finding(
+        return _found(
             "sync-bound",
             lag,
             f"rank {rank} takes {ms(slowest)} for a step of its own and a usual rank {ms(usual)}: the others "
@@ -219,7 +211,7 @@ def _sync(facts: Facts) -> Finding | None:
     exchange = (step_s - slowest) / step_s
     if exchange < _EXCHANGE:
         return None
-    return Finding(
+    return _found(
         "sync-bound",
         exchange,
         f"a step takes {ms(step_s)} with the exchange between {len(facts.own_s)} ranks and {ms(slowest)} "
@@ -230,14 +222,14 @@ def _sync(facts: Facts) -> Finding | None:
     )
 
 
-def _memory(facts: Facts) -> Finding | None:
+def _memory(facts: Facts) -> Bottleneck | None:
     if facts.alloc_retries >= _RETRIES * max(facts.steps, 1):
         return _retried(facts, facts.size, facts.alloc_retries, facts.steps)
     for size, retries, steps in facts.crowded:
         if retries >= _RETRIES * max(steps, 1):
             return _retried(facts, size, retries, steps)
     if facts.cut_off_by_memory and facts.growth is not None and 2 / facts.growth >= _RISES:
-        return Finding(
+        return _found(
             "memory-bound",
             None,
             f"the last doubling still brought x{2 / facts.growth:.2f} the throughput when memory ended at "
@@ -249,11 +241,11 @@ def _memory(facts: Facts) -> Finding | None:
     return None
 
 
-def _retried(facts: Facts, size: int, retries: int, steps: int) -> Finding:
+def _retried(facts: Facts, size: int, retries: int, steps: int) -> Bottleneck:
     used = ""
     if size == facts.size and facts.reserved_bytes is not None and facts.budget_bytes:
         used = f", with {facts.reserved_bytes / facts.budget_bytes:.0%} of the budget in use"
-    return Finding(
+    return _found(
         "memory-bound",
         None,
         f"the allocator had to give back its cache and try again {retries} times in {steps} steps "
@@ -264,7 +256,7 @@ def _retried(facts: Facts, size: int, retries: int, steps: int) -> Finding:
     )
 
 
-def _host(facts: Facts) -> Finding | None:
+def _host(facts: Facts) -> Bottleneck | None:
     if not facts.has_own_clock or facts.busy_s is None:
         return None
     idle = 1 - facts.busy_s / facts.step_s
@@ -272,7 +264,7 @@ def _host(facts: Facts) -> Finding | None:
         return None
     many = f" over {facts.kernels} kernels" if facts.kernels else ""
     issue = f"; the host needs {ms(facts.host_s)} to issue a step" if facts.host_s is not None else ""
-    return Finding(
+    return _found(
         "host-bound",
         idle,
         f"the device works {ms(facts.busy_s)} of a step's {ms(facts.step_s)} at batch size {facts.size}"
@@ -283,14 +275,14 @@ def _host(facts: Facts) -> Finding | None:
     )
 
 
-def _compute(facts: Facts) -> Finding | None:
+def _compute(facts: Facts) -> Bottleneck | None:
     if facts.growth is None or facts.growth < _BUSY:
         return None
     idle = ""
     if facts.busy_s is not None and facts.step_s > 0:
         idle = f", the device works {min(facts.busy_s / facts.step_s, 1.0):.0%} of the time"
     peak = "" if facts.flops_share is None else f", at {facts.flops_share:.0%} of its peak FLOP/s"
-    return Finding(
+    return _found(
         "compute-bound",
         None,
         f"a step at batch size {facts.size} takes x{facts.growth:.2f} the time of one half the size"

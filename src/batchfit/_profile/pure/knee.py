@@ -2,7 +2,7 @@
 
 Rules:
 - A profile in progress is its settings and its observations, nothing else: `ask()` what to time, `tell()`
-  what it took. It can be written to a file, held by every rank and replayed.
+  what it took. Every rank can hold it, and it can be replayed.
 - The size that it recommends has been timed: the smallest within `within` of the best throughput, as far as
   its time and that of the best are known.
 - Time per step is close to `max(floor, fixed + per_sample * size)`: a floor while the host or latency sets
@@ -21,11 +21,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from typing import final
 
-from batchfit._documents import parse_json
 from batchfit._profile.pure.step_time import LEAST_SPREAD, TimedSize, estimated_rates, fitted
-from batchfit.errors import ResultFileError
 
 SCHEMA_VERSION = 1
 
@@ -145,13 +143,6 @@ class Knee:
         return highest >= (1 - self.within) * best.size / best.step_s * (1 - min(best.spread, 1.0))
 
     @property
-    def best(self) -> int | None:
-        """The size of the highest throughput, by the same estimates as `recommended`."""
-        points = _joined(self.observations)
-        rates = estimated_rates(points)
-        return max(rates, key=lambda size: (rates[size], -size), default=None)
-
-    @property
     def ceiling(self) -> int | None:
         """The largest size that may still be asked for; None where nothing limits it."""
         failed = min((one.size for one in self.observations if not one.fits), default=None)
@@ -160,11 +151,6 @@ class Knee:
         # Where memory ends exactly is another search's question: here the next grid size below will do.
         below = max(grid(1, failed - 1), default=1)
         return below if self.limit is None else min(below, self.limit)
-
-    def gains(self) -> dict[int, float]:
-        """How many times the throughput of half its size each timed size has, by straight lines between."""
-        points = _joined(self.observations)
-        return marginal_gains({point.size: point.size / point.step_s for point in points})
 
     # The stages, in order. Each answers with a size that it needs, or None.
 
@@ -269,20 +255,8 @@ class Knee:
         return None if size in known else TimingRequest(size, False)
 
     def to_json(self) -> str:
-        """This search as JSON text: settings and history."""
+        """This search as JSON text, settings and history, for ranks to compare."""
         return json.dumps({"kind": "knee", "schema_version": SCHEMA_VERSION, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Knee:
-        """The search that `to_json` wrote."""
-        try:
-            data: Any = parse_json(text)
-            if data.pop("kind") != "knee" or data.pop("schema_version") > SCHEMA_VERSION:
-                raise ValueError("another kind or version")
-            observations = tuple(Timed(**one) for one in data.pop("observations"))
-            return cls(**{**data, "sizes": tuple(data["sizes"]), "observations": observations})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ResultFileError(f"not a knee search: {error}") from None
 
 
 def _joined(timings: Sequence[Timed]) -> list[TimedSize]:

@@ -90,20 +90,16 @@ class Foreseen(Protocol):
     @property
     def unit(self) -> str:
         """What `steady_until` counts."""
-        ...
 
     @property
     def tokens_per_sample(self) -> int | None:
         """None where nobody counts tokens."""
-        ...
 
     def size_at(self, progress: Progress) -> int:
         """The size of the batch that comes next."""
-        ...
 
     def steady_until(self, progress: Progress) -> int | None:
         """The count from which the size may be another; None: never."""
-        ...
 
 
 def phases(

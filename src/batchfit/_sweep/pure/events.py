@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from batchfit._knobs import label, short
 
 if TYPE_CHECKING:
-    from batchfit.results import Trial
-    from batchfit.results._sweep import SweepRecord
+    from batchfit.results import SweepRecord, Trial
 
 log = logging.getLogger("batchfit")
 

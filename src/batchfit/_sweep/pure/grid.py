@@ -108,7 +108,8 @@ def _of_rows(rows: Sequence[Configuration]) -> list[dict[str, Any]]:
         raise GridError("knobs must hold at least one configuration, not none", "knobs")
     found = []
     for index, row in enumerate(rows):
-        if not _is_mapping(row) or not row:
+        given: object = row
+        if not isinstance(given, Mapping) or not given:
             raise GridError(f"each configuration must map knobs to values, not {row!r:.80}", "knobs", index)
         for name, value in row.items():
             _check_name(name, index)
@@ -139,10 +140,6 @@ def _no_duplicates(found: Sequence[Configuration], is_mapping: bool, mode: str) 
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
 
 
 def _check_name(name: object, *place: int) -> None:

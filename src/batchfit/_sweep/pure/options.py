@@ -18,7 +18,7 @@ from batchfit._sweep.pure.events import OnEvent
 
 if TYPE_CHECKING:
     from batchfit._sweep.job import Engine
-    from batchfit.results._sweep import SweepRecord
+    from batchfit.results import SweepRecord
 
 # measure(workload, size), or with knobs by name besides: measure(workload, size, max_crops)
 Measure = Callable[..., Mapping[str, Any]]

@@ -23,12 +23,13 @@ import batchfit
 from batchfit.errors import BatchfitError
 from batchfit.integrations.lightning.framework import generators_now, part
 from batchfit.integrations.lightning.merging import (
-    LogRecorder,
     Record,
     detached,
     joined,
+    log_merged,
     merged,
     metrics_in,
+    recording,
     restore_metrics,
     saved_metrics,
 )
@@ -49,7 +50,11 @@ class _Done:
         self.micros: list[Any] = []
         self.sizes: list[int] = [1]  # of one microbatch, which is the batch, the size does not matter
         self.grown: list[dict[str, list[Any]]] = []  # what each appended, by the list's name
-        self._records: list[Record] = []
+        self.records: list[Record] = []
+
+    def now(self) -> Record:
+        """The record of the microbatch that runs."""
+        return self.records[-1]
 
     def appended(self) -> dict[str, list[Any]]:
         """What the batch would have appended; of lists with one item per sample, or unlike ones, nothing."""
@@ -75,7 +80,7 @@ class _Done:
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """The numbers that the batch is left with, by a name to show."""
-        records, sizes = self._records, self.sizes
+        records, sizes = self.records, self.sizes
         logs = merged([record.logs for record in records], sizes)
         found = {f"the logged value {one.place[1]!r}": one.value for one in logs}
         found["what it returns"] = joined([record.extra for record in records], sizes, sizes).get("output")
@@ -122,7 +127,7 @@ class Evaluation:
         loader = self._trainer._active_loop._results.dataloader_idx or 0
         if loader not in self._uncut:
             done = _Done(lambda micro: self._plain(micro, *rest))
-            with self._recording(done) as results:
+            with recording(self._trainer._active_loop, done.now) as results:
                 try:
                     self._microbatcher.map(partial(self._micro, done), batch)
                 except Exception as error:
@@ -154,14 +159,14 @@ class Evaluation:
         """One microbatch; nothing of it stays where it fails."""
         saved, lists, attributes = saved_metrics(self._metrics), _lists(self._module), _plain(self._module)
         done.called = True
-        done._records.append(Record(None))
+        done.records.append(Record(None))
         try:
             output = done.step(micro)
         except BaseException:
-            done._records.pop()
+            done.records.pop()
             self._back(saved, lists, attributes)
             raise
-        done._records[-1].extra = {"output": detached(output)}
+        done.records[-1].extra = {"output": detached(output)}
         done.micros.append(micro)
         grown = {name: detached(kept[length:]) for name, (kept, length) in lists.items()}
         done.grown.append({name: items for name, items in grown.items() if items})
@@ -177,9 +182,8 @@ class Evaluation:
 
     def _left(self, results: Any, done: _Done) -> Any:
         """Leave behind what the whole batch would have."""
-        records, sizes = done._records, done.sizes
-        for logged in merged([record.logs for record in records], sizes):
-            results.log(*logged.place, logged.value, **logged.options)
+        records, sizes = done.records, done.sizes
+        log_merged(results, records, sizes)
         lists = _lists(self._module)
         for name, items in done.appended().items():
             kept, length = lists[name]
@@ -221,7 +225,7 @@ class Evaluation:
             sync=self._sync,
         )
         tried = _Done(done.step)
-        with self._recording(tried):
+        with recording(self._trainer._active_loop, tried.now):
             own.map(partial(self._micro, tried), micro)
         tried.sizes = [self._samples(some) for some in tried.micros]
         return tried.numbers()
@@ -244,17 +248,6 @@ class Evaluation:
                     tensor.copy_(value)
             self._back(saved, lists, attributes)
             restore()
-
-    @contextmanager
-    def _recording(self, done: _Done) -> Iterator[Any]:
-        """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
-        loop = self._trainer._active_loop
-        results = loop._results
-        loop._results = LogRecorder(done, results)
-        try:
-            yield results
-        finally:
-            loop._results = results
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:

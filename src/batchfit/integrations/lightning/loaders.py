@@ -239,10 +239,7 @@ def largest_batch(given: Any, *, world_size: int) -> float:
 
 def _samples_of_a_rank(loader: Any, world_size: int) -> float:
     """How many samples an epoch of the loader has on one rank; infinite where it does not say."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    # With a batch sampler of the user's own, `loader.sampler` is not used.
-    samplers: tuple[Any, ...] = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
-    for sampler in samplers:
+    for sampler in _samplers_of(loader):
         try:
             count = len(sampler)
         except (TypeError, AttributeError, NotImplementedError):
@@ -252,6 +249,12 @@ def _samples_of_a_rank(loader: Any, world_size: int) -> float:
         return len(loader.dataset) / world_size
     except (TypeError, AttributeError, NotImplementedError):
         return math.inf
+
+
+def _samplers_of(loader: Any) -> tuple[Any, Any]:
+    """That of its batch sampler, and its own, which is not used beside a batch sampler of the user's."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None)
 
 
 def _drops_last(loader: Any) -> bool:
@@ -299,9 +302,7 @@ def generators_of(given: Any) -> list[torch.Generator]:
     """The generators of the user's own that these loaders and their samplers draw from."""
     found: dict[int, torch.Generator] = {}
     for loader in leaves(given):
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        inner = (getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
-        for one in (loader, batch_sampler, *inner):
+        for one in (loader, getattr(loader, "batch_sampler", None), *_samplers_of(loader)):
             generator = getattr(one, "generator", None)
             if isinstance(generator, torch.Generator):
                 found[id(generator)] = generator
@@ -318,11 +319,7 @@ def _reload(loop: Any) -> None:
         loop.reset()
         return
     for loader in loop._combined_loader.flattened:
-        samplers: tuple[Any, ...] = (
-            getattr(loader, "sampler", None),
-            getattr(getattr(loader, "batch_sampler", None), "sampler", None),
-        )
-        for sampler in samplers:
+        for sampler in _samplers_of(loader):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(loop.epoch_progress.current.processed)
 

@@ -10,9 +10,10 @@ Rules
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,26 +39,37 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class LoggedMicrobatches(Protocol):
-    """Who runs microbatches, with a record of each."""
-
-    _records: list[Record]
-
-
 class LogRecorder:
     """Stands in for Lightning's collection of logged values; anything but `log` is the collection's own."""
 
-    def __init__(self, keeper: LoggedMicrobatches, results: Any) -> None:
-        self._keeper, self._results = keeper, results
+    def __init__(self, now: Callable[[], Record], results: Any) -> None:
+        self._now, self._results = now, results
 
     def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """Keep it with its microbatch."""
         if isinstance(value, torch.Tensor) and not options.get("enable_graph"):
             value = value.detach()
-        self._keeper._records[-1].logs.append(Logged((fx, name), value, options))
+        self._now().logs.append(Logged((fx, name), value, options))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._results, name)
+
+
+@contextmanager
+def recording(loop: Any, now: Callable[[], Record]) -> Iterator[Any]:
+    """Inside, what the module logs goes to the record of `now()`; gives the collection it is meant for."""
+    results = loop._results
+    loop._results = LogRecorder(now, results)
+    try:
+        yield results
+    finally:
+        loop._results = results
+
+
+def log_merged(results: Any, records: Sequence[Record], weights: Sequence[float]) -> None:
+    """Log what the records hold as their batch would have logged it."""
+    for logged in merged([record.logs for record in records], weights):
+        results.log(*logged.place, logged.value, **logged.options)
 
 
 def merged(parts: Sequence[Sequence[Logged]], weights: Sequence[float]) -> list[Logged]:

@@ -33,12 +33,12 @@ from batchfit.integrations.lightning.framework import (
     part,
 )
 from batchfit.integrations.lightning.merging import (
-    LogRecorder,
     Record,
     detached,
     joined,
-    merged,
+    log_merged,
     metrics_in,
+    recording,
     restore_metrics,
     saved_metrics,
 )
@@ -242,7 +242,7 @@ class OomProofTraining(Callback):
         self._saved = saved_metrics(self._metrics)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         try:
-            with self._recording() as results:
+            with recording(trainer.fit_loop.epoch_loop, lambda: self._records[-1]) as results:
                 whole = tuple(batch) if self._is_tasks else batch  # a list could be one of samples
                 report = microbatcher.backward(self._micro, whole, scaler=scaler)
             records = self._records[-len(report.microbatch_sizes) :]
@@ -253,8 +253,7 @@ class OomProofTraining(Callback):
         self._call_hooks("on_after_backward")
         sizes = list(report.microbatch_sizes)
         weights = [float(record.weight) for record in records] if self._weight is not None else sizes
-        for logged in merged([record.logs for record in records], weights):
-            results.log(*logged.place, logged.value, **logged.options)
+        log_merged(results, records, weights)
         extra = joined([record.extra for record in records], sizes, weights)
         times = trainer.accumulate_grad_batches
         kind = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls
@@ -302,17 +301,6 @@ class OomProofTraining(Callback):
         calls = part(self._trainer, "trainer.call")
         calls._call_callback_hooks(self._trainer, name, *args)
         calls._call_lightning_module_hook(self._trainer, name, *args)
-
-    @contextmanager
-    def _recording(self) -> Iterator[Any]:
-        """Inside, what the module logs is kept for later; gives the collection that it is meant for."""
-        loop = self._trainer.fit_loop.epoch_loop
-        results = loop._results
-        loop._results = LogRecorder(self, results)
-        try:
-            yield results
-        finally:
-            loop._results = results
 
     def _optimizer_step(
         self, plain: Callable[..., Any], optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any

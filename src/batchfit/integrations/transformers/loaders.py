@@ -22,11 +22,8 @@ _KNOWN = ("torch", "torchdata", "accelerate")  # whose loaders hand out what the
 def batch_size_of(loader: Any) -> int | None:
     """The samples per batch of a loader on this rank; None where it has no such attribute."""
     sampler = getattr(loader, "batch_sampler", None)
-    for holder in (
-        loader,
-        sampler,
-        getattr(sampler, "batch_sampler", None),
-    ):  # the last: in Accelerate's shard
+    in_shard = getattr(sampler, "batch_sampler", None)  # of Accelerate
+    for holder in (loader, sampler, in_shard):
         size = getattr(holder, "batch_size", None)
         if type(size) is int:
             return size

@@ -1,4 +1,4 @@
-"""The options, and the settings of a Trainer that contradict them.
+"""The options of `adapt`, and the settings of a Trainer that contradict them.
 
 Rules: arguments are checked when they are given, settings of the trainer before it trains; an error names
 both settings and says what to do.

@@ -1,4 +1,4 @@
-"""Joins the outputs of an evaluation's microbatches to those of their batch.
+"""The outputs of an evaluation's microbatches, joined to those of their batch.
 
 Rules
 - Rows are joined in order (by `Microbatcher.map`). The loss and other single values of a microbatch (a

@@ -75,7 +75,7 @@ def test_an_error_of_one_rank_ends_the_others_at_once() -> None:
 
 
 def wrapped(rank: int) -> Any:
-    """DDP: rank 1 runs out alone, inside a step with collectives; the workload knows before the training."""
+    """DDP: rank 1 has an OOM alone, in a step with collectives; the workload knows before the training."""
     from batchfit.integrations.accelerate import find_executable_batch_size
 
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def wrapped(rank: int) -> Any:
 
 
 @gloo
-def test_a_workload_survives_a_rank_that_runs_out_alone_inside_a_collective() -> None:
+def test_a_workload_survives_a_rank_that_is_out_of_memory_alone_inside_a_collective() -> None:
     first, second = run_ranks(wrapped, world_size=2)
     assert (first.error, second.error) == (None, None), first.trace + second.trace
     assert first.value == second.value
@@ -129,7 +129,7 @@ def alone_in_a_collective(rank: int) -> Any:
 
 @gloo
 @pytest.mark.slow
-def test_a_rank_that_runs_out_alone_inside_a_collective_is_named_on_all() -> None:
+def test_a_rank_that_is_out_of_memory_alone_inside_a_collective_is_named_on_all() -> None:
     """At the process group's time-out, 30 s here: nothing can wake a rank that waits inside gloo."""
     outcomes = run_ranks(alone_in_a_collective, world_size=2, timeout_s=150)
     assert [outcome.error for outcome in outcomes] == ["CollectivesError"] * 2

@@ -68,71 +68,73 @@ def _numbers(module: Any) -> list[float]:
 
 def everything(rank: int) -> dict[str, Any]:
     """All cases one after the other: most of their time is that of importing Lightning."""
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     module, run, (finder,) = _fit(rank, "find", limits=LIMITS)
-    told["find"] = [finder.optimal_batch_size, module.sizes, run.global_step, _numbers(module)]
+    reported["find"] = [finder.optimal_batch_size, module.sizes, run.global_step, _numbers(module)]
     try:
         _fit(rank, "theirs", limits=LIMITS)
     except Exception as error:  # noqa: BLE001 - the test reads it
-        told["theirs"] = f"{type(error).__name__}: {error}"
+        reported["theirs"] = f"{type(error).__name__}: {error}"
     for accumulate in (1, 2):
         options = {"accumulate_grad_batches": accumulate, "max_epochs": 2, "gradient_clip_val": 0.1}
         module, run, _ = _fit(rank, limits=(None, None), **options)
-        told[f"plain {accumulate}"] = [_numbers(module), run.global_step]
+        reported[f"plain {accumulate}"] = [_numbers(module), run.global_step]
         module, run, (proof,) = _fit(rank, "oom", limits=(1000, 40), **options)
-        told[f"proof {accumulate}"] = [_numbers(module), run.global_step]
-        told[f"retries {accumulate}"] = proof.retries
+        reported[f"proof {accumulate}"] = [_numbers(module), run.global_step]
+        reported[f"retries {accumulate}"] = proof.retries
     for name, limits in (("whole", (None, None)), ("cut", (1000, 40))):
         names = ("oom",) if name == "cut" else ()
         module, run, _ = _fit(rank, *names, limits=limits, size=32, val=64, max_epochs=2)
-        told[f"validation {name}"] = [float(run.callback_metrics["val_loss"]), *_numbers(module)]
+        reported[f"validation {name}"] = [float(run.callback_metrics["val_loss"]), *_numbers(module)]
     module, run, size = _fit(rank, limits=LIMITS, tunes=True)
-    told["tuner"] = [size, run.global_step]
+    reported["tuner"] = [size, run.global_step]
     module, run, _ = _fit(rank, "schedule", limits=(None, None), size=16, max_epochs=2)
-    told["schedule"] = [module.sizes, run.global_step, _numbers(module)]
-    return told
+    reported["schedule"] = [module.sizes, run.global_step, _numbers(module)]
+    return reported
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def reported() -> list[dict[str, Any]]:
     outcomes = run_ranks(everything, world_size=2, timeout_s=150)
     assert [one.error for one in outcomes] == [None, None], outcomes
     return [one.value for one in outcomes]
 
 
-def test_ranks_find_one_size_that_both_can_run(told: list[dict[str, Any]]) -> None:
+def test_ranks_find_one_size_that_both_can_run(reported: list[dict[str, Any]]) -> None:
     """Lightning's own refuses."""
-    size, sizes, steps, _ = told[0]["find"]
+    size, sizes, steps, _ = reported[0]["find"]
     assert size == 60
     assert sizes == [60, 60, 40]
     assert steps == 3
-    assert told[0]["find"] == told[1]["find"]
-    for one in told:
+    assert reported[0]["find"] == reported[1]["find"]
+    for one in reported:
         assert one["theirs"].startswith("MisconfigurationException")
         assert "not supported with distributed" in one["theirs"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_rank_that_runs_out_alone_tries_again_and_weights_are_as_without(
-    told: list[dict[str, Any]], accumulate: int
+def test_a_rank_that_is_out_of_memory_alone_tries_again_and_weights_are_as_without(
+    reported: list[dict[str, Any]], accumulate: int
 ) -> None:
-    for one in told:
+    for one in reported:
         (plain, steps), (proof, taken) = one[f"plain {accumulate}"], one[f"proof {accumulate}"]
         assert proof == pytest.approx(plain, abs=1e-10)
         assert taken == steps
-    assert [one[f"retries {accumulate}"] > 0 for one in told] == [False, True]
+    assert [one[f"retries {accumulate}"] > 0 for one in reported] == [False, True]
 
 
-def test_a_schedule_is_of_all_ranks_and_each_loads_its_part(told: list[dict[str, Any]]) -> None:
-    assert told[0]["schedule"] == told[1]["schedule"]
-    assert told[0]["schedule"][0] == [16] * 10 + [40] * 4
-    assert told[0]["schedule"][1] == 14
+def test_a_schedule_is_of_all_ranks_and_each_loads_its_part(reported: list[dict[str, Any]]) -> None:
+    assert reported[0]["schedule"] == reported[1]["schedule"]
+    assert reported[0]["schedule"][0] == [16] * 10 + [40] * 4
+    assert reported[0]["schedule"][1] == 14
 
 
-def test_a_rank_that_runs_out_alone_in_validation_holds_nobody_up(told: list[dict[str, Any]]) -> None:
-    for one in told:
+def test_a_rank_that_is_out_of_memory_alone_in_validation_holds_nobody_up(
+    reported: list[dict[str, Any]],
+) -> None:
+    for one in reported:
         assert one["validation cut"] == pytest.approx(one["validation whole"], abs=1e-10)
 
 
-def test_ranks_find_a_size_without_a_run(told: list[dict[str, Any]]) -> None:
-    assert [one["tuner"] for one in told] == [[60, 0]] * 2
+def test_ranks_find_a_size_without_a_run(reported: list[dict[str, Any]]) -> None:
+    assert [one["tuner"] for one in reported] == [[60, 0]] * 2

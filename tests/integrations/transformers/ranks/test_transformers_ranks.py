@@ -32,10 +32,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", cases.MODELS)
 @pytest.mark.slow
-def test_a_rank_that_runs_out_tries_again_and_all_end_as_one_process(
+def test_a_rank_that_is_out_of_memory_tries_again_and_all_end_as_one_process(
     name: str, tmp_path: Path, answers: list[dict[str, Any]]
 ) -> None:
-    told = [answer[name] for answer in answers]
+    reported = [answer[name] for answer in answers]
     given = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     model = cases.MODELS[name]()
     one = Trainer(
@@ -46,12 +46,12 @@ def test_a_rank_that_runs_out_tries_again_and_all_end_as_one_process(
     )
     one.train()
     loss = one.evaluate()["eval_loss"]
-    assert [one[1] for one in told] == [0, 2]  # rank 1 ran out, in training and in evaluation
-    assert [one[2] for one in told] == [6, 6]
-    assert told[0][0] == told[1][0]
-    assert torch.allclose(torch.tensor(told[0][0], dtype=torch.float64), parameters_of(model), atol=1e-11)
+    assert [one[1] for one in reported] == [0, 2]  # rank 1 had an OOM, in training and in evaluation
+    assert [one[2] for one in reported] == [6, 6]
+    assert reported[0][0] == reported[1][0]
+    assert torch.allclose(torch.tensor(reported[0][0], dtype=torch.float64), parameters_of(model), atol=1e-11)
     # Trainer's own mean over ranks is not one over tokens where the loss is a mean.
-    assert told[0][3] == pytest.approx(loss, rel=1e-5 if name == "gpt2" else 0.02)
+    assert reported[0][3] == pytest.approx(loss, rel=1e-5 if name == "gpt2" else 0.02)
 
 
 def test_all_ranks_find_what_fits_on_the_smallest(answers: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What fits, for `batchfit schedule show`: a number, or a result of find, predict or profile with its memory.
+"""`--fits` of `batchfit schedule show`: the largest batch and memory by size, from a number or a result file.
 
 Rules: memory between sizes that were run or predicted is a line between them, and goes on beyond the last;
 where a result knows one size only, it says nothing about others.
