@@ -20,7 +20,6 @@ from torch import nn
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
 from batchfit._engine.batch.structure import mapped
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device.oom_guard import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.sizing.interface import NO_WATCH
@@ -169,7 +168,7 @@ class BackwardPass:
         total: torch.Tensor | None = None
         micros = [self._micros[index] for index in self._indices]
         with ExactStatistics(terms.layers) if terms.layers else nullcontext() as exact:
-            for index, micro in zip(self._indices, feed(micros, terms.device), strict=True):
+            for index, micro in zip(self._indices, self._whole.fed(micros, terms.device), strict=True):
                 self.at = index
                 if exact is not None:
                     exact.next_microbatch()
@@ -215,7 +214,7 @@ class BackwardPass:
             )
         with torch.no_grad():
             for index in left:
-                (micro,) = feed([self._micros[index]], self._terms.device)
+                (micro,) = self._whole.fed([self._micros[index]], self._terms.device)
                 self._parts[index] = mapped(loss_and_outputs(self._fn(micro))[1], detached)
         if len(self._parts) < len(self._plan):
             raise ValueError(

@@ -17,7 +17,6 @@ import torch
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.data_parallel.interface import DataParallel
 from batchfit._engine.device.oom_guard import run_twice
 from batchfit._microbatch.batch_run import BatchRun, MicrobatchCall, PassTerms
@@ -95,7 +94,7 @@ class ForwardPass:
     def __call__(self) -> None:
         terms = self._terms
         micros = self._whole.micros(self._plan, self._done)
-        for index, micro in enumerate(feed(micros, terms.device)):
+        for index, micro in enumerate(self._whole.fed(micros, terms.device)):
             self.at = index
             terms.mark()
             terms.begin(index)

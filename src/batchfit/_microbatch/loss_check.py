@@ -25,7 +25,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from batchfit._engine.batch.pure.pieces import Piece
 from batchfit._engine.batch.split import Batch
-from batchfit._engine.batch.transfer import feed
 from batchfit._engine.device.oom_guard import run_guarded
 from batchfit._engine.device.readings import recover
 from batchfit._engine.device.resolve import Device
@@ -228,8 +227,11 @@ class LossInspection:
             if count == _FEW:
                 cuts.update({str(at): (at, at + 1) for at in range(2 * count)})
             return {name: _cutting(whole, *cut) for name, cut in cuts.items()}
-        order = [at for piece in self.plan for at in _samples(piece, whole.length)]
-        length = None if whole.trimmer is None else max(piece.length or 0 for piece in self.plan)
+        order: Sequence[int] = range(whole.length)
+        length = None
+        if whole.trimmer is not None:
+            order = [at for piece in self.plan for at in piece.indices(whole.length)]
+            length = max(piece.length or 0 for piece in self.plan)
         # From both ends: a batch may be sorted by class, and a miner needs two of one and one of another.
         a, b = order[:count], order[-count:]
         lists = {"a": a, "b": b, "ab": [*a, *b], "abab": [*a, *b, *a, *b], "aab": [*a, *a, *b]}
@@ -239,7 +241,7 @@ class LossInspection:
 
     def _loss(self, micro: Any, *, alone: bool = False) -> float:
         """The loss; `alone`: one sample, which some losses cannot be of."""
-        (micro,) = feed([micro], self.target)
+        (micro,) = self.whole.fed([micro], self.target)
         try:
             found = float(loss_and_outputs(self.fn(micro))[0])
         except (ValueError, TypeError, IndexError, ZeroDivisionError):
@@ -264,10 +266,6 @@ def _joins(read: dict[str, LossReading]) -> list[Join]:
     if alone and "abab" in read:
         joins.append(Join(alone * 2, read["abab"]))
     return joins
-
-
-def _samples(piece: Piece, length: int) -> Sequence[int]:
-    return range(length)[piece.samples] if isinstance(piece.samples, slice) else piece.samples
 
 
 def _cutting(whole: Batch, begin: int, end: int) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from batchfit._engine.device.resolve import Device, check_budget, resolve_device
 from batchfit._engine.device.tensors import leaves_of
 from batchfit._engine.optimizer_step.step import step
 from batchfit._engine.sizing.memory_budget import MemoryBudget
-from batchfit._engine.sizing.pure.events import EventLog, MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import EventLog, MicrobatchEvent
 from batchfit._engine.sizing.ragged import RaggedSizer
 from batchfit._engine.sizing.shortage import owned_bytes
 from batchfit._engine.sizing.uniform import UniformSizer

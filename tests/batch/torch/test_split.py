@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from batchfit._engine.batch.pure.pieces import balanced, pieces
 from batchfit._engine.batch.sample_count import AmbiguousBatchError
-from batchfit._engine.batch.split import Batch, joined
+from batchfit._engine.batch.split import Batch, joined, pieces
 from batchfit._engine.batch.user_split import Cutter
+from batchfit._engine.sizing.pure.sizes import balanced
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -97,6 +97,20 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same, one, two))
     return bool(one == two)
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
+def test_pieces_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
+    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
+    assert taken == list(range(sum(sizes)))
+    assert tuple(piece.size for piece in pieces(sizes)) == sizes
+
+
+def test_pieces_go_on_where_others_have_ended() -> None:
+    first, second = pieces((3, 2)), pieces((2, 1), start=5)
+    assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
+    assert [one.size for one in second] == [2, 1]
+    assert pieces(()) == ()
 
 
 @examples(150)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from batchfit import Microbatcher
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
 from batchfit.errors import NothingFitsError
 
 pytestmark = pytest.mark.gpu

@@ -25,9 +25,8 @@ from torch_private import dynamo, forward_hooks
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._engine.batch.pure.pieces import balanced
 from batchfit._engine.device.compile import compilations
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent, balanced
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, faulty
 

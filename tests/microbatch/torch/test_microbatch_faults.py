@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher
-from batchfit._engine.sizing.pure.bounds import Learned
+from batchfit._engine.sizing.pure.sizes import Learned
 from batchfit.errors import BatchfitError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty
 

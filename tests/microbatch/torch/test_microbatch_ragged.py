@@ -22,7 +22,7 @@ from torch.nn import functional
 import batchfit
 from batchfit import Microbatcher
 from batchfit._engine.sizing import ragged
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.sizing.pure.sizes import MicrobatchEvent
 from batchfit.errors import BatchfitError, NothingFitsError
 from batchfit.testing import FakeDevice, count_operations, fail_at, faulty, simulated_oom
 

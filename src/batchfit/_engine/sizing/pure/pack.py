@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from batchfit._engine.batch.pure.pieces import Pack, PaddedShape
+from batchfit._engine.batch.pure.pieces import PaddedShape, Piece
 
 # Lengths are rounded up to this: kernels work in tiles of 64; finer steps cost more shapes than they save.
 MULTIPLE: Final = 64
@@ -74,11 +74,11 @@ class SeenShapes:
     seen: tuple[PaddedShape, ...] = ()
     batches: int = 0
 
-    def ran(self, packs: Iterable[Pack]) -> SeenShapes:
+    def ran(self, packs: Iterable[Piece]) -> SeenShapes:
         """With the shapes of one more batch."""
         seen = dict.fromkeys(self.seen)
         for one in packs:
-            seen.setdefault(one.shape)
+            seen.setdefault(one.padded_shape)
         return SeenShapes(tuple(seen)[-REMEMBERED:], self.batches + 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def pack(
     shapes: SeenShapes | None = None,
     max_shapes: int | None = None,
     costs: Costs | None = None,
-) -> tuple[Pack, ...]:
+) -> tuple[Piece, ...]:
     """Microbatches for samples of these lengths, the longest first.
 
     `most_samples` is how many samples fit (None: any number), or a function of the padded length that says
@@ -122,7 +122,7 @@ def pack(
     what the batch is padded to (its longest sample, where not given), `shapes` what has run before, and
     `max_shapes` how many shapes there should ever be.
 
-    >>> [(one.indices, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
+    >>> [(one.samples, one.length) for one in pack([500, 60, 30, 490], most_samples=2, multiple=64)]
     [((0, 3), 500), ((1, 2), 64)]
     """
     lengths = tuple(lengths)
@@ -150,14 +150,14 @@ def pack(
         best = fewer
     packs, start = [], 0
     for count, length in best:
-        packs.append(Pack(tuple(order[start : start + count]), length))
+        packs.append(Piece(tuple(order[start : start + count]), count, length))
         start += count
     return tuple(packs)
 
 
-def useful_share(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
+def useful_share(lengths: Sequence[int], packs: Iterable[Piece]) -> float:
     """The elements of the samples over the elements of the microbatches."""
-    padded = sum(len(one.indices) * one.length for one in packs)
+    padded = sum(math.prod(one.padded_shape) for one in packs)
     return sum(lengths) / padded if padded else 1.0
 
 

@@ -10,9 +10,18 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchfit._engine.batch.pure.pieces import Shape, balanced, equal, pieces, rung
-from batchfit._engine.sizing.pure.bounds import MOST_READINGS, MOST_SHAPES, PATIENCE, Bounds, Learned
-from batchfit._engine.sizing.pure.events import MicrobatchEvent
+from batchfit._engine.batch.pure.pieces import Shape
+from batchfit._engine.sizing.pure.sizes import (
+    MOST_READINGS,
+    MOST_SHAPES,
+    PATIENCE,
+    Bounds,
+    Learned,
+    MicrobatchEvent,
+    balanced,
+    equal,
+    rung,
+)
 
 SHAPE = Shape("x(8)", "x", 8)
 
@@ -38,13 +47,6 @@ def test_equal_pieces_have_one_size_and_a_remainder(total: int, at_most: int) ->
 @pytest.mark.parametrize(("size", "largest"), [(1, 1), (2, 2), (3, 2), (64, 64), (100, 64)])
 def test_rungs_are_powers_of_two(size: int, largest: int) -> None:
     assert rung(size) == largest
-
-
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=50).map(tuple))
-def test_pieces_take_every_sample_once_and_in_order(sizes: tuple[int, ...]) -> None:
-    taken = [i for piece in pieces(sizes) for i in range(piece.samples.start, piece.samples.stop)]
-    assert taken == list(range(sum(sizes)))
-    assert tuple(piece.size for piece in pieces(sizes)) == sizes
 
 
 class Memory:
@@ -223,13 +225,6 @@ def test_an_event_reads_as_a_line() -> None:
     assert str(MicrobatchEvent("retry", 64, 64, "fragmented")) == "microbatch 64: fragmented"
     relearned = MicrobatchEvent("relearned", 0, 0, "device was 'a' and is 'b'")
     assert str(relearned) == "microbatch sizes are learned again: device was 'a' and is 'b'"
-
-
-def test_pieces_go_on_where_others_have_ended() -> None:
-    first, second = pieces((3, 2)), pieces((2, 1), start=5)
-    assert [one.samples for one in (*first, *second)] == [slice(0, 3), slice(3, 5), slice(5, 7), slice(7, 8)]
-    assert [one.size for one in second] == [2, 1]
-    assert pieces(()) == ()
 
 
 def ragged(width: int) -> Shape:
