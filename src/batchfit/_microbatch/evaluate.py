@@ -98,7 +98,8 @@ class ForwardPass:
             self.at = index
             terms.mark()
             terms.begin(index)
-            self._outputs.append(self._fn(micro))
+            output = self._fn(micro)
+            terms.ended(index)  # nothing is out of memory once the microbatch is done
+            self._outputs.append(output)
             self._done.append(self._plan[index])
-            terms.ended(index)
             del micro

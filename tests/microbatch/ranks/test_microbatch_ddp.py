@@ -144,7 +144,18 @@ def test_a_rank_that_fails_for_good_makes_all_raise_and_go_on() -> None:
         assert other[0] in mine[1]
 
 
-def test_a_step_that_was_cut_off_is_told_to_the_others_at_once() -> None:
+def test_zeros_are_made_again_after_an_oom_only() -> None:
+    """Released memory cures an OOM and no other error, which all ranks get at once."""
+    for retried, failed in values(run_ranks(cases.zeros_that_fail, world_size=2, timeout_s=60)):
+        assert retried[0] == "value", retried
+        assert retried[2] > 0
+        assert retried[3]
+        assert failed[0] == "RankFailedError"
+        assert "rank 0 raised ValueError: a bug of zeros" in failed[1]
+        assert failed[2] == 0
+
+
+def test_a_step_that_was_cut_off_is_reported_to_the_others_at_once() -> None:
     well, ill = values(run_ranks(cases.cut_off_step, world_size=2, timeout_s=60))
     assert ill[0] == "StepInterruptedError"
     assert well[0] == "RankMissingError"
@@ -152,7 +163,7 @@ def test_a_step_that_was_cut_off_is_told_to_the_others_at_once() -> None:
     assert well[2] < 15  # of a time-out of 20 s
 
 
-def test_ctrl_c_on_one_rank_is_told_to_the_others() -> None:
+def test_ctrl_c_on_one_rank_is_reported_to_the_others() -> None:
     first, ill, last = values(run_ranks(cases.interrupted, world_size=3, timeout_s=60))
     assert ill[0] == "KeyboardInterrupt"
     for well in (first, last):
@@ -161,7 +172,7 @@ def test_ctrl_c_on_one_rank_is_told_to_the_others() -> None:
         assert well[2] < 15
 
 
-def test_ctrl_c_in_a_vote_is_told_to_the_others_too() -> None:
+def test_ctrl_c_in_a_vote_is_reported_to_the_others_too() -> None:
     well, ill = values(run_ranks(cases.interrupted_in_vote, world_size=2, timeout_s=60))
     assert ill[0] == "KeyboardInterrupt"
     assert well[0] == "RankMissingError"
@@ -337,7 +348,7 @@ def errors_between_calls(world_size: int, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_error_between_two_calls_leaves_ranks_alike_or_is_told(world_size: int) -> None:
+def test_an_error_between_two_calls_leaves_ranks_alike_or_is_reported(world_size: int) -> None:
     """No rank trains on with parameters that differ, none waits for a rank that went on, and none hangs."""
     faults = errors_between_calls(world_size, 32)
     outcomes = values(run_ranks(cases.between_calls, world_size=world_size, args=(faults,), timeout_s=150))

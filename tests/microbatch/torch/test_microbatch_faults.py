@@ -20,6 +20,7 @@ from torch.nn import functional
 import batchfit
 from batchfit import Microbatcher
 from batchfit._engine.sizing.pure.sizes import Learned
+from batchfit._engine.sizing.ragged import RaggedBatch
 from batchfit.errors import BatchfitError, StepInterruptedError
 from batchfit.testing import count_operations, fail_at, faulty
 
@@ -431,3 +432,27 @@ def test_a_fault_at_every_operation_of_two_training_steps(
     assert ended["retried"] > 50
     assert ended["same sizes"] > 3  # in the step: it is tried again, or was prepared again
     assert (ended["interrupted"] == 0) == rollback
+
+
+def test_an_oom_after_the_last_sample_of_map_repeats_that_microbatch_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To read the memory of a microbatch that ran may raise what an earlier kernel has left."""
+    left, sizes = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")], []
+
+    def end(sized: RaggedBatch, index: int) -> None:
+        if left and index == len(sized.planned) - 1:
+            raise left.pop()
+
+    monkeypatch.setattr(RaggedBatch, "watch", property(lambda sized: sized))
+    monkeypatch.setattr(RaggedBatch, "begin", lambda sized, index: None)
+    monkeypatch.setattr(RaggedBatch, "end", end)
+    mb = Microbatcher(nn.Linear(3, 1), microbatch_size=2)
+
+    def fn(micro: dict[str, torch.Tensor]) -> torch.Tensor:
+        sizes.append(len(micro["x"]))
+        return micro["n"].clone()
+
+    batch = {"x": torch.ones(4, 64), "n": torch.arange(4)}
+    assert mb.map(fn, batch, lengths=[64] * 4).tolist() == [0, 1, 2, 3]
+    assert sizes == [2, 2, 1, 1]

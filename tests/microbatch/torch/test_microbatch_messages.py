@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import batchfit
 from batchfit import Microbatcher, MicrobatchEvent
-from batchfit._engine.sizing.shortage import whole_sentences
+from batchfit._engine.sizing.memory_budget import whole_sentences
 from batchfit._engine.snapshot.coverage import Coverage
 from batchfit.errors import NothingFitsError
 from batchfit.testing import FakeDevice, faulty
