@@ -257,7 +257,7 @@ def test_taking_checks_that_only_padding_is_cut() -> None:
         trimmer.take((), 3)
 
 
-def test_outputs_of_any_kind_are_put_back_in_order() -> None:
+def test_outputs_of_any_kind_are_restored_in_order() -> None:
     packs = (Piece((2, 0), 2, 8), Piece((1,), 1, 4))
     outputs = [
         {"pooled": torch.tensor([[2.0], [0.0]]), "texts": ["c", "a"], "cache": None},
@@ -292,7 +292,7 @@ def cudnn_on() -> Any:
 
 
 @pytest.mark.usefixtures("cudnn_on")
-def test_plans_are_off_inside_only_and_put_back_after_an_error(
+def test_plans_are_off_inside_only_and_restored_after_an_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trim, "_told", False)

@@ -203,7 +203,7 @@ def test_dropout_of_a_retried_batch_is_that_of_a_first_try() -> None:
     assert error <= 1e-5, f"gradients differ by {error:.1e} after {report}"
 
 
-def test_evaluation_in_pieces_and_cached_representations() -> None:
+def test_evaluation_in_microbatches_and_cached_representations() -> None:
     model = Small().eval()
     batch = tokens(64, 128)
     with torch.no_grad():
@@ -350,7 +350,7 @@ def test_ragged_batches_on_the_host_wait_for_nothing_once_settled() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_ragged_evaluation_is_put_back_in_order_and_width() -> None:
+def test_ragged_evaluation_is_restored_in_order_and_width() -> None:
     model = Ragged().eval()
     batch = ragged(3)
     mask = batch["attention_mask"].bool()

@@ -197,7 +197,7 @@ def test_no_frame_of_the_user_is_alive_in_a_retry() -> None:
     assert (report.microbatch_sizes, report.retries) == ((32, 32), 1)
 
 
-def test_a_batch_that_fn_changes_in_place_cannot_be_tried_again() -> None:
+def test_a_batch_that_fn_changes_in_place_cannot_be_retried() -> None:
     model = nn.Linear(3, 1)
 
     def fn(micro: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,7 @@ def test_a_cached_encoder_must_not_change_the_batch_in_place() -> None:
         Microbatcher(model, microbatch_size=4).backward_cached(encode, loss_fn, batch)
 
 
-def test_buffers_that_are_rebound_or_added_go_back() -> None:
+def test_buffers_that_are_rebound_or_added_are_restored() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -300,7 +300,7 @@ def test_a_map_inside_a_backward_does_not_disturb_its_way_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing warns of itself and of a size that it makes constant
-def test_scripted_modules_go_back_too() -> None:
+def test_scripted_modules_are_restored_too() -> None:
     example = torch.randn(8, 3)
     model = torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), example)
     counts = [buffer for name, buffer in model.named_buffers() if "num_batches" in name]

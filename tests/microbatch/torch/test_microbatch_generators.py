@@ -147,7 +147,7 @@ def test_both_forwards_of_a_cached_batch_draw_the_same_numbers() -> None:
     assert torch.allclose(*gradients, atol=1e-12)
 
 
-def test_an_error_and_a_look_at_the_loss_leave_the_generator_where_it_was() -> None:
+def test_an_error_and_an_inspection_of_the_loss_leave_the_generator_where_it_was() -> None:
     model = nn.Linear(3, 1)
     generator = torch.Generator().manual_seed(3)
 
@@ -162,7 +162,7 @@ def test_an_error_and_a_look_at_the_loss_leave_the_generator_where_it_was() -> N
     assert torch.equal(generator.get_state(), before)
 
 
-def test_generators_of_map_go_back_for_what_is_done_again() -> None:
+def test_generators_of_map_are_restored_for_what_is_retried() -> None:
     model = nn.Linear(3, 1)
     found = []
     for fails in (True, False):
